@@ -91,7 +91,7 @@ class Conversations:
 
     @property
     def does_io(self) -> bool:
-        """Whether `recall` and `keep` may suspend; see `Store.does_io`."""
+        """See `Store.does_io`."""
         return self._store.does_io
 
     def turn_of(self, headers: Sequence[Header], body: Json) -> Turn | None:
@@ -107,10 +107,11 @@ class Conversations:
             prompt = prompt_of(body)
             if prompt is None:
                 return None
-            if given is not None:
-                conversation: Conversation | None = self._resolver.named(headers, given)
-            else:
-                conversation = self._resolver.recognised(headers, prompt)
+            conversation = (
+                self._resolver.recognised(headers, prompt)
+                if given is None
+                else self._resolver.named(headers, given)
+            )
             if conversation is None:
                 return None
             return Turn(conversation, prompt, scope_of(body), rewrites_history(body))
@@ -124,11 +125,9 @@ class Conversations:
             return
         try:
             raw = await self._store.take(key)
-        except UnverifiedError:
-            turn.recalled = RecallOutcome.UNVERIFIED
-            return
-        except StoreError:
-            turn.recalled = RecallOutcome.STORE_FAILED
+        except StoreError as error:
+            foreign = isinstance(error, UnverifiedError)
+            turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
             return
         if raw is None:
             return
@@ -221,6 +220,5 @@ def _why_inexact(turn: Turn, answer: AnswerChoice | None) -> InexactReason:
 def _answer_size(answer: AnswerChoice | None) -> int:
     if answer is None:
         return 0
-    if answer.message is not None:
-        return len(str(answer.message.get("content") or ""))
-    return len(answer.text or "")
+    text = answer.text if answer.message is None else answer.message.get("content")
+    return len(str(text or ""))

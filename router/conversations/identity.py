@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from router.common.records import Value
 from router.conversations.entry import PromptPrefix
-from router.conversations.prompt import ChatPrompt, Prompt
+from router.conversations.prompt import Prompt
 from router.openai.answers import Json
 
 Header = tuple[bytes, bytes]
@@ -82,7 +82,7 @@ class ConversationResolver:
 
     def recognised(self, headers: Sequence[Header], prompt: Prompt) -> Conversation | None:
         """Return a chat's conversation, known by its messages up to the last answer."""
-        if not isinstance(prompt, ChatPrompt):
+        if prompt.kind != "chat":
             return None
         tenant = self.tenant(headers)
         opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""

@@ -11,7 +11,6 @@ first one is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -28,63 +27,44 @@ from router.openai.answers import (
 )
 
 
-class ChatPrompt(Value, frozen=True):
-    """Messages. `chain` has a digest for each number of leading messages, none included.
+class Prompt(Value, frozen=True):
+    """A prompt of one `kind`: chat, text or tokens.
 
-    `size` is in bytes, roughly. The first `traceless` messages hold no reasoning trace, and
-    `last_answer` messages end with the last one of the assistant.
+    `content` is a text, a list of token ids, or of a chat a digest for each number of leading
+    messages, none included. `size` is in bytes, roughly. The first `traceless` units hold no
+    reasoning trace, and the first `last_answer` messages end with the last one of the assistant.
     """
 
-    chain: tuple[str, ...]
+    kind: str
+    content: tuple[str, ...] | str | list[int]
     size: int
     traceless: int
-    has_media: bool
-    last_answer: int
-    kind: str = "chat"
-
-    @property
-    def count(self) -> int:
-        return len(self.chain) - 1
-
-    def digest_at(self, count: int) -> str | None:
-        """Return the digest of the first `count` messages; None where there are fewer."""
-        return self.chain[count] if 0 <= count <= self.count else None
-
-    def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
-        """Return the prompt followed by its answer, as the next turn would repeat it."""
-        if answer.message is None:
-            return None
-        message = {"role": "assistant", **answer.message}
-        return PromptPrefix(self.count + 1, _chained(self.chain[-1], canonical(message)))
-
-
-class FlatPrompt(Value, frozen=True):
-    """A text or a list of token ids. Members are those of `ChatPrompt`, in characters or ids."""
-
-    content: str | Sequence[int]
     has_media: bool = False
-
-    @property
-    def kind(self) -> str:
-        return "text" if isinstance(self.content, str) else "tokens"
+    last_answer: int = 0
 
     @property
     def count(self) -> int:
-        return len(self.content)
-
-    @property
-    def traceless(self) -> int:
-        return len(self.content)
-
-    @property
-    def size(self) -> int:
-        return len(self.content) * (1 if isinstance(self.content, str) else 4)
+        """Units of the prompt."""
+        return len(self.content) - isinstance(self.content, tuple)
 
     def digest_at(self, count: int) -> str | None:
-        return _flat_digest(self.content[:count]) if 0 <= count <= len(self.content) else None
+        """Return the digest of the first `count` units; None where there are fewer."""
+        if not 0 <= count <= self.count:
+            return None
+        content = self.content
+        return content[count] if isinstance(content, tuple) else _flat_digest(content[:count])
 
     def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
-        whole: str | Sequence[int]
+        """Return the prompt followed by its answer, as the next turn would repeat it.
+
+        Returns None where the answer is of another kind.
+        """
+        whole: str | list[int]
+        if isinstance(self.content, tuple):
+            if answer.message is None:
+                return None
+            message = canonical({"role": "assistant", **answer.message})
+            return PromptPrefix(self.count + 1, _chained(self.content[-1], message))
         if isinstance(self.content, str):
             if answer.text is None:
                 return None
@@ -94,9 +74,6 @@ class FlatPrompt(Value, frozen=True):
                 return None
             whole = [*self.content, *answer.token_ids]
         return PromptPrefix(len(whole), _flat_digest(whole))
-
-
-Prompt = ChatPrompt | FlatPrompt
 
 
 def prompt_of(body: Json) -> Prompt | None:
@@ -110,13 +87,13 @@ def prompt_of(body: Json) -> Prompt | None:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return FlatPrompt(prompt)
+        return Prompt("text", prompt, len(prompt), len(prompt))
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return FlatPrompt(prompt)
+        return Prompt("tokens", prompt, 4 * len(prompt), len(prompt))
     return None
 
 
-def _chat(messages: list[Any]) -> ChatPrompt:
+def _chat(messages: list[Any]) -> Prompt:
     chain, size, has_media = [EMPTY_CHAT], 0, False
     first_trace = last_answer = 0
     for number, message in enumerate(messages, 1):
@@ -132,7 +109,7 @@ def _chat(messages: list[Any]) -> ChatPrompt:
         if isinstance(message, dict) and message.get("role") == "assistant":
             last_answer = number
     traceless = first_trace - 1 if first_trace else len(messages)
-    return ChatPrompt(tuple(chain), size, traceless, has_media, last_answer)
+    return Prompt("chat", tuple(chain), size, traceless, has_media, last_answer)
 
 
 def _plain_text(message: object) -> str | None:
@@ -185,7 +162,7 @@ def _chained(previous: str, content: bytes) -> str:
     return _digest(previous.encode("ascii") + content)
 
 
-def _flat_digest(content: str | Sequence[int]) -> str:
+def _flat_digest(content: str | list[int]) -> str:
     if isinstance(content, str):
         return _digest(content.encode("utf-8", "surrogatepass"))
     return _digest(dumps(content))

@@ -56,9 +56,7 @@ class SignedStore:
         signed = await self._store.take(key)
         if signed is None:
             return None
-        value = self._open("take", key, signed)
-        if value is None:
-            raise UnverifiedError("not signed with our keys, or taken before")
+        value = self._verify("take", key, signed)
         now = self._clock()
         self._taken[signed[:MAC_BYTES]] = now + self._life
         oldest = next(iter(self._taken))
@@ -70,12 +68,7 @@ class SignedStore:
     async def read(self, key: str) -> bytes | None:
         """Return a value. Raises UnverifiedError, too."""
         signed = await self._store.read(key)
-        if signed is None:
-            return None
-        value = self._open("read", key, signed)
-        if value is None:
-            raise UnverifiedError("not signed with our keys")
-        return value
+        return None if signed is None else self._verify("read", key, signed)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         if len(value) > MAX_VALUE_BYTES:
@@ -86,6 +79,12 @@ class SignedStore:
 
     async def close(self) -> None:
         await self._store.close()
+
+    def _verify(self, operation: str, key: str, signed: bytes) -> bytes:
+        value = self._open(operation, key, signed)
+        if value is None:
+            raise UnverifiedError("not signed with our keys, or taken before")
+        return value
 
     def _open(self, operation: str, key: str, signed: bytes) -> bytes | None:
         value = None

@@ -63,12 +63,6 @@ class PolledGauge(NamedTuple):
     """KV bytes transferred since the engine started."""
 
 
-class EngineMetrics(NamedTuple):
-    kv_usage: float | None
-    waiting: int | None
-    num_bytes: float | None
-
-
 class EnginePoller:
     """The gauges and transfers that the engines of a fleet reported lately, by engine name."""
 
@@ -121,33 +115,25 @@ class EnginePoller:
             asked, leases = self._clock(), None
             if engine.capabilities.lists_capabilities:
                 leases = await _get(engine, LEASES_PATH)
-        metrics = parse_metrics(answer.body)
+        gauge, num_bytes = parse_metrics(answer.body)
         content = None if leases is None else json_of(leases)
-        num_leases, num_quarantined = count_leases(content)
+        gauge.leases, gauge.quarantined = count_leases(content)
         page = parse_transfers(content, asked)
         if page != TransferPage(asked):
             self._transfers.note(engine.name, page)
-        at, before, speed = self._clock(), self._polled.get(engine.name), None
-        if (
-            before is not None
-            and before.num_bytes is not None
-            and metrics.num_bytes is not None
-            and at > before.at
-        ):
-            moved = max(0.0, metrics.num_bytes - before.num_bytes)
-            speed = round(moved / (at - before.at), 1)
-        gauge = EngineGauge(
-            kv_usage=metrics.kv_usage,
-            waiting=metrics.waiting,
-            leases=num_leases,
-            quarantined=num_quarantined,
-            bytes_per_second=speed,
-        )
-        self._polled[engine.name] = PolledGauge(at, gauge, metrics.num_bytes)
+        at, before = self._clock(), self._polled.get(engine.name)
+        old_bytes = None if before is None or at <= before.at else before.num_bytes
+        if before is not None and old_bytes is not None and num_bytes is not None:
+            moved = max(0.0, num_bytes - old_bytes)
+            gauge.bytes_per_second = round(moved / (at - before.at), 1)
+        self._polled[engine.name] = PolledGauge(at, gauge, num_bytes)
 
 
-def parse_metrics(text: bytes) -> EngineMetrics:
-    """Read an engine's metrics, without what makes no sense; never raises."""
+def parse_metrics(text: bytes) -> tuple[EngineGauge, float | None]:
+    """Read an engine's metrics: its gauges, and the KV bytes transferred since its start.
+
+    Never raises; values that make no sense are left out.
+    """
     sums: dict[bytes, float] = {}
     highest: dict[bytes, float] = {}
     for name, digits in SAMPLE.findall(text):
@@ -164,11 +150,11 @@ def parse_metrics(text: bytes) -> EngineMetrics:
     if usage is None and blocks and free is not None:
         usage = 1 - free / blocks
     waiting = next((sums[name] for name in WAITING if name in sums), None)
-    return EngineMetrics(
-        None if usage is None else round(min(1.0, max(0.0, usage)), 3),
-        None if waiting is None else int(waiting),
-        sums.get(TRANSFERRED_BYTES),
+    gauge = EngineGauge(
+        kv_usage=None if usage is None else round(min(1.0, max(0.0, usage)), 3),
+        waiting=None if waiting is None else int(waiting),
     )
+    return gauge, sums.get(TRANSFERRED_BYTES)
 
 
 def count_leases(page: object) -> tuple[int | None, int | None]:

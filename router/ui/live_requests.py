@@ -159,9 +159,11 @@ def summarize_request(record: Record, origin: Origin) -> RequestSummary:
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
 
-    def since_start(moment: float | None) -> float | None:
-        return None if moment is None else round((moment - record.started) * 1000, 1)
-
+    moments = {name: getattr(record, name) for name in RequestTimings.model_fields}
+    timings = {
+        name: None if moment is None else round((moment - record.started) * 1000, 1)
+        for name, moment in moments.items()
+    }
     return RequestSummary(
         key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
@@ -175,13 +177,7 @@ def summarize_request(record: Record, origin: Origin) -> RequestSummary:
         decoder=record.decoder,
         conversation=record.conversation,
         reused_from=record.reused_from,
-        ms=RequestTimings(
-            prefill_started=since_start(record.prefill_started),
-            prefill_done=since_start(record.prefill_done),
-            decode_started=since_start(record.decode_started),
-            first_byte=since_start(record.first_byte),
-            ended=since_start(record.ended),
-        ),
+        ms=RequestTimings(**timings),
         prompt_tokens=prompt,
         completion_tokens=completion,
         cached_tokens=cached,

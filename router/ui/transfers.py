@@ -54,13 +54,6 @@ class EndedTransfer(BaseModel):
 E = TypeVar("E", MovedBytes, EndedTransfer)
 
 
-class TransferFlow(NamedTuple):
-    """An operation of the reporting engine, and the engine id of its peer."""
-
-    what: str
-    peer: str
-
-
 class Transfer(NamedTuple):
     """What one engine moved for one request. `ended` is a time of the router's clock."""
 
@@ -74,13 +67,13 @@ class Transfer(NamedTuple):
 class TransferPage:
     """One engine's transfers, as read at the time `at`.
 
-    `ids` are the engine ids of its ranks, `moved` bytes since its start. `transfers` are the latest
-    ones, by operation and by the hash of the request id.
+    `ids` are the engine ids of its ranks. `moved` are bytes since its start, by its operation and
+    its peer's engine id. `transfers` are the latest ones, by operation and hashed request id.
     """
 
     at: float
     ids: frozenset[str] = frozenset()
-    moved: Mapping[TransferFlow, int] = field(default_factory=dict)
+    moved: Mapping[tuple[str, str], int] = field(default_factory=dict)
     transfers: Mapping[tuple[str, str], Transfer] = field(default_factory=dict)
 
 
@@ -108,13 +101,13 @@ def hash_request_id(request_id: str) -> str:
 def parse_transfers(content: object, at: float) -> TransferPage:
     """Read the transfers of an engine's page, without what makes no sense; never raises."""
     ids: set[str] = set()
-    moved: dict[TransferFlow, int] = {}
+    moved: dict[tuple[str, str], int] = {}
     transfers: dict[tuple[str, str], Transfer] = {}
     for rank in islice(_dicts(content, "ranks"), MAX_RANKS):
         if isinstance(rank.get("engine_id"), str):
             ids.add(rank["engine_id"])
         for one in _entries(MovedBytes, rank, "moved"):
-            flow = TransferFlow(one.what, one.engine_id)
+            flow = one.what, one.engine_id
             moved[flow] = moved.get(flow, 0) + one.bytes
         of_rank: dict[tuple[str, str], Transfer] = {}
         for each in _entries(EndedTransfer, rank, "transfers"):
@@ -181,10 +174,10 @@ class TransferHistory:
             first = self._pages[name][0]
             for flow, count in last.moved.items():
                 more = count - first.moved.get(flow, 0)
-                other = names.get(flow.peer)
+                operation, other = flow[0], names.get(flow[1])
                 if last.at <= first.at or more <= 0 or other is None or other == name:
                     continue
-                start, end = (other, name) if flow.what == "READ" else (name, other)
+                start, end = (other, name) if operation == "READ" else (name, other)
                 link = start, end, "turn" if roles.get(end) == "prefill" else "prompt"
                 rate = more / (last.at - first.at)
                 found[link] = round(found.get(link, 0.0) + rate, 1)

@@ -100,8 +100,8 @@ def test_who_had_the_one_and_hears_the_changes_has_the_other(before: Json, after
     ],
 )
 def test_what_metrics_say(metrics: bytes, usage: float | None, waiting: int | None) -> None:
-    figures = parse_metrics(metrics)
-    assert (figures.kv_usage, figures.waiting) == (usage, waiting)
+    gauge, _ = parse_metrics(metrics)
+    assert (gauge.kv_usage, gauge.waiting) == (usage, waiting)
 
 
 @given(st.binary() | st.text().map(lambda text: b"vllm:kv_cache_usage_perc " + text.encode()))
