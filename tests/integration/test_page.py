@@ -96,7 +96,7 @@ async def test_it_shows_the_fleet_chats_and_says_what_happened(
     async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
         page, seen = found
         await expect(page.get_by_role("status")).to_have_text("live")
-        fleet = page.locator("#fleet-picture .engine.is-healthy")
+        fleet = page.locator("#fleet-graph .engine.is-healthy")
         await expect(fleet).to_have_count(2)
         await expect(page.get_by_role("row", name="D1")).to_contain_text("37 %")
         await chat(page, "What is the capital of France?")
@@ -126,13 +126,13 @@ async def test_what_real_engines_moved_is_seen_in_bytes_and_told_of_each_request
     ):
         async with opened(context, f"{router.url}/ui") as found:
             page, seen = found
-            await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+            await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(2)
             await page.get_by_text("Options").click()
-            await page.get_by_label("Most tokens").fill("40")
+            await page.get_by_label("Max tokens").fill("40")
             await chat(page, "Say something. " * 20)
             fact = page.get_by_role("log").locator(".assistant .fact")
             await expect(fact).to_have_text(re.compile(r"P1 in .*, \d+ blocks moved in [\d.]+ m?s"))
-            flow = page.locator("#fleet-picture .flow.prompt")
+            flow = page.locator("#fleet-graph .flow.prompt")
             await expect(flow).to_have_text(re.compile(r"[\d.]+ [kM]B/s"))
             await chat(page, "And something else. " * 20)
             reused = re.compile(r"tokens reused from D1 \(\d+ blocks? moved in [\d.]+ m?s\)")
@@ -170,7 +170,7 @@ async def test_how_many_requests_were_left_out_is_said(
             lambda route: route.fulfill(content_type="text/event-stream", body=body),
         )
         await page.goto(f"{router.url}/ui")
-        await expect(page.locator("#requests-untold")).to_contain_text("7 more ended than")
+        await expect(page.locator("#requests-missed")).to_contain_text("7 more requests ended than")
 
 
 async def test_requests_open_by_keyboard_to_what_became_of_them(
@@ -201,15 +201,15 @@ async def test_an_engine_that_is_killed_is_seen(
 ) -> None:
     async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
         page, seen = found
-        await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+        await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(2)
         await d.stop()
-        dead = page.locator("#fleet-picture .is-unhealthy")
+        dead = page.locator("#fleet-graph .is-unhealthy")
         await expect(dead).to_contain_text("unhealthy", timeout=SOON)
-        await expect(page.locator("#fleet-news")).to_have_text("D1 is unhealthy")
+        await expect(page.locator("#fleet-changes")).to_have_text("D1 is unhealthy")
         await chat(page, "Are you there?")
         await expect(page.get_by_role("log").locator(".error")).to_be_visible()
         await d.start(d.port)
-        await expect(page.locator("#fleet-picture .is-healthy")).to_have_count(2)
+        await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(2)
         assert seen.hosts == {router.url.removeprefix("http://")}
 
 
@@ -226,7 +226,7 @@ async def test_it_asks_for_its_token_once(
             await page.get_by_role("textbox", name="Token").fill(token)
             await page.keyboard.press("Enter")
             if token == "wrong":
-                await expect(page.locator("#ask-words")).to_contain_text("That was not it")
+                await expect(page.locator("#ask-text")).to_contain_text("Wrong token")
         await expect(page.get_by_role("status")).to_have_text("live")
         await page.reload()
         await expect(page.get_by_role("status")).to_have_text("live")
@@ -244,7 +244,7 @@ async def test_it_comes_back_when_the_router_does(
         await expect(page.get_by_role("status")).to_have_text("live")
         router.process.terminate()
         assert await router.ended() == 0, "it waits for nobody who looks"
-        await expect(page.get_by_role("status")).to_contain_text("trying again")
+        await expect(page.get_by_role("status")).to_contain_text("reconnecting")
     async with serving_router(p, d, "--ui", f"--port={url.rpartition(':')[2]}"):
         await expect(page.get_by_role("status")).to_have_text("live", timeout=15_000)
 

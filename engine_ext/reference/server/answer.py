@@ -12,7 +12,7 @@ from engine_ext.core.admission import FINISH_REASON
 from engine_ext.reference.beginning import handed_back
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.output_stream import merge
-from engine_ext.reference.server.dialect import Dialect
+from engine_ext.reference.server.dialect import AnswerFormat
 from engine_ext.reference.server.errors import EngineFailureError
 from engine_ext.reference.server.generation import Outputs
 from engine_ext.reference.server.job import Job
@@ -25,7 +25,7 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
+async def whole(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     tally = JobTally(dialect.job)
     pieces: list[list[RequestOutput]] = [[] for _ in tally.choices]
@@ -45,7 +45,7 @@ async def whole(dialect: Dialect, outputs: Outputs) -> dict[str, Any]:
     )
 
 
-async def streamed(dialect: Dialect, outputs: Outputs) -> AsyncGenerator[bytes, None]:
+async def streamed(dialect: AnswerFormat, outputs: Outputs) -> AsyncGenerator[bytes, None]:
     """Server-sent events, those that belong to one output in one piece.
 
     `kv_transfer_params` are in the last chunk before `[DONE]`: that of the usage where the client
@@ -90,7 +90,9 @@ def _failure(tally: JobTally, output: RequestOutput) -> bytes:
     return load_failure.comment(output.load_failure).encode()
 
 
-def _chunk(dialect: Dialect, tally: JobTally, choice: int, output: RequestOutput) -> dict[str, Any]:
+def _chunk(
+    dialect: AnswerFormat, tally: JobTally, choice: int, output: RequestOutput
+) -> dict[str, Any]:
     entry = dialect.chunk_choice(choice, output, first=not tally.choices[choice].begun)
     tally.add(choice, output)
     options = dialect.job.options
@@ -102,7 +104,7 @@ def _chunk(dialect: Dialect, tally: JobTally, choice: int, output: RequestOutput
     return dialect.chunk([entry], **rest)
 
 
-def _closing(dialect: Dialect, tally: JobTally) -> Iterator[bytes]:
+def _closing(dialect: AnswerFormat, tally: JobTally) -> Iterator[bytes]:
     if dialect.job.options.include_usage:
         yield event(dialect.chunk([], usage=tally.usage(), **_parting(tally)))
     yield DONE

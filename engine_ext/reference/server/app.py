@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from engine_ext.pages import identity, leases, release
 from engine_ext.reference.server import answer, generation, tokenization
 from engine_ext.reference.server.body import json_object, read_body
-from engine_ext.reference.server.dialect import ChatDialect, CompletionDialect, Dialect
+from engine_ext.reference.server.dialect import AnswerFormat, ChatDialect, CompletionDialect
 from engine_ext.reference.server.disconnect import ClientGoneError, until_disconnect
 from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.errors import (
@@ -144,7 +144,7 @@ class Endpoints:
         return _json(leases.page([leases.rank(seen, self._key)] if seen else []))
 
     async def _generate(
-        self, request: Request, prepare: Prepare, dialect_of: type[Dialect]
+        self, request: Request, prepare: Prepare, dialect_of: type[AnswerFormat]
     ) -> Response:
         content = await self._body(request)
         self._check_health()

@@ -15,7 +15,7 @@ from engine_ext.reference.server.tool_calls import Calls, Forced, calls_in
 from engine_ext.reference.tokenizer import Tokenizer
 
 
-class Dialect(ABC):
+class AnswerFormat(ABC):
     chunk_object: ClassVar[str]
     answer_object: ClassVar[str]
 
@@ -64,7 +64,7 @@ class Dialect(ABC):
         return list(self.job.prompt_of(choice).token_ids)
 
 
-class CompletionDialect(Dialect):
+class CompletionDialect(AnswerFormat):
     chunk_object = "text_completion"
     answer_object = "text_completion"
 
@@ -104,7 +104,7 @@ class CompletionDialect(Dialect):
         return written
 
 
-class ChatDialect(Dialect):
+class ChatDialect(AnswerFormat):
     chunk_object = "chat.completion.chunk"
     answer_object = "chat.completion"
 

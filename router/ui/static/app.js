@@ -1,4 +1,4 @@
-// Puts the parts together: events come in, what they touch is shown anew once a frame.
+// Connects the parts: an event updates the state, and the parts that it concerns are redrawn once a frame.
 import { Chat } from "./chat.js";
 import { $, setText } from "./dom.js";
 import { follow } from "./feed.js";
@@ -10,14 +10,14 @@ import { State } from "./state.js";
 const state = new State();
 const fleet = new Fleet(state), requests = new Requests(state), chat = new Chat(state), totals = new Totals();
 const stale = new Set();
-let isAsked = false;
+let isScheduled = false;
 
 function show(...parts) {
   for (const part of parts) stale.add(part);
-  if (isAsked) return;
-  isAsked = true;
+  if (isScheduled) return;
+  isScheduled = true;
   requestAnimationFrame(() => {
-    isAsked = false;
+    isScheduled = false;
     for (const part of stale) part();
     stale.clear();
   });
@@ -26,9 +26,9 @@ function show(...parts) {
 const parts = {
   fleet: () => fleet.show(),
   requests: () => requests.show(),
-  totals: () => totals.show(state.picture),
-  turns: () => showTurns(state.picture),
-  settings: () => showSettings(state.picture),
+  totals: () => totals.show(state.snapshot),
+  turns: () => showTurns(state.snapshot),
+  settings: () => showSettings(state.snapshot),
 };
 const NEEDS = {
   engines: ["fleet"], groups: ["fleet"], ways: ["fleet"], workers: ["fleet"],
@@ -49,7 +49,7 @@ function onEvent(name, content) {
     show(parts.requests);
   } else if (name === "moved") {
     show(parts.requests);
-    chat.tellMoved(content);
+    chat.showTransfers(content);
   }
   if (content.requests) chat.note(content.requests);
 }
@@ -61,7 +61,7 @@ function link(kind, text) {
 
 function askToken(wasWrong) {
   const dialog = $("ask");
-  if (wasWrong) setText($("ask-words"), "That was not it. It is what the router was given as --ui-token.");
+  if (wasWrong) setText($("ask-text"), "Wrong token. Enter the value of the router's --ui-token.");
   $("ask-token").value = "";
   dialog.showModal();
   dialog.addEventListener("cancel", (event) => event.preventDefault());
@@ -73,6 +73,6 @@ function askToken(wasWrong) {
 $("settings-all").addEventListener("change", parts.settings);
 setInterval(() => show(parts.totals), 1000);
 setInterval(() => {
-  if (Object.keys(state.picture.running ?? {}).length) show(parts.requests);
+  if (Object.keys(state.snapshot.running ?? {}).length) show(parts.requests);
 }, 250);
 follow({ onEvent, onLink: link, askToken });

@@ -1,23 +1,23 @@
-// A chat with this router's own models, that says under each answer what just happened.
+// A chat with this router's models, with a description of the request under each answer.
 import { $, make, setText } from "./dom.js";
 import { errorIn, eventsOf } from "./feed.js";
-import { told } from "./state.js";
+import { describeRequest } from "./state.js";
 
-const KEY = "disagg-router-key";
-const LATE = 6000;
-const MOST_FACTS = 16;
+const KEY_NAME = "disagg-router-key";
+const RECORD_TIMEOUT_MS = 6000;
+const MAX_FACTS = 16;
 
 export class Chat {
   constructor(state) {
     this.state = state;
-    this.waiting = new Map(); // request id: the line that waits for its record
-    this.facts = new Map(); // key: the request and its line, of the latest
+    this.waiting = new Map(); // request id: the line to describe the request in
+    this.facts = new Map(); // key: a recent request and its line
     this.messages = [];
     this.running = null;
     this.log = $("chat-log");
-    $("chat-key").value = sessionStorage.getItem(KEY) ?? "";
+    $("chat-key").value = sessionStorage.getItem(KEY_NAME) ?? "";
     $("chat-key").addEventListener("change", () => {
-      sessionStorage.setItem(KEY, $("chat-key").value);
+      sessionStorage.setItem(KEY_NAME, $("chat-key").value);
       this.findModels();
     });
     $("chat-options").addEventListener("submit", (event) => event.preventDefault());
@@ -61,7 +61,7 @@ export class Chat {
       if (names.join("\n") === known.join("\n")) return;
       $("chat-model").replaceChildren(...names.map((name) => make("option", { value: name, selected: name === chosen }, name)));
     } catch {
-      // The feed says that the router is away.
+      // The feed reports that the router is unreachable.
     }
   }
 
@@ -86,7 +86,7 @@ export class Chat {
       const content = await this.read(answer, body);
       messages.push({ role: "assistant", content });
     } catch (error) {
-      messages.pop(); // a turn that failed is none
+      messages.pop(); // a failed turn is not part of the conversation
       said.classList.add("failed");
       const why = error.name === "AbortError" ? "stopped" : error.message;
       body.append(make("p", { class: "error" }, why));
@@ -107,19 +107,19 @@ export class Chat {
         stream: true,
         stream_options: { include_usage: true },
         conversation_id: conversation,
-        ...numbers({ max_tokens: "chat-most", temperature: "chat-temperature" }),
+        ...numbers({ max_tokens: "chat-max-tokens", temperature: "chat-temperature" }),
       }),
       signal,
     });
   }
 
   async read(answer, body) {
-    if (!answer.ok) throw new Error((await errorIn(answer)) || `the router answers ${answer.status}`);
+    if (!answer.ok) throw new Error((await errorIn(answer)) || `the router answered with status ${answer.status}`);
     let content = "";
     for await (const [, data] of eventsOf(answer.body)) {
       if (!data || data === "[DONE]") continue;
       const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message ?? "the stream broke");
+      if (event.error) throw new Error(event.error.message ?? "the stream failed");
       const { content: more, reasoning_content: thought } = event.choices?.[0]?.delta ?? {};
       if (!more && !thought) continue;
       const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
@@ -134,41 +134,41 @@ export class Chat {
     if (!id) return;
     setText(line, "…");
     this.waiting.set(id, line);
-    setTimeout(() => this.giveUp(id, line), LATE);
+    setTimeout(() => this.giveUp(id, line), RECORD_TIMEOUT_MS);
   }
 
   giveUp(id, line) {
     if (!this.waiting.has(id)) return;
     if (this.running) {
-      setTimeout(() => this.giveUp(id, line), LATE);
+      setTimeout(() => this.giveUp(id, line), RECORD_TIMEOUT_MS);
       return;
     }
     this.waiting.delete(id);
-    setText(line, `no record of it came (request ${id})`);
+    setText(line, `no record of request ${id} arrived`);
   }
 
-  // Of requests that have ended.
+  // Takes requests that have ended.
   note(requests) {
     for (const request of requests) {
       const line = this.waiting.get(request.id);
       if (!line) continue;
       this.waiting.delete(request.id);
       this.facts.set(request.key, [request, line]);
-      if (this.facts.size > MOST_FACTS) this.facts.delete(this.facts.keys().next().value);
-      this.tell(request, line);
+      if (this.facts.size > MAX_FACTS) this.facts.delete(this.facts.keys().next().value);
+      this.describe(request, line);
     }
   }
 
-  // Engines tell a little later what moved.
-  tellMoved(moved) {
+  // Engines report transfers a little later.
+  showTransfers(moved) {
     for (const [key, what] of Object.entries(moved)) {
       const [request, line] = this.facts.get(key) ?? [];
-      if (request) this.tell(Object.assign(request, { moved: what }), line);
+      if (request) this.describe(Object.assign(request, { moved: what }), line);
     }
   }
 
-  tell(request, line) {
-    setText(line, told(request, (name) => this.state.label(name)));
+  describe(request, line) {
+    setText(line, describeRequest(request, (name) => this.state.label(name)));
     this.log.scrollTop = this.log.scrollHeight;
   }
 
@@ -179,13 +179,13 @@ export class Chat {
   }
 }
 
-// Those fields that have a number.
+// Returns the fields that hold a number.
 function numbers(fields) {
   const found = Object.entries(fields).map(([name, id]) => [name, $(id).valueAsNumber]);
   return Object.fromEntries(found.filter(([, value]) => Number.isFinite(value)));
 }
 
-// crypto.randomUUID is there only on pages that came safely.
+// crypto.randomUUID exists only in secure contexts.
 function newId() {
   return `page-${[...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 }

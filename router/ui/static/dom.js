@@ -1,4 +1,4 @@
-// Small helpers to make and change elements: text is always text, never markup.
+// Helpers to create and change elements. Text is always text, never markup.
 const SVG = "http://www.w3.org/2000/svg";
 
 export const $ = (id) => document.getElementById(id);

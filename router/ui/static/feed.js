@@ -1,34 +1,34 @@
-// The router's events, read with fetch, so that a token can go along and never into an address.
-const TOKEN = "disagg-router-token";
-const SILENCE = 25000;
-const SLOWEST = 8000;
+// Reads the router's events with fetch: the token goes into a header, and never into an address.
+const TOKEN_KEY = "disagg-router-token";
+const SILENCE_TIMEOUT_MS = 25000;
+const MAX_RETRY_DELAY_MS = 8000;
 
 export function follow({ onEvent, onLink, askToken }) {
-  let wait = 500;
-  const again = async () => {
+  let delay = 500;
+  const run = async () => {
     for (;;) {
-      let refused = false;
+      let needsToken = false;
       try {
-        refused = await once(onEvent, onLink, () => (wait = 500));
+        needsToken = await once(onEvent, onLink, () => (delay = 500));
       } catch {
-        onLink("lost", "connection lost, trying again");
+        onLink("lost", "connection lost, reconnecting");
       }
-      if (refused) {
-        sessionStorage.setItem(TOKEN, await askToken(sessionStorage.getItem(TOKEN) !== null));
+      if (needsToken) {
+        sessionStorage.setItem(TOKEN_KEY, await askToken(sessionStorage.getItem(TOKEN_KEY) !== null));
         continue;
       }
-      await new Promise((resolve) => setTimeout(resolve, wait));
-      wait = Math.min(wait * 2, SLOWEST);
+      await new Promise((resolve) => setTimeout(resolve, delay));
+      delay = Math.min(delay * 2, MAX_RETRY_DELAY_MS);
     }
   };
-  again();
+  run();
 }
 
-// Until the stream ends; true where the token is wanted, or wrong.
+// Reads one stream to its end. Returns true if the token is missing or wrong.
 async function once(onEvent, onLink, onAnswer) {
-  const token = sessionStorage.getItem(TOKEN);
+  const token = sessionStorage.getItem(TOKEN_KEY);
   const abort = new AbortController();
-  let timer = setTimeout(() => abort.abort(), SILENCE);
+  let timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
   try {
     const answer = await fetch("events", {
       headers: token === null ? {} : { authorization: `Bearer ${token}` },
@@ -37,16 +37,16 @@ async function once(onEvent, onLink, onAnswer) {
     });
     if (answer.status === 401) return true;
     if (!answer.ok) {
-      onLink("lost", (await errorIn(answer)) || `the router answers ${answer.status}`);
+      onLink("lost", (await errorIn(answer)) || `the router answered with status ${answer.status}`);
       return false;
     }
     onAnswer();
     for await (const [name, data] of eventsOf(answer.body)) {
       clearTimeout(timer);
-      timer = setTimeout(() => abort.abort(), SILENCE);
+      timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
       if (name) onEvent(name, JSON.parse(data));
     }
-    onLink("lost", "the router has ended the connection, trying again");
+    onLink("lost", "the router closed the connection, reconnecting");
     return false;
   } finally {
     clearTimeout(timer);
@@ -62,7 +62,7 @@ export async function errorIn(answer) {
   }
 }
 
-// Pairs of name and data; a comment is a pair without a name.
+// Yields pairs of name and data; a comment is a pair without a name.
 export async function* eventsOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

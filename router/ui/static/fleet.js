@@ -1,73 +1,73 @@
-// Prefillers left, decoders right, and KV between them as arcs.
+// The graph of engines: prefillers left, decoders right, KV between them as arcs.
 import { $, bytes, draw, make, percent, plural, setText } from "./dom.js";
 import { stateOf } from "./state.js";
 
 const TALL = 86, FLAT = 30, GAP = 10, TITLE = 22, EDGE = 2;
-const MOST_TALL = 16;
-const MOST_HINTS = 24;
+const MAX_TALL = 16;
+const MAX_HINTS = 24;
 const WORDS = {
   doubtful: "doubtful", unknown: "not probed", healthy: "healthy", unhealthy: "unhealthy",
   cooling: "cooling", cold: "cold", draining: "draining", gone: "gone",
 };
-const LINGER = 6000;
+const GONE_SHOWN_MS = 6000;
 
 export class Fleet {
   constructor(state) {
     this.state = state;
-    this.seen = new Map(); // name: [state, engine, when it went]
-    this.box = $("fleet-picture");
+    this.seen = new Map(); // name: [state, engine, time of its removal]
+    this.box = $("fleet-graph");
     new ResizeObserver(() => this.show()).observe(this.box);
   }
 
   show() {
     const engines = this.withGone();
-    this.tellNews();
+    this.announceChanges();
     this.drawAll(engines);
     this.fillTable();
     const states = this.state.engines.map(stateOf);
     const well = states.filter((one) => one === "healthy").length;
-    const { engines_unlisted: more = 0, workers } = this.state.picture;
+    const { engines_unlisted: more = 0, workers } = this.state.snapshot;
     const late = workers && workers.answered < workers.known ? `, ${workers.answered} of ${workers.known} workers answer` : "";
-    setText($("fleet-words"), engines.length
+    setText($("fleet-summary"), engines.length
       ? `${well} of ${plural(states.length + more, "engine")} healthy${more ? `, ${more} not shown` : ""}${late}` : "no engines yet");
   }
 
-  // Engines that left are shown a little longer: that they go is to be seen.
+  // Adds engines that were removed a moment ago, so that a viewer notices.
   withGone() {
-    const now = Date.now(), here = this.state.picture.engines ?? {};
+    const now = Date.now(), here = this.state.snapshot.engines ?? {};
     const gone = [];
     for (const [name, one] of this.seen) {
       if (here[name]) continue;
       one[2] ??= now;
-      if (now - one[2] > LINGER) this.seen.delete(name);
+      if (now - one[2] > GONE_SHOWN_MS) this.seen.delete(name);
       else gone.push({ ...one[1], isGone: true });
     }
     if (gone.length) setTimeout(() => this.show(), 1000);
     return [...this.state.engines, ...gone];
   }
 
-  tellNews() {
-    const news = [];
+  announceChanges() {
+    const changes = [];
     for (const engine of this.state.engines) {
       const now = stateOf(engine), before = this.seen.get(engine.name);
-      if (before && before[0] !== now) news.push(`${this.state.label(engine.name)} is ${WORDS[now]}`);
+      if (before && before[0] !== now) changes.push(`${this.state.label(engine.name)} is ${WORDS[now]}`);
       this.seen.set(engine.name, [now, engine]);
     }
-    if (news.length) setText($("fleet-news"), news.join(", "));
+    if (changes.length) setText($("fleet-changes"), changes.join(", "));
   }
 
   fillTable() {
     const rows = this.state.engines.map((engine) => make("tr", {},
       make("th", { scope: "row" }, `${this.state.label(engine.name)}, ${engine.name}`),
       ...[engine.role, engine.group, WORDS[stateOf(engine)], String(engine.in_flight),
-        engine.gauge.kv_usage === null ? "not known" : percent(engine.gauge.kv_usage),
+        engine.gauge.kv_usage === null ? "unknown" : percent(engine.gauge.kv_usage),
         String(engine.gauge.leases ?? engine.holding)].map((text) => make("td", {}, text))));
     $("fleet-table").tBodies[0].replaceChildren(...rows);
   }
 
   drawAll(engines) {
     const width = Math.max(260, this.box.clientWidth);
-    const isFlat = engines.length > MOST_TALL;
+    const isFlat = engines.length > MAX_TALL;
     const height = isFlat ? FLAT : TALL;
     const card = Math.min(230, Math.floor(width * (width < 480 ? 0.4 : 0.3)));
     const places = new Map(), cards = [], titles = [];
@@ -112,18 +112,18 @@ export class Fleet {
     return draw("g", { transform: `translate(${x} ${y})`, class: `engine is-${state}` }, ...parts);
   }
 
-  // Which pairs there could be.
+  // Lines between engines that can pair.
   hints(engines, places) {
     const fit = engines.filter((one) => !one.isGone && places.has(one.name));
     const pairs = fit.filter((p) => p.role !== "decode")
       .flatMap((p) => fit.filter((d) => d.role === "decode" && d.group === p.group).map((d) => [p, d]));
-    if (pairs.length > MOST_HINTS) return [];
+    if (pairs.length > MAX_HINTS) return [];
     return pairs.map(([p, d]) => draw("path", { d: curve(places.get(p.name), places.get(d.name), -6).path, class: "hint" }));
   }
 
   arcs(places) {
     const made = [];
-    for (const way of Object.values(this.state.picture.ways ?? {})) {
+    for (const way of Object.values(this.state.snapshot.ways ?? {})) {
       const from = places.get(way.from), to = places.get(way.to);
       if (!from || !to || from === to) continue;
       const { path, x, y } = curve(from, to, way.kind === "turn" ? 14 : -6);
@@ -134,7 +134,7 @@ export class Fleet {
         class: `arc ${way.kind}${way.moving ? " moving" : ""}` }));
       const times = way.rate ? `${way.rate < 10 ? way.rate.toFixed(1) : Math.round(way.rate)}/s` : "";
       const rate = speed ? `${bytes(speed)}/s` : times;
-      const text = [way.moving ? `${way.moving} under way` : "", rate].filter(Boolean).join(", ");
+      const text = [way.moving ? `${way.moving} in progress` : "", rate].filter(Boolean).join(", ");
       made.push(draw("text", { x, y: y + (way.kind === "turn" ? 14 : -8), class: `flow ${way.kind}`, "text-anchor": "middle" }, text));
     }
     return made;
@@ -148,7 +148,7 @@ function body(engine, gauge, width, right) {
   return [
     draw("text", { x: 12, y: 35, class: "address" }, shortened(engine.name, fits)),
     draw("text", { x: 12, y: 53, class: "fact" }, `${engine.in_flight} in flight${held ? ` · ${held} held` : ""}`),
-    draw("text", { x: 12, y: 69, class: "fact" }, `KV ${known ? percent(gauge.kv_usage) : "not told"}`),
+    draw("text", { x: 12, y: 69, class: "fact" }, `KV ${known ? percent(gauge.kv_usage) : "not reported"}`),
     gauge.bytes_per_second && width > 150
       ? draw("text", { x: right, y: 69, class: "fact", "text-anchor": "end" }, `${bytes(gauge.bytes_per_second)}/s`) : null,
     draw("rect", { x: 12, y: 75, width: full, height: 4, rx: 2, class: "trough" }),

@@ -1,18 +1,18 @@
-// What is mostly numbers: totals, conversations, settings.
+// The panels of numbers: totals, conversations, settings.
 import { $, make, plural, setText } from "./dom.js";
 
-const RATE_OVER = 5000;
+const RATE_WINDOW_MS = 5000;
 
 export class Totals {
   constructor() {
-    this.points = []; // [when, requests]
+    this.points = []; // [time, requests]
   }
 
   show({ totals }) {
     if (!totals) return;
     const now = performance.now();
     this.points.push([now, totals.requests]);
-    while (this.points.length > 2 && this.points[0][0] < now - RATE_OVER) this.points.shift();
+    while (this.points.length > 2 && this.points[0][0] < now - RATE_WINDOW_MS) this.points.shift();
     const [[then, before]] = this.points;
     const rate = now - then > 900 ? Math.max(0, ((totals.requests - before) * 1000) / (now - then)) : 0;
     const bad = Object.entries(totals.by).filter(([name]) => !["ok", "refused", "disconnected"].includes(name))
@@ -22,8 +22,8 @@ export class Totals {
       ["per second", rate < 10 ? rate.toFixed(1) : String(Math.round(rate))],
       ["in flight", String(totals.in_flight)],
       ["failed", String(bad), bad ? "bad" : ""],
-      ["refused", String(totals.by.refused ?? 0)],
-      ["left", String(totals.by.disconnected ?? 0)],
+      ["rejected", String(totals.by.refused ?? 0)],
+      ["disconnected", String(totals.by.disconnected ?? 0)],
     ];
     facts.forEach(([name, value, kind], at) => {
       const known = $("totals").children[at] ?? $("totals").appendChild(make("div", {}, make("dt"), make("dd")));
@@ -38,11 +38,11 @@ export function showTurns({ turns, conversations, ttl }) {
   if (!turns) return;
   const { store } = conversations ?? {};
   const waiting = turns.entries === null ? "" : `, ${plural(turns.entries, "turn")} waiting`;
-  setText($("turns-words"), store === "off" ? "off (--conversation-store off)"
+  setText($("turns-summary"), store === "off" ? "off (--conversation-store off)"
     : `kept in ${store === "memory" ? "memory" : store}${waiting}, each for ${ttl} s`);
   $("turns-tables").replaceChildren(
-    bars("What became of the last turn's KV", turns.outcomes),
-    bars("What answers left for the next turn", turns.kept));
+    bars("Reuse of the last turn's KV", turns.outcomes),
+    bars("KV retained for the next turn", turns.kept));
 }
 
 function bars(title, counts) {

@@ -1,8 +1,8 @@
-// Requests as waterfalls, newest first; each opens to its details.
+// The requests as waterfalls, newest first; each one expands to its details.
 import { $, bytes, clockTime, draw, duration, make, plural, setText } from "./dom.js";
-import { moved, told } from "./state.js";
+import { describeRequest, describeTransfer } from "./state.js";
 
-const MOST_ROWS = 60;
+const MAX_ROWS = 60;
 const GOOD = new Set(["ok", "running"]);
 
 export class Requests {
@@ -10,27 +10,27 @@ export class Requests {
     this.state = state;
     this.rows = new Map(); // key: { item, button, request }
     this.open = new Set();
-    this.isHeld = false;
+    this.isPaused = false;
     this.list = $("requests-list");
-    $("requests-hold").addEventListener("click", () => this.hold(!this.isHeld));
+    $("requests-pause").addEventListener("click", () => this.pause(!this.isPaused));
   }
 
-  hold(isHeld) {
-    this.isHeld = isHeld;
-    $("requests-hold").setAttribute("aria-pressed", String(isHeld));
-    setText($("requests-hold"), isHeld ? "Go on" : "Hold");
-    if (!isHeld) this.show();
+  pause(isPaused) {
+    this.isPaused = isPaused;
+    $("requests-pause").setAttribute("aria-pressed", String(isPaused));
+    setText($("requests-pause"), isPaused ? "Resume" : "Pause");
+    if (!isPaused) this.show();
   }
 
   show() {
-    if (this.isHeld) return;
-    const running = Object.values(this.state.picture.running ?? {}).sort((a, b) => b.at - a.at);
+    if (this.isPaused) return;
+    const running = Object.values(this.state.snapshot.running ?? {}).sort((a, b) => b.at - a.at);
     const ended = new Set(this.state.ended.map((one) => one.key));
-    const all = [...running.filter((one) => !ended.has(one.key)), ...this.state.ended].slice(0, MOST_ROWS);
+    const all = [...running.filter((one) => !ended.has(one.key)), ...this.state.ended].slice(0, MAX_ROWS);
     $("requests-empty").hidden = all.length > 0;
-    const { untold } = this.state;
-    setText($("requests-untold"), untold ? `${untold} more ended than could be shown` : "");
-    const scale = Math.max(...all.map((one) => lasts(one)), 1);
+    const { missed } = this.state;
+    setText($("requests-missed"), missed ? `${missed} more requests ended than the dashboard can show` : "");
+    const scale = Math.max(...all.map((one) => elapsed(one)), 1);
     const keys = new Set(all.map((one) => one.key));
     for (const [key, row] of this.rows) {
       if (keys.has(key) || row.item.contains(document.activeElement)) continue;
@@ -100,22 +100,22 @@ export class Requests {
     const { ms } = request, engine = (name) => (name ? `${label(name)}, ${name}` : "");
     const queued = ms.prefill_started ?? ms.decode_started;
     const facts = [
-      ["What happened", told(request, label)],
+      ["Summary", describeRequest(request, label)],
       ["Request", request.id],
-      ["Endpoint", `${request.endpoint}, answered ${request.status || "nothing yet"}`],
+      ["Endpoint", `${request.endpoint}, status ${request.status || "none yet"}`],
       ["Flow", request.flow],
       ["Prefiller", engine(request.prefiller)],
       ["Decoder", engine(request.decoder)],
-      ["Tokens", words(request)],
+      ["Tokens", describeTokens(request)],
       ["Last turn", request.conversation && request.conversation.replace("_", " ")
         + (request.reused_from ? `, pulled from ${engine(request.reused_from)}` : "")],
-      ["KV moved", request.moved ? whatMoved(request, label) : ""],
-      ["Before the first leg", duration(queued)],
+      ["KV moved", request.moved ? describeTransfers(request, label) : ""],
+      ["Queue", duration(queued)],
       ["Prefill", ms.prefill_done !== null ? duration(ms.prefill_done - (ms.prefill_started ?? 0)) : ""],
-      ["Decoder's first byte", ms.first_byte !== null && ms.decode_started !== null
-        ? `${duration(ms.first_byte - ms.decode_started)} after it was asked` : ""],
-      ["Tokens took", ms.ended !== null && ms.first_byte !== null ? duration(ms.ended - ms.first_byte) : ""],
-      ["Failed on the way", request.failures.join("\n")],
+      ["Decode TTFT", ms.first_byte !== null && ms.decode_started !== null
+        ? `${duration(ms.first_byte - ms.decode_started)}` : ""],
+      ["Streaming", ms.ended !== null && ms.first_byte !== null ? duration(ms.ended - ms.first_byte) : ""],
+      ["Failed attempts", request.failures.join("\n")],
       ["Ended at", !GOOD.has(request.outcome) && request.stage !== "done" ? request.stage : ""],
       ["Error", request.error],
     ];
@@ -124,25 +124,25 @@ export class Requests {
   }
 }
 
-function whatMoved({ prefiller, decoder, reused_from: turn, moved: what }, label) {
+function describeTransfers({ prefiller, decoder, reused_from: turn, moved: what }, label) {
   const ways = [[what.turn, turn, prefiller], [what.prompt, prefiller, decoder]];
   return ways.filter(([move]) => move)
-    .map(([move, from, to]) => `${label(from)} → ${label(to)}: ${moved(move)}, ${bytes(move.bytes)}`).join("\n");
+    .map(([move, from, to]) => `${label(from)} → ${label(to)}: ${describeTransfer(move)}, ${bytes(move.bytes)}`).join("\n");
 }
 
-function words({ prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached }) {
-  if (prompt === null) return "not told: only with usage, as by stream_options.include_usage";
+function describeTokens({ prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached }) {
+  if (prompt === null) return "not reported: set stream_options.include_usage";
   const parts = [`${plural(prompt, "token")} in`];
   if (completion !== null) parts.push(`${completion} out`);
   if (cached !== null) parts.push(`${cached} of the prompt reused`);
   return parts.join(", ");
 }
 
-function lasts({ ms, at }) {
+function elapsed({ ms, at }) {
   return ms.ended ?? Math.max(0, Date.now() - at * 1000);
 }
 
-// When engines say that KV came; their clocks are read with some milliseconds of doubt.
+// Bars for transfers. The engines' clocks are known to a few milliseconds.
 function transfers({ ms, moved: what }, bar, end) {
   const of = (move, latest, lane) => {
     if (!move?.blocks) return null;
@@ -152,9 +152,9 @@ function transfers({ ms, moved: what }, bar, end) {
   return [of(what?.turn, ms.prefill_done, 0), of(what?.prompt, ms.first_byte, 1)];
 }
 
-// The prefiller's lane above, the decoder's below.
+// The upper lane is the prefiller's, the lower one the decoder's.
 function waterfall(request, scale) {
-  const { ms } = request, end = lasts(request);
+  const { ms } = request, end = elapsed(request);
   const bar = (from, to, lane, name) => {
     if (from === null || to === null || to < from) return null;
     const x = (from / scale) * 100, width = Math.max(0.4, ((to - from) / scale) * 100);
