@@ -13,7 +13,7 @@ of its own instead, under the client's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 from random import getrandbits
@@ -39,7 +39,6 @@ HOP_BY_HOP = frozenset(
 )
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
-BREAKS = re.compile(rb"[\r\n\0]")
 DIGITS = re.compile(rb"[0-9]{1,9}")
 LONGEST_RETRY = 3600
 # Whose headers are remembered, and how many: each may be as large as a head may be.
@@ -72,14 +71,6 @@ NOT_TO_CLIENT = (
         b"access-control-expose-headers",
     }
 )
-
-
-def sound(headers: Iterable[Header]) -> list[Header]:
-    """With names in lower case, and without those that would be more than one line.
-
-    For fronts whose server lets such headers through; httptools' parser refuses them.
-    """
-    return [(name.lower(), value) for name, value in headers if not BREAKS.search(name + value)]
 
 
 def read(headers: Sequence[Header]) -> tuple[str, bytes]:

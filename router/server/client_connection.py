@@ -296,7 +296,7 @@ class RouterProtocol(asyncio.Protocol):
         if self._read_ahead > MAX_READ_AHEAD_BYTES:
             self._pause_reading()
 
-    # AnswerConnection: called by the ResponseWriter.
+    # ResponseConnection: called by the ResponseWriter.
 
     def common_lines(self, writer: ResponseWriter) -> tuple[bytes, ...]:
         headers = self._server.default_headers

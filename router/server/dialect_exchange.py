@@ -56,7 +56,7 @@ EVENT_STREAM = b"text/event-stream"
 UNTRANSLATABLE = "an engine's answer cannot be translated to this API"
 
 
-class Dialect(ABC):
+class ApiDialect(ABC):
     """One request in a dialect, and its answer. `answer` collects what the engine sends."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Dialect(ABC):
         return
 
 
-class MessagesDialect(Dialect):
+class MessagesDialect(ApiDialect):
     def __init__(self) -> None:
         super().__init__()
         self._id, self._model = f"msg_{secrets.token_hex(12)}", ""
@@ -152,7 +152,7 @@ class CountTokensDialect(MessagesDialect):
         return {"input_tokens": count}
 
 
-class ResponsesDialect(Dialect):
+class ResponsesDialect(ApiDialect):
     def __init__(self, stored: ResponseStore) -> None:
         super().__init__()
         self._stored, self._tenant = stored, ""
@@ -216,7 +216,7 @@ class DialectExchange(Before):
     It must be released: until then it reserves the memory of the answer that it holds.
     """
 
-    def __init__(self, front: Exchange, dialect: Dialect, gateway: Gateway) -> None:
+    def __init__(self, front: Exchange, dialect: ApiDialect, gateway: Gateway) -> None:
         super().__init__(front)
         self.headers = dialect.request_headers(front.headers)
         self._dialect = dialect

@@ -1,19 +1,15 @@
-"""LoRA adapters, loaded and unloaded at every engine at once: prefillers and decoders must agree.
+"""Load and unload LoRA adapters at all engines: prefill and decode engines must have the same ones.
 
-Off unless the setting says so: an engine loads what it is told from wherever it is told.
+Disabled unless `--lora-updates` is set: engines load an adapter from any path that they are given.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 
 from router.auth.api_keys import ApiKey
 from router.auth.credentials import without_credentials
@@ -33,7 +29,6 @@ from router.openai.errors import (
 )
 from router.proxy import headers
 from router.proxy.content_type import check_json
-from router.proxy.dispatch import CLIENT_CLOSED_REQUEST
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import entered
 from router.proxy.request import parse_body
@@ -44,40 +39,28 @@ from router.telemetry.record import Record
 router = APIRouter(tags=["Passed to an engine"])
 logger = logging.getLogger("disagg_router.api")
 FLOW = "adapters"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# Seconds: an adapter may have to be fetched.
-PATIENCE = 300.0
-LARGEST = 64 * 1024
-ANSWER_LIMIT = 1024 * 1024
-CONTENT_TYPE = b"content-type"
-OFF = "adapters are not loaded through this router: it was started without --lora-updates"
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# An engine may have to download the adapter.
+LOAD_TIMEOUT_S = 300.0
+MAX_BODY_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 1024 * 1024
+DISABLED = "adapters are not loaded through this router: it was started without --lora-updates"
 
 
-class Told(NamedTuple):
-    """`answer` is None where there was none."""
-
-    engine: Engine
-    answer: CompleteAnswer | None
-
-    @property
-    def is_done(self) -> bool:
-        return self.answer is not None and 200 <= self.answer.status < 300
-
-
-@router.post(LOAD, summary="Load a LoRA adapter at every engine", response_class=Response)
+@router.post(LOAD_PATH, summary="Load a LoRA adapter at every engine", response_class=Response)
 async def load(request: Request) -> Response:
-    return await _everywhere(request, LOAD)
+    return await _update(request, LOAD_PATH)
 
 
-@router.post(UNLOAD, summary="Unload a LoRA adapter everywhere", response_class=Response)
+@router.post(UNLOAD_PATH, summary="Unload a LoRA adapter everywhere", response_class=Response)
 async def unload(request: Request) -> Response:
-    return await _everywhere(request, UNLOAD)
+    return await _update(request, UNLOAD_PATH)
 
 
-async def _everywhere(request: Request, path: str) -> Response:
-    """In the books like any other request."""
-    gateway: Gateway = state_of(request.app).gateway
-    given = headers.sound(request.scope["headers"])
+async def _update(request: Request, path: str) -> Response:
+    """Send the request to all engines, and record it like any other request."""
+    gateway = state_of(request.app).gateway
+    given = request.scope["headers"]
     if gateway.hides_credentials:
         given = without_credentials(given)
     request_id, shared = headers.read(given)
@@ -86,12 +69,13 @@ async def _everywhere(request: Request, path: str) -> Response:
     record.key = "" if key is None else key.name
     try:
         check_json(given)
-        answer = await _answer(request, key, record, shared + gateway.engine_line)
+        raw = await _read_body(request, gateway)
+        answer = await _update_engines(raw, key, record, shared + gateway.engine_line, gateway)
         record.status, record.stage = answer.status_code, "done"
-        record.outcome = _outcome(answer.status_code)
-    except ClientDisconnect:  # before the end of its body; only other servers pass such a request
-        record.status, record.outcome = CLIENT_CLOSED_REQUEST, "disconnected"
-        answer = Response(status_code=CLIENT_CLOSED_REQUEST)
+        if answer.status_code < 400:
+            record.outcome = "ok"
+        else:
+            record.outcome = "refused" if answer.status_code < 500 else "engine_error"
     except Exception as error:
         record.status, record.error = shape_of(error).status, f"{type(error).__name__}: {error}"
         record.outcome = "refused" if record.status < 500 else "failed"
@@ -104,89 +88,69 @@ async def _everywhere(request: Request, path: str) -> Response:
     return answer
 
 
-async def _answer(request: Request, key: ApiKey | None, record: Record, shared: bytes) -> Response:
-    gateway: Gateway = state_of(request.app).gateway
+async def _read_body(request: Request, gateway: Gateway) -> bytes:
     if not gateway.settings.lora_updates:
-        raise ForbiddenError(OFF)
-    raw = await _body(request)
+        raise ForbiddenError(DISABLED)
+    raw = await request.body()
+    if len(raw) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return raw
+
+
+async def _update_engines(
+    raw: bytes, key: ApiKey | None, record: Record, shared: bytes, gateway: Gateway
+) -> Response:
+    """Return the first failure of an engine, else the first engine's answer. For the limits of the
+    API key it is one request without tokens."""
     body = parse_body(raw)
     name, model = body.get("lora_name"), body.get("model")
     if not isinstance(name, str):
         raise BadRequestError("lora_name must be a string", "lora_name")
     if key is not None and not key.allows_model(name):
         raise ForbiddenModelError(name)
-    async with _counted(key, gateway):
-        return await _tell(raw, name, model, record, shared, gateway)
-
-
-@contextlib.asynccontextmanager
-async def _counted(key: ApiKey | None, gateway: Gateway) -> AsyncIterator[None]:
-    """As one request of its key, without tokens. Raises RateLimitError."""
-    authenticator = gateway.authenticator
-    if authenticator is None or key is None or not key.has_limits:
-        yield
-        return
-    stay = await entered(key, 0, authenticator, gateway.metrics)
+    authenticator, permit = gateway.authenticator, None
+    if authenticator is not None and key is not None and key.has_limits:
+        permit = await entered(key, 0, authenticator, gateway.metrics)
     try:
-        yield
+        engines = [e for e in gateway.fleet.engines if e.is_usable and _serves_model(e, model)]
+        if not engines:
+            raise NoEngineError("no engine is healthy")
+        path = record.endpoint
+        asking = (_ask(engine, path, record.request_id, shared, raw) for engine in engines)
+        answers = list(zip(engines, await asyncio.gather(*asking), strict=True))
     finally:
-        authenticator.release(stay, 0)
-
-
-async def _tell(
-    raw: bytes, name: str, model: object, record: Record, shared: bytes, gateway: Gateway
-) -> Response:
-    """One answer for all: the first failure, else what the first engine said."""
-    engines = gateway.fleet.engines
-    chosen = [e for e in engines if e.is_usable and _has(e, model)]
-    if not chosen:
-        raise NoEngineError("no engine is healthy")
-    path, request_id = record.endpoint, record.request_id
-    told = await asyncio.gather(*(_ask(e, path, request_id, shared, raw) for e in chosen))
-    done = [one for one in told if one.is_done]
-    _note(gateway, done, name, path)
-    logger.info("%s %.128r: done at %d of %d engines", path, name, len(done), len(told))
-    worst = next((one for one in told if not one.is_done), told[0])
-    if worst.answer is None:
-        raise EngineError(f"{worst.engine.role} engine {worst.engine.name} did not answer")
-    if worst.answer.status == 401 and gateway.hides_credentials:
+        if authenticator is not None and permit is not None:
+            authenticator.release(permit, 0)
+    updated = [engine for engine, answer in answers if _is_success(answer)]
+    for engine in updated:  # known at once, and not only after the next probe
+        if engine.models is not None:
+            models = engine.models | {name} if path == LOAD_PATH else engine.models - {name}
+            gateway.fleet.note_models(engine, models, engine.context_lengths)
+    logger.info("%s %.128r: done at %d of %d engines", path, name, len(updated), len(engines))
+    engine, answer = next((one for one in answers if not _is_success(one[1])), answers[0])
+    if answer is None:
+        raise EngineError(f"{engine.role} engine {engine.name} did not answer")
+    if answer.status == 401 and gateway.hides_credentials:
         raise EngineCredentialError("an engine refused the router")
-    passed = {n.decode(): v.decode("latin-1") for n, v in worst.answer.headers if n == CONTENT_TYPE}
-    return Response(worst.answer.body, worst.answer.status, passed)
+    passed = {n.decode(): v.decode("latin-1") for n, v in answer.headers if n == b"content-type"}
+    return Response(answer.body, answer.status, passed)
 
 
-def _outcome(status: int) -> str:
-    if status < 400:
-        return "ok"
-    return "refused" if status < 500 else "engine_error"
-
-
-async def _body(request: Request) -> bytes:
-    raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > LARGEST:
-            raise BodyTooLargeError(f"the body is larger than {LARGEST} bytes")
-    return bytes(raw)
-
-
-def _has(engine: Engine, model: object) -> bool:
+def _serves_model(engine: Engine, model: object) -> bool:
     return not isinstance(model, str) or engine.models is None or model in engine.models
 
 
-async def _ask(engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes) -> Told:
+def _is_success(answer: CompleteAnswer | None) -> bool:
+    return answer is not None and 200 <= answer.status < 300
+
+
+async def _ask(
+    engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes
+) -> CompleteAnswer | None:
+    """Return the engine's answer, or None if there is none."""
     message = headers.message(path, engine.name, request_id, shared, (raw, b""))
     try:
-        return Told(engine, await engine.pool.fetch(message, now() + PATIENCE, ANSWER_LIMIT))
+        return await engine.pool.fetch(message, now() + LOAD_TIMEOUT_S, MAX_ANSWER_BYTES)
     except UpstreamError as error:
         logger.warning("%s at %s: %s", path, engine.name, error)
-        return Told(engine, None)
-
-
-def _note(gateway: Gateway, done: list[Told], name: str, path: str) -> None:
-    """So that the adapter is known at once, and not when engines are asked the next time."""
-    for one in done:
-        engine = one.engine
-        if engine.models is not None:
-            models = engine.models | {name} if path == LOAD else engine.models - {name}
-            gateway.fleet.note_models(engine, models, engine.context_lengths)
+        return None

@@ -23,8 +23,8 @@ from router.proxy.gateway import Gateway
 from router.proxy.passthrough import FORM_PATHS, JSON_PATHS, read_form, read_json
 from router.server.dialect_exchange import (
     CHAT_PATH,
+    ApiDialect,
     CountTokensDialect,
-    Dialect,
     DialectExchange,
     MessagesDialect,
     ResponsesDialect,
@@ -68,7 +68,7 @@ def refuse_proxied(
 async def _serve_dialect(
     exchange: Exchange, gateway: Gateway, stored: ResponseStore, error: RequestError | None
 ) -> None:
-    dialect: Dialect
+    dialect: ApiDialect
     if exchange.endpoint == RESPONSES_PATH:
         dialect = ResponsesDialect(stored)
     elif exchange.endpoint == MESSAGES_PATH:

@@ -24,7 +24,7 @@ CHUNK = b"%x\r\n%b\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-class AnswerConnection(Protocol):
+class ResponseConnection(Protocol):
     """The connection that carries the answer."""
 
     @property
@@ -43,7 +43,7 @@ class ResponseWriter(Thing):
     more is written: the answer is complete, or the client has disconnected."""
 
     loop: asyncio.AbstractEventLoop
-    connection: AnswerConnection
+    connection: ResponseConnection
     arrived: float
     endpoint: str
     headers: Sequence[Header]

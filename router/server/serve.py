@@ -1,9 +1,9 @@
-"""Runs the router on a socket until it is told to stop.
+"""Serve the router on its sockets until a signal stops it.
 
 uvicorn closes its listener in the moment of SIGTERM, while load balancers still send; so the
 signals are ours. The first one makes /ready say 503 and changes nothing else for `shutdown_delay`;
 then the listener closes and running requests have `shutdown_timeout` to end; then they are ended,
-each serve_worker_metrics its client so. A second signal ends the process at once.
+each with an error to its client. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -45,24 +45,28 @@ from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_sock
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Left to uvicorn after our own deadline, to close what does not close by itself.
-BACKSTOP = 6
+# Time that uvicorn has after the shutdown timeout to close remaining connections.
+UVICORN_CLOSE_TIMEOUT_S = 6
 BACKLOG = 4096
-# Requests leave hardly any cycles behind, so there is little to collect.
-RARELY = (50_000, 20, 50)
-# Of malloc.h. Bytes: what glibc comes to by itself when a block of 32 MiB has been freed.
+# Requests leave hardly any reference cycles behind, so garbage collection can be rare.
+GC_THRESHOLDS = (50_000, 20, 50)
+# Options of glibc's mallopt (malloc.h). The values are those that glibc itself sets once a block of
+# 32 MiB has been freed.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_FREE = 64 * 1024 * 1024
-SET_UP = frozenset(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
+MALLOC_VARIABLES = frozenset(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
 
 
 class BindError(Exception):
-    """The address cannot be listened on."""
+    """The router cannot listen on an address."""
 
 
-class Hangup:
-    """What SIGHUP means: read settings again. But where the terminal went away that the router was
-    started in, end, as programs do there; unless it was told to ignore that, as with nohup."""
+class HangupHandler:
+    """Handles SIGHUP: reload the settings.
+
+    If the router was started in a terminal that has closed since, it ends instead, as programs do
+    there, unless SIGHUP was ignored at the start (nohup).
+    """
 
     def __init__(self, reload: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
         self._reload = reload
@@ -85,7 +89,7 @@ def _has_terminal() -> bool:
 
 
 class ShutdownSequence:
-    """What signals do, in order."""
+    """The steps of a shutdown, started by the first signal."""
 
     def __init__(self, server: EmbeddedServer, gateway: Gateway, settings: Settings) -> None:
         self._server = server
@@ -115,19 +119,19 @@ class ShutdownSequence:
 
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> None:
-    """Serves until a signal. Raises BindError, or SettingsError for a store that makes no sense."""
+    """Serve until a signal. Raises BindError and SettingsError."""
     warn_if_missing(os.environ)
     with bind_all(settings) as listeners, admin_listener(settings) as admin:
         uvloop.run(_serve_alone(settings, read_again, listeners, admin))
 
 
 def work(settings: Settings, listeners: Listeners, directory: Path, number: int) -> None:
-    """Serves as one of several processes, until SIGTERM. Raises SettingsError.
+    """Serve as one of several worker processes, until SIGTERM. Raises SettingsError.
 
-    All tell their metrics in `directory`, and each answers with those of all; one that is started
-    again finds there what sources listed last.
+    `directory` is shared by all workers: each publishes its metrics there and serves the sum of
+    all, and a restarted worker finds the last engine lists of service discovery there.
     """
-    uvloop.run(_serve_in_family(settings, listeners, directory, number))
+    uvloop.run(_serve_as_worker(settings, listeners, directory, number))
 
 
 async def _serve_alone(
@@ -145,7 +149,7 @@ async def _serve_alone(
             await _serve(settings, listeners, app, SIGNALS, control)
 
 
-async def _serve_in_family(
+async def _serve_as_worker(
     settings: Settings, listeners: Listeners, directory: Path, number: int
 ) -> None:
     app = build(settings, directory)
@@ -181,8 +185,10 @@ async def _shared_dashboard(
 
 @contextlib.contextmanager
 def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[None]:
-    """Answers liveness probes and scrapes on their own ports, if they have some; metrics are where
-    they have their own, and nowhere else. Raises BindError."""
+    """Serve liveness probes and metrics on ports of their own, if they have any.
+
+    Metrics that have a port of their own are served only there. Raises BindError.
+    """
     wanted = [
         ("liveness", settings.host, settings.liveness_port, settings.metrics_port is None),
         ("metrics", settings.metrics_host, settings.metrics_port, True),
@@ -210,8 +216,8 @@ async def _serve(
 ) -> None:
     _allow_many_connections()
     gc.collect()
-    gc.freeze()  # what lives from here on dies young; the rest need not be looked at again
-    gc.set_threshold(*RARELY)
+    gc.freeze()  # objects from before live as long as the process: skip them in collections
+    gc.set_threshold(*GC_THRESHOLDS)
     _keep_freed_memory()
     secured = settings.served_tls()
     state = state_of(app)
@@ -224,10 +230,10 @@ async def _serve(
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
     if control is not None:
-        hangup = Hangup(control.reload_soon, shutdown.on_signal)
+        hangup = HangupHandler(control.reload_soon, shutdown.on_signal)
         loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
-    if listeners.page is not None:
-        state.dashboard_port = port_of(listeners.page)
+    if listeners.dashboard is not None:
+        state.dashboard_port = port_of(listeners.dashboard)
     await server.serve(sockets=listeners.all)
 
 
@@ -246,19 +252,19 @@ def uvicorn_config(
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # float is fine
-        timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP,
+        timeout_graceful_shutdown=int(settings.shutdown_timeout) + UVICORN_CLOSE_TIMEOUT_S,
     )
 
 
 class Listeners(NamedTuple):
-    """Sockets of one process. `page`: where the page alone is, if it has a port of its own."""
+    """The sockets of one process. `dashboard` is None if the dashboard has no port of its own."""
 
     clients: socket.socket
-    page: socket.socket | None
+    dashboard: socket.socket | None
 
     @property
     def all(self) -> list[socket.socket]:
-        return [self.clients] if self.page is None else [self.clients, self.page]
+        return [self.clients] if self.dashboard is None else [self.clients, self.dashboard]
 
     def close(self) -> None:
         for listener in self.all:
@@ -269,16 +275,16 @@ class Listeners(NamedTuple):
 def bind_all(
     settings: Settings, like: Listeners | None = None, shared: bool = False
 ) -> Iterator[Listeners]:
-    """`like`: those of another process, which these share their ports with. Raises BindError."""
+    """Bind the sockets of one process, to the same ports as those of `like`. Raises BindError."""
     with contextlib.ExitStack() as stack:
         port = None if like is None else port_of(like.clients)
         clients = stack.enter_context(bind(settings, port, shared))
-        page = None
+        dashboard = None
         if settings.ui_port is not None:
-            beside = None if like is None else like.page
+            beside = None if like is None else like.dashboard
             port = settings.ui_port if beside is None else port_of(beside)
-            page = stack.enter_context(bind_at(settings.ui_host, port, shared))
-        yield Listeners(clients, page)
+            dashboard = stack.enter_context(bind_at(settings.ui_host, port, shared))
+        yield Listeners(clients, dashboard)
 
 
 def port_of(listener: socket.socket) -> int:
@@ -287,9 +293,9 @@ def port_of(listener: socket.socket) -> int:
 
 
 def bind(settings: Settings, port: int | None = None, shared: bool = False) -> socket.socket:
-    """A listening socket, so that a port in use is noticed before anything starts.
+    """Return a listening socket for clients. Several `shared` sockets can listen on one port.
 
-    Those that are `shared` may be several on one port. Raises BindError.
+    Raises BindError, before anything else has started.
     """
     return bind_at(settings.host, settings.port if port is None else port, shared)
 
@@ -315,7 +321,7 @@ def bind_at(host: str, port: int, shared: bool = False) -> socket.socket:
 
 @contextlib.contextmanager
 def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
-    """The admin API's, if it has one. Raises BindError."""
+    """Bind the admin API's port, if it has one. Raises BindError."""
     if settings.admin_port is None:
         yield None
         return
@@ -335,31 +341,34 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     logger.info("disagg-router on %s://%s with %s", scheme, address, sources)
     if settings.ui:
         host = settings.host
-        if listeners.page is not None:
+        if listeners.dashboard is not None:
             host = settings.ui_host
-            address = Address(host, port_of(listeners.page))
-        logger.info("page on %s://%s/ui", scheme, address)
+            address = Address(host, port_of(listeners.dashboard))
+        logger.info("dashboard on %s://%s/ui", scheme, address)
         has_token = settings.ui_token or settings.ui_token_file
         if not has_token and not is_loopback(host):
             logger.warning(
-                "--ui without --ui-token-file: whoever reaches %s sees engines, requests and "
-                "settings there",
+                "--ui without --ui-token-file: anybody who can reach %s sees engines, requests and "
+                "settings",
                 address,
             )
 
 
 def _keep_freed_memory() -> None:
-    """glibc gives back what is free at its heap's end, and takes it again for the next large body,
-    page by page, until it has seen one of 32 MiB freed: it is told to behave so from the start.
-    Whoever has set it up otherwise is asked nothing. Other C libraries have no word for it."""
+    """Let glibc keep freed memory for the next large body.
+
+    By default it returns free memory at the end of the heap to the kernel, and takes it back page
+    by page, until a block of 32 MiB has been freed. Variables of the environment take precedence.
+    Other C libraries have no such option.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and SET_UP.isdisjoint(os.environ):
-        mallopt(M_MMAP_THRESHOLD, KEPT_FREE // 2)
-        mallopt(M_TRIM_THRESHOLD, KEPT_FREE)
+    if mallopt is not None and MALLOC_VARIABLES.isdisjoint(os.environ):
+        mallopt(M_MMAP_THRESHOLD, TRIM_THRESHOLD_BYTES // 2)
+        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def _allow_many_connections() -> None:
-    """Each request holds two sockets; the usual soft limit of 1024 is soon reached."""
+    """Raise the soft limit of open files: each request holds two sockets, and 1024 is common."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,10 @@
-"""Several worker processes on one port, each with its share of the connections.
+"""Run several worker processes on one port.
 
-Each worker has a listening socket of its own (SO_REUSEPORT: the kernel spreads connections) that
-the supervisor made and keeps, so a worker that dies loses its connections but none that still
-wait: its successor takes them over. Signals to the supervisor go on to the workers, which end as a
-single router does; a second one ends them at once. Workers die with the supervisor.
+Each worker has a listening socket of its own; the kernel spreads connections over them
+(SO_REUSEPORT). The supervisor binds and keeps the sockets. So when a worker crashes, its open
+connections are lost, but its successor accepts those that still wait. The supervisor forwards the
+first signal to the workers, which shut down like a single router, and kills them at the second.
+Workers die with the supervisor.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from router.telemetry.trace_export import warn_if_missing
 from router.telemetry.worker_metrics import collect_worker_metrics
 
 logger = logging.getLogger("disagg_router")
-# A worker that ends sooner than this many seconds after its start is not started again at once.
-SOON = 2.0
-# Seconds between the end that a worker was given and the end it is made to find.
-GRACE = 3.0
+# A worker that ends sooner after its start is restarted after a delay of this length.
+RESTART_DELAY_S = 2.0
+# Time that workers have after their shutdown timeouts before they are killed.
+KILL_DELAY_S = 3.0
 
 
 @dataclass(slots=True)
-class Worker:
+class RunningWorker:
     number: int
     listeners: serve.Listeners
     process: SpawnProcess
@@ -49,7 +50,7 @@ class Worker:
 
 
 def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
-    """Serves until a signal; the exit code. Raises BindError, SettingsError."""
+    """Serve until a signal, and return the exit code. Raises BindError and SettingsError."""
     warn_if_missing(os.environ)
     loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
@@ -74,14 +75,14 @@ class Supervisor:
         self._reload = reload
         self._directory = directory
         self._signals: list[signal.Signals] = []
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
         self._workers = [self._start(number, made) for number, made in enumerate(listeners)]
 
     def run(self) -> int:
         for number in serve.SIGNALS:
             signal.signal(number, self._on_signal)
-        hangup = serve.Hangup(self._reload, self._end_with)
+        hangup = serve.HangupHandler(self._reload, self._end_with)
         signal.signal(signal.SIGHUP, lambda *_: hangup.on_signal())
         serve.announce(self._settings, self._workers[0].listeners)
         try:
@@ -98,10 +99,10 @@ class Supervisor:
     def _end_with(self, number: int) -> None:
         self._signals.append(signal.Signals(number))
         with contextlib.suppress(BlockingIOError):
-            self._mouth.send(b"!")
+            self._wake_sender.send(b"!")
 
     def _until_signalled(self) -> int:
-        """Replaces workers that die. Returns 2 when one cannot use its settings."""
+        """Replace workers that die, until a signal. Return 2 if one cannot use its settings."""
         while not self._signals:
             self._wait(None, self._workers)
             for worker in [one for one in self._workers if not one.process.is_alive()]:
@@ -110,26 +111,27 @@ class Supervisor:
                 self._replace(worker)
         return 0
 
-    def _replace(self, dead: Worker) -> None:
+    def _replace(self, dead: RunningWorker) -> None:
         logger.error(
-            "worker %d ended with status %s, another takes its place",
+            "worker %d ended with status %s and is restarted",
             dead.number,
             dead.process.exitcode,
         )
-        if time.monotonic() - dead.started < SOON:
-            self._hear(SOON)
+        if time.monotonic() - dead.started < RESTART_DELAY_S:
+            self._wait_for_signal(RESTART_DELAY_S)
         if not self._signals:
             self._workers[dead.number] = self._start(dead.number, dead.listeners)
 
     def _end(self) -> int:
-        """Passes the first signal on, and lets nobody outlive the deadline."""
+        """Shut the workers down; return the exit code."""
         settings = self._settings
         for worker in self._workers:
             worker.process.terminate()
-        self._hear(settings.shutdown_delay)
+        self._wait_for_signal(settings.shutdown_delay)
         for worker in self._workers:
             worker.listeners.close()
-        latest = time.monotonic() + settings.shutdown_timeout + serve.BACKSTOP + GRACE
+        seconds = settings.shutdown_timeout + serve.UVICORN_CLOSE_TIMEOUT_S + KILL_DELAY_S
+        latest = time.monotonic() + seconds
         while alive := [worker for worker in self._workers if worker.process.is_alive()]:
             left = latest - time.monotonic()
             if left <= 0 or len(self._signals) > 1:
@@ -137,39 +139,39 @@ class Supervisor:
             self._wait(left, alive)
         return 0
 
-    def _wait(self, seconds: float | None, workers: list[Worker]) -> None:
-        """Until a signal comes or one of these ends; one that has ended already counts."""
+    def _wait(self, seconds: float | None, workers: list[RunningWorker]) -> None:
+        """Wait for a signal or for the end of one of these workers."""
         sentinels = [worker.process.sentinel for worker in workers]
-        if self._ears in wait([self._ears, *sentinels], seconds):
-            self._ears.recv(64)
+        if self._wake_receiver in wait([self._wake_receiver, *sentinels], seconds):
+            self._wake_receiver.recv(64)
 
-    def _hear(self, seconds: float) -> None:
-        """Until a signal comes."""
-        if wait([self._ears], seconds):
-            self._ears.recv(64)
+    def _wait_for_signal(self, seconds: float) -> None:
+        """Wait for a signal."""
+        if wait([self._wake_receiver], seconds):
+            self._wake_receiver.recv(64)
 
-    def _start(self, number: int, listeners: serve.Listeners) -> Worker:
+    def _start(self, number: int, listeners: serve.Listeners) -> RunningWorker:
         process = multiprocessing.get_context("spawn").Process(
             target=work,
             args=(self._settings, listeners, self._directory, number, os.getpid()),
             name=f"worker-{number}",
             daemon=True,
         )
-        with _deaf_to_the_terminal():
+        with _ignoring_terminal_signals():
             process.start()
         logger.info("worker %d is process %d", number, process.pid)
-        return Worker(number, listeners, process, time.monotonic())
+        return RunningWorker(number, listeners, process, time.monotonic())
 
 
 def work(
     settings: Settings, listeners: serve.Listeners, directory: Path, number: int, parent: int
 ) -> None:
-    """A worker's life."""
+    """Run one worker process."""
     die_with(parent)()
     logs.configure(settings.log_level, settings.log_format)
     try:
         serve.work(settings, listeners, directory, number)
-    except BrokenFileError as error:  # the others go on with what it said before
+    except BrokenFileError as error:  # a valid file may follow; the other workers still have one
         logger.error("%s", error)
         sys.exit(os.EX_TEMPFAIL)
     except SettingsError as error:
@@ -178,9 +180,9 @@ def work(
 
 
 @contextlib.contextmanager
-def _deaf_to_the_terminal() -> Iterator[None]:
-    """Ctrl-C and a hangup reach every process of the terminal; workers wait for the supervisor's
-    word."""
+def _ignoring_terminal_signals() -> Iterator[None]:
+    """Let the started process ignore Ctrl-C and hangups, which the terminal sends to all processes:
+    the supervisor decides when workers end."""
     numbers = (signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
@@ -191,7 +193,7 @@ def _deaf_to_the_terminal() -> Iterator[None]:
 
 
 def _bind_all(settings: Settings, stack: contextlib.ExitStack) -> list[serve.Listeners]:
-    """Raises BindError. Sockets of ours may share a port, but not with those of others."""
+    """Bind the sockets of all workers. Fails if another program has the port. Raises BindError."""
     if settings.port:
         serve.bind(settings).close()
     if settings.ui_port:

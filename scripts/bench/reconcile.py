@@ -33,7 +33,7 @@ from router.fleet.sources.source import SourceReport
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.proxy.gateway import Gateway
-from router.server.serve import RARELY
+from router.server.serve import GC_THRESHOLDS
 from router.settings import Address, Settings
 from router.telemetry.metrics import Metrics
 
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=200, metavar="N", help="how many sets")
     options = parser.parse_args()
     gc.freeze()
-    gc.set_threshold(*RARELY)  # as in a router that serves
+    gc.set_threshold(*GC_THRESHOLDS)  # as in a router that serves
     taken = list(steps(options.engines, options.times))
     print(f"{options.engines} engines, each there or not at random; CPU time of the loop's thread")
     show("reconcile alone", list(decided(options.engines, options.times)))

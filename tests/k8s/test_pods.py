@@ -80,7 +80,7 @@ def test_a_pod_has_time_to_end(name: str, deployment: str) -> None:
     pod = pod_of(name, deployment)
     [container] = pod["containers"]
     took = _pre_stop(container) + _shutdown(name, container)
-    assert took + 6 <= pod["terminationGracePeriodSeconds"]  # serve.BACKSTOP
+    assert took + 6 <= pod["terminationGracePeriodSeconds"]  # serve.UVICORN_CLOSE_TIMEOUT_S
 
 
 def _pre_stop(container: Manifest) -> float:

@@ -117,19 +117,9 @@ def test_only_a_single_sequence_is_pulled(body: Body, reason: str | None) -> Non
     assert why_alone(body) == (reason or "")
 
 
-@given(st.lists(st.tuples(st.binary(min_size=1), st.binary())))
-def test_no_header_can_inject_a_line(given: list[tuple[bytes, bytes]]) -> None:
-    _, block = headers.read(headers.sound(given))
-    head = headers.message("/v1/completions", "h:1", "id", block, (b"", b""))
-    lines = head.split(b"\r\n")
-    assert head.endswith(b"\r\n\r\n")
-    assert len(lines) <= 5 + len(given) + 2
-    assert all(b"\n" not in line and b"\r" not in line for line in lines)
-
-
 @pytest.mark.parametrize("line", [b"x: a%cb", b"x%cy: ab", b"x:%cb", b"x: a%c"])
-def test_the_hot_fronts_parser_lets_no_header_break_its_line(line: bytes) -> None:
-    """So that what it gives need not be searched again."""
+def test_the_servers_parser_passes_no_header_that_breaks_its_line(line: bytes) -> None:
+    """So headers need not be searched for line ends before they are sent to an engine."""
 
     class Headers:
         def on_header(self, name: bytes, value: bytes) -> None:
@@ -142,7 +132,7 @@ def test_the_hot_fronts_parser_lets_no_header_break_its_line(line: bytes) -> Non
         with contextlib.suppress(httptools.HttpParserError):
             parser.feed_data(head)
     assert len(heard) > 128
-    assert headers.sound(heard) == [(name.lower(), value) for name, value in heard]
+    assert not any(byte in name + value for name, value in heard for byte in b"\r\n\0")
 
 
 def test_headers_nominated_by_connection_stay() -> None:

@@ -78,7 +78,7 @@ def _values(text: str, name: str) -> list[float]:
 async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> None:
     async with family(p, d) as (router, pids):
         os.kill(pids[0], signal.SIGKILL)
-        await router.until("worker 0 ended with status -9, another takes its place")
+        await router.until("worker 0 ended with status -9 and is restarted")
         new = int((await router.until(r"worker 0 is process (\d+)")).group(1))
         assert new not in pids
         for _ in "pd":
