@@ -23,7 +23,7 @@ from router.http_client.deadlines import Deadlines, now
 from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header
 from router.proxy.request import Request
-from router.routing.queueing import (
+from router.routing.admission_queue import (
     AdmissionQueue,
     EngineLimits,
     Placement,

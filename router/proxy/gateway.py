@@ -24,11 +24,10 @@ from router.proxy.admission import Admission, Held, has_limits
 from router.proxy.request import Request
 from router.proxy.request_limits import Limits
 from router.proxy.retry import RetryBudget
-from router.routing.affinity import LoadBound
-from router.routing.candidate import RoutingQuery
-from router.routing.policy_set import GroupPolicies
-from router.routing.prompt_chunks import TOKENS, chunks_of
-from router.routing.route import Route, route
+from router.routing.load_policies import LoadBound
+from router.routing.policy import RoutingQuery
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
+from router.routing.route import GroupPolicies, Route, route
 from router.settings import Settings
 from router.telemetry.access_log import write_lines
 from router.telemetry.logs import LogThrottle, is_short
@@ -141,7 +140,9 @@ class Gateway:
             pools = [pool for pool in pools if pool.group not in but]
         session = "" if request.turn is None else request.turn.conversation.session
         tokens = request.tokens
-        chunks = chunks_of(request.body) if tokens >= TOKENS and self._wants_chunks() else ()
+        chunks = (
+            hash_chunks(request.body) if tokens >= TOKENS_PER_CHUNK and self._wants_chunks() else ()
+        )
         turn = self._decode_turn
         self._decode_turn = turn + 1
         decoder = RoutingQuery(turn, tokens, session, chunks)

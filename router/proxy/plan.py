@@ -20,8 +20,8 @@ from router.proxy.first_token import asks_one_token, may_be_handed, read_alike
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import Limits
 from router.proxy.turn_reuse import Reuse
-from router.routing.prompt_chunks import tokens_of
-from router.routing.round_robin import in_turn
+from router.routing.load_policies import in_turn
+from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
@@ -125,7 +125,7 @@ def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     if not route.decoders:
         return False
     decoder, notes = route.decoders[0], route.decode_feedback
-    tokens = tokens_of(request.body)
+    tokens = estimate_tokens(request.body)
     held = 0 if notes is None else notes.expected_tokens(decoder.name)
     if reuse is not None and reuse.decoder is decoder:
         held = max(held, int(reuse.held_share() * tokens))

@@ -17,7 +17,7 @@ from router.http_client.deadlines import now
 from router.openai.errors import LoadFailedError, NoEngineError, UnknownModelError
 from router.proxy.resume import can_continue
 from router.proxy.run import Run
-from router.routing.prompt_chunks import tokens_of
+from router.routing.prompt_chunks import estimate_tokens
 
 # Failed KV loads after which a decode engine prefills by itself, if it may.
 MAX_FAILED_LOADS = 3
@@ -99,7 +99,7 @@ def require_short_prompt(run: Run) -> None:
     limits = run.gateway.limits
     if limits.without_prefiller == "refuse":
         raise run.failure or NoEngineError("no prefill engine is healthy")
-    if tokens_of(run.request.body) > limits.without_prefiller_tokens:
+    if estimate_tokens(run.request.body) > limits.without_prefiller_tokens:
         raise run.failure or NoEngineError(
             "no prefill engine is healthy, and the prompt is too long for a decoder alone"
         )
@@ -108,7 +108,7 @@ def require_short_prompt(run: Run) -> None:
 def _may_prefill_on_decoder(run: Run) -> bool:
     limits = run.gateway.limits
     most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
-    return tokens_of(run.request.body) <= most
+    return estimate_tokens(run.request.body) <= most
 
 
 def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None) -> Engine | None:

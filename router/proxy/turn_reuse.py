@@ -16,7 +16,7 @@ from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole, Intent
 from router.fleet.fleet import Fleet
 from router.proxy.request import Body
-from router.routing.affinity import LoadBound
+from router.routing.load_policies import LoadBound
 
 # Differences that an engine finds by itself when it compares token hashes.
 SEEN_BY_PROOF = ("history", "reasoning", "rendering")
@@ -112,7 +112,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reu
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif not bound.is_far(decoder) and bound.is_overloaded(
+    elif decoder.in_flight >= bound.floor and bound.is_overloaded(
         decoder, fleet.usable_engines(EngineRole.DECODE)
     ):
         return Reuse(turn, unproven, "decoder_overloaded")

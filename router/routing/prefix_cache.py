@@ -1,170 +1,276 @@
-"""The engine that holds most of the prompt, as long as it is not overloaded."""
+"""The engine that holds most of the prompt, as long as it is not overloaded.
+
+`ChunkIndex` estimates which engine holds which chunks of prompts, within a bound of memory. It has
+two generations, each a dict from a chunk to the bits of the engines that hold it. New chunks go to
+the young generation. When that is full it becomes the old one, and chunks of the old one that were
+not added again are forgotten. This is about what an engine's LRU cache does, for one dict look-up
+per chunk. Chunk hashes are chained, so an engine that holds a chunk holds all before it, and
+bisection finds the longest match.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.routing.affinity import LoadBound
-from router.routing.candidate import MAX_ORDERED, Candidate, E, Policy, RoutingQuery, filled, load
-from router.routing.candidate_cache import CandidateCache
-from router.routing.chunk_index import ChunkIndex, ChunkMatch
-from router.routing.least_loaded import LeastLoaded
-from router.routing.prompt_chunks import TOKENS
-from router.routing.repeatable_random import mix
+from router.routing.load_policies import LeastLoaded, LoadBound, mix
+from router.routing.policy import (
+    MAX_ORDERED,
+    Candidate,
+    CandidateCache,
+    E,
+    Policy,
+    RoutingQuery,
+    filled,
+    load,
+)
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
-# Of those who hold the same, so many are compared.
-COMPARED = 8
-# Answers in a row that belied us, before nothing we believed of that engine counts any more.
-ENOUGH = 3
-# Of the prompts sent to an engine last, so many are remembered until they are answered.
-MOST_OPEN = 32
+# The assumed cache of one engine (half a million tokens), and the bound for all engines together.
+CHUNKS_PER_ENGINE = 2048
+MAX_CHUNKS = 2**19
+# Bits are not reused; when this many belong to no engine, the index is cleared.
+MAX_UNUSED_BITS = 2**12
+# Of the engines with an equal match, at most this many are compared by load.
+MAX_COMPARED = 8
+# After this many consecutive answers that contradict the index, it forgets the engine.
+MAX_STRIKES = 3
+# The unanswered prompts of one engine that are remembered.
+MAX_UNANSWERED = 32
 
 
-class _Open(NamedTuple):
-    """A prompt that was sent, when `depth` of its chunks were believed to be there already."""
+class ChunkMatch(NamedTuple):
+    """The first `depth` chunks of a prompt are held by `engines` (bits)."""
 
     depth: int
-    certain: bool
-    """Not just because another prompt, unanswered too, begins with them."""
+    engines: int
+
+
+class ChunkIndex:
+    """An estimate of the chunks that each engine holds; see the top of this file. After a change of
+    `era` earlier bits are meaningless."""
+
+    def __init__(
+        self, chunks_per_engine: int = CHUNKS_PER_ENGINE, max_chunks: int = MAX_CHUNKS
+    ) -> None:
+        self._chunks_per_engine = chunks_per_engine
+        self._max_young = max(1, max_chunks // 2)
+        self.era = 0
+        self._bits: dict[str, int] = {}
+        self._old: dict[int, int] = {}
+        self._young: dict[int, int] = {}
+        self._next_bit = self._added = 0
+        self._clear()
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def register(self, names: Sequence[str]) -> list[int]:
+        """Return the bits of the engines. Chunks are added for registered engines only."""
+        if self._next_bit.bit_length() > MAX_UNUSED_BITS + 2 * len(names):
+            self.era += 1
+            self._clear()
+        return [self._bits.get(name) or self._new_bit(name) for name in names]
+
+    def bit(self, name: str) -> int:
+        """Return the engine's bit; 0 if the engine is not registered."""
+        return self._bits.get(name, 0)
+
+    def add(self, name: str, chunks: Sequence[int]) -> None:
+        """The engine holds these chunks, the successive chunks of one prompt."""
+        bit, young, added = self.bit(name), self._young, 0
+        for chunk in reversed(chunks if bit else ()):
+            known = young.get(chunk, 0)
+            if known & bit:
+                break
+            young[chunk] = known | bit if known else bit  # shares one int where nobody else has it
+            added += 1
+        self._added += added
+        is_full = 2 * self._added >= self._chunks_per_engine * len(self._bits)
+        if len(young) >= self._max_young or is_full:
+            self._old, self._young, self._added = self._young, {}, 0
+
+    def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> ChunkMatch:
+        """Return the longest beginning, of at most `most` chunks, that one of the engines `among`
+        (bits) holds."""
+        young, old = self._young, self._old
+        low, high, engines = 0, len(chunks) if most is None else most, 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            chunk = chunks[middle - 1]
+            found = (young.get(chunk, 0) | old.get(chunk, 0)) & among
+            if found:
+                low, engines = middle, found
+            else:
+                high = middle - 1
+        return ChunkMatch(low, engines)
+
+    def forget(self, name: str) -> None:
+        """Give up the engine's bit, so that no chunk needs to be changed."""
+        self._bits.pop(name, None)
+
+    def _new_bit(self, name: str) -> int:
+        bit = self._bits[name] = self._next_bit
+        self._next_bit <<= 1
+        return bit
+
+    def _clear(self) -> None:
+        self._bits, self._next_bit = {}, 1
+        self._old, self._young, self._added = {}, {}, 0
+
+
+class _UnansweredPrompt(NamedTuple):
+    """A prompt that was sent when its first `depth` chunks were expected to be cached. `is_certain`
+    is False if only another unanswered prompt would bring these chunks."""
+
+    depth: int
+    is_certain: bool
     chunks: tuple[int, ...]
 
     def brings(self, chunk: int, depth: int) -> bool:
         return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
 
 
-class _Seat(NamedTuple):
-    """Of some candidates: their bits."""
+class _CandidateBits(NamedTuple):
+    """The bits of some candidates with their indexes, and all bits together."""
 
-    places: dict[int, int]
-    among: int
+    indexes: dict[int, int]
+    all: int
 
 
 class PrefixAffinity(Policy):
     uses_feedback = True
 
-    def __init__(self, bound: LoadBound, holders: ChunkIndex | None = None) -> None:
+    def __init__(self, bound: LoadBound, index: ChunkIndex | None = None) -> None:
         self._bound = bound
         self._by_load = LeastLoaded()
-        self._holders = ChunkIndex() if holders is None else holders
-        self._seats = CandidateCache(self._seat)
-        self._open: dict[str, dict[int, _Open]] = {}
+        self._index = ChunkIndex() if index is None else index
+        self._candidate_bits = CandidateCache(self._register)
+        self._unanswered: dict[str, dict[int, _UnansweredPrompt]] = {}
         """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
-        self._asked: tuple[int, ...] = ()
-        self._match = ChunkMatch(0, 0)
-        """Who holds most of what was asked last: its notes come soon."""
+        # The best match of the last query: its feedback follows soon.
+        self._last_chunks: tuple[int, ...] = ()
+        self._last_match = ChunkMatch(0, 0)
 
-    def order(self, candidates: Sequence[E], ask: RoutingQuery) -> Sequence[E]:
-        chunks = ask.chunks
+    def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
+        chunks = query.chunks
         if not chunks:
-            return self._by_load.order(candidates, ask)
-        seat = self._seats.get(candidates)
-        depth, engines = self._match = self._holders.longest(chunks, seat.among)
-        self._asked = chunks
+            return self._by_load.order(candidates, query)
+        bits = self._candidate_bits.get(candidates)
+        depth, engines = self._last_match = self._index.longest(chunks, bits.all)
+        self._last_chunks = chunks
         if not depth:
-            return self._by_load.order(candidates, ask)
-        first = self._least(engines, candidates, seat, ask)
+            return self._by_load.order(candidates, query)
+        first = self._least_loaded(engines, candidates, bits, query)
         if first.in_flight >= self._bound.floor:
-            chance = mix(ask.turn)
+            chance = mix(query.turn)
             if self._bound.is_overloaded(first, candidates, chance):
-                return self._next_best(candidates, seat, ask, chance)
-        return _with_stand_in(first, candidates, ask.turn)
+                return self._next_best(first, candidates, bits, query, chance)
+        return _with_stand_in(first, candidates, query.turn)
 
-    def _least(self, engines: int, candidates: Sequence[E], seat: _Seat, ask: RoutingQuery) -> E:
-        if engines in seat.places:
-            return candidates[seat.places[engines]]
-        found = [candidates[seat.places[bit]] for bit in _some(engines, mix(ask.turn))]
+    def _least_loaded(
+        self, engines: int, candidates: Sequence[E], bits: _CandidateBits, query: RoutingQuery
+    ) -> E:
+        if engines in bits.indexes:
+            return candidates[bits.indexes[engines]]
+        found = [candidates[bits.indexes[bit]] for bit in _some_bits(engines, mix(query.turn))]
         return min(found, key=load)
 
     def _next_best(
-        self, candidates: Sequence[E], seat: _Seat, ask: RoutingQuery, chance: int
+        self,
+        overloaded: E,
+        candidates: Sequence[E],
+        bits: _CandidateBits,
+        query: RoutingQuery,
+        chance: int,
     ) -> Sequence[E]:
-        """Those who hold most of it are overloaded; so who holds the most of the others?"""
-        depth, engines = self._match
-        among, overloaded = seat.among, [self._least(engines, candidates, seat, ask)]
+        """Order the engines if those with the longest match are overloaded: look for shorter
+        matches of the other engines."""
+        depth, engines = self._last_match
+        among, all_overloaded = bits.all, [overloaded]
         for _ in range(MAX_ORDERED - 1):
             among &= ~engines
-            depth, engines = self._holders.longest(ask.chunks, among, depth - 1)
+            depth, engines = self._index.longest(query.chunks, among, depth - 1)
             if not depth:
                 break
-            first = self._least(engines, candidates, seat, ask)
+            first = self._least_loaded(engines, candidates, bits, query)
             if not self._bound.is_overloaded(first, candidates, chance):
-                return _with_stand_in(first, candidates, ask.turn)
-            overloaded.append(first)
-        return filled([], self._by_load.order(candidates, ask), overloaded)
+                return _with_stand_in(first, candidates, query.turn)
+            all_overloaded.append(first)
+        return filled([], self._by_load.order(candidates, query), all_overloaded)
 
-    def note_sent(self, name: str, ask: RoutingQuery) -> None:
-        if not ask.chunks or not self._holders.bit(name):
+    def note_sent(self, name: str, query: RoutingQuery) -> None:
+        if not query.chunks or not self._index.bit(name):
             return
-        open_asks = self._open.setdefault(name, {})
-        depth, certain = self._depth(name, ask), True
-        if depth and open_asks:
-            chunk = ask.chunks[depth - 1]
-            certain = not any(other.brings(chunk, depth) for other in open_asks.values())
-        if len(open_asks) >= MOST_OPEN:
-            del open_asks[next(iter(open_asks))]
-        open_asks[ask.turn] = _Open(depth, certain, ask.chunks)
-        self._holders.add(name, ask.chunks)
+        unanswered = self._unanswered.setdefault(name, {})
+        depth, is_certain = self._depth(name, query), True
+        if depth and unanswered:
+            chunk = query.chunks[depth - 1]
+            is_certain = not any(other.brings(chunk, depth) for other in unanswered.values())
+        if len(unanswered) >= MAX_UNANSWERED:
+            del unanswered[next(iter(unanswered))]
+        unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks)
+        self._index.add(name, query.chunks)
 
-    def note_cached(self, name: str, ask: RoutingQuery, cached_tokens: int | None) -> None:
-        """What it held may be a bit less than we believed: tokens are estimated."""
-        sent = self._open.get(name, {}).pop(ask.turn, None)
+    def note_cached(self, name: str, query: RoutingQuery, cached_tokens: int | None) -> None:
+        """Compare the expectation with the answer. Half of it suffices: tokens are estimated."""
+        sent = self._unanswered.get(name, {}).pop(query.turn, None)
         if sent is None or cached_tokens is None or not sent.depth:
             return
-        if 2 * cached_tokens >= sent.depth * TOKENS:
+        if 2 * cached_tokens >= sent.depth * TOKENS_PER_CHUNK:
             self._strikes.pop(name, None)
-        elif sent.certain:
+        elif sent.is_certain:
             strikes = self._strikes[name] = self._strikes.get(name, 0) + 1
-            if strikes >= ENOUGH:
+            if strikes >= MAX_STRIKES:
                 self.forget(name)
 
     def forget(self, name: str) -> None:
         self._strikes.pop(name, None)
-        self._open.pop(name, None)
-        self._holders.forget(name)
-        self._seats.clear()
+        self._unanswered.pop(name, None)
+        self._index.forget(name)
+        self._candidate_bits.clear()
 
-    def expected_tokens(self, name: str, ask: RoutingQuery) -> int:
-        """Without what others that are unanswered yet will bring."""
-        depth = self._depth(name, ask)
+    def expected_tokens(self, name: str, query: RoutingQuery) -> int:
+        """Return the tokens without those that only unanswered prompts will bring."""
+        depth = self._depth(name, query)
         if depth:
-            for other in self._open.get(name, {}).values():
-                if depth and other.brings(ask.chunks[depth - 1], depth):
+            for other in self._unanswered.get(name, {}).values():
+                if depth and other.brings(query.chunks[depth - 1], depth):
                     depth = other.depth
-        return depth * TOKENS
+        return depth * TOKENS_PER_CHUNK
 
-    def _depth(self, name: str, ask: RoutingQuery) -> int:
-        bit = self._holders.bit(name)
-        if ask.chunks is self._asked and self._match.engines & bit:
-            return self._match.depth
-        return self._holders.longest(ask.chunks, bit).depth
+    def _depth(self, name: str, query: RoutingQuery) -> int:
+        bit = self._index.bit(name)
+        if query.chunks is self._last_chunks and self._last_match.engines & bit:
+            return self._last_match.depth
+        return self._index.longest(query.chunks, bit).depth
 
-    def _seat(self, candidates: Sequence[Candidate]) -> _Seat:
-        era = self._holders.era
-        bits = self._holders.seat([engine.name for engine in candidates])
-        if self._holders.era != era:
-            self._seats.clear()
-        for name in [name for name in self._open if not self._holders.bit(name)]:
-            del self._open[name]
-        return _Seat({bit: place for place, bit in enumerate(bits)}, sum(bits))
+    def _register(self, candidates: Sequence[Candidate]) -> _CandidateBits:
+        era = self._index.era
+        bits = self._index.register([engine.name for engine in candidates])
+        if self._index.era != era:
+            self._candidate_bits.clear()
+        for name in [name for name in self._unanswered if not self._index.bit(name)]:
+            del self._unanswered[name]
+        return _CandidateBits({bit: index for index, bit in enumerate(bits)}, sum(bits))
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:
-    """Somebody else is asked only if the first one fails."""
+    """Return `first` and another engine, which is used only if the first one fails."""
     other = candidates[turn % len(candidates)]
     if other is first:
         other = candidates[(turn + 1) % len(candidates)]
     return [first, other] if other is not first else [first]
 
 
-def _some(engines: int, chance: int) -> list[int]:
-    """The bits of at most COMPARED of these engines, from a random one on."""
+def _some_bits(engines: int, chance: int) -> list[int]:
+    """Return the bits of at most MAX_COMPARED of these engines, from a random one on."""
     found: list[int] = []
     shift = chance % engines.bit_length()
     above = engines >> shift << shift
     for bits in (above, engines ^ above):
-        while bits and len(found) < COMPARED:
+        while bits and len(found) < MAX_COMPARED:
             bit = bits & -bits
             found.append(bit)
             bits ^= bit

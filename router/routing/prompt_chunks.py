@@ -1,9 +1,10 @@
-"""A prompt as chained hashes, one for each TOKENS of it or so, and how many tokens it has.
+"""A prompt as chained hashes of its chunks of about 256 tokens, and an estimate of its tokens.
 
-Two prompts share the n first hashes if their first n chunks are the same, in every process. What a
-template puts before and between messages doesn't count; what it renders (tools, roles, calls) does.
-These are hints for a choice, never a proof (a CRC of each chunk tells it from another well enough,
-at a quarter of a digest's price), and total: any JSON has chunks, if only none.
+Two prompts share their first n hashes if their first n chunks are equal, in every process. What a
+template writes around messages does not count; the content it renders (tools, roles, calls) does.
+The hashes are hints for a choice, never a proof: a CRC of each chunk distinguishes chunks well
+enough, at a quarter of the cost of a digest. Any JSON is accepted; a body without a prompt has no
+chunks.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ from router.common.exact_json import dumps
 
 Body = dict[str, Any]
 
-TOKENS = 256
+TOKENS_PER_CHUNK = 256
 BYTES_PER_TOKEN = 4
-CHUNK_BYTES = TOKENS * BYTES_PER_TOKEN
-MOST = 128
-LIMIT = MOST * CHUNK_BYTES
+CHUNK_BYTES = TOKENS_PER_CHUNK * BYTES_PER_TOKEN
+MAX_CHUNKS = 128
+LIMIT_BYTES = MAX_CHUNKS * CHUNK_BYTES
+# What a template writes around a message.
 MESSAGE_TOKENS = 4
-"""What a template writes around a message."""
-MEDIA_ENDS = 256
+# Of a long encoded medium or name, this many characters of each end are hashed.
+END_CHARS = 256
 CALLS = ("tool_calls", "tool_call_id")
 MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "file")
+# The assumed size of an image: its encoded size says little about its tokens.
 MEDIA_BYTES = 4096
-"""What an image counts as: its encoded size says little about its tokens."""
 MIXER = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
-VALUES = 10_000
-"""Of nested JSON, so many values are looked at."""
+# The most values of nested JSON that are measured.
+MAX_VALUES = 10_000
 
 
-def chunks_of(body: Body) -> tuple[int, ...]:
-    """Only whole chunks count, so a prompt's chunks are a beginning of its extension's."""
+def hash_chunks(body: Body) -> tuple[int, ...]:
+    """Return the hashes of the whole chunks: an extended prompt begins with the same hashes."""
     ids = _token_ids(body)
-    content = _packed(ids[: MOST * TOKENS]) if ids is not None else _content(body)
-    size = 8 * TOKENS if ids is not None else CHUNK_BYTES
+    content = _pack(ids[: MAX_CHUNKS * TOKENS_PER_CHUNK]) if ids is not None else _content(body)
+    size = 8 * TOKENS_PER_CHUNK if ids is not None else CHUNK_BYTES
     if len(content) < size:
         return ()
     chained = zlib.crc32(_scope(body))
@@ -51,8 +53,8 @@ def chunks_of(body: Body) -> tuple[int, ...]:
     return tuple(found)
 
 
-def tokens_of(body: Body) -> int:
-    """Exact for token ids; a token is taken for four bytes otherwise."""
+def estimate_tokens(body: Body) -> int:
+    """Return the number of token ids, or else an estimate of four bytes per token."""
     ids = _token_ids(body)
     if ids is not None:
         return len(ids)
@@ -75,28 +77,28 @@ def _token_ids(body: Body) -> list[int] | None:
     return prompt if prompt and set(map(type, prompt)) == {int} else None
 
 
-def _packed(ids: list[int]) -> bytes:
+def _pack(ids: list[int]) -> bytes:
     try:
         return struct.pack(f"<{len(ids)}q", *ids)
-    except struct.error:  # No token id is that large.
+    except struct.error:  # no token id is that large
         return b""
 
 
 def _scope(body: Body) -> bytes:
-    """What else tells one KV cache entry from another."""
-    text = f"{_head(body.get('model'))}\0{_head(body.get('cache_salt'))}"
+    """Return what distinguishes KV cache entries besides the prompt: model and cache salt."""
+    text = f"{_first_chars(body.get('model'))}\0{_first_chars(body.get('cache_salt'))}"
     return text.encode("utf-8", "surrogatepass")
 
 
-def _head(value: object) -> str:
-    return value[:MEDIA_ENDS] if isinstance(value, str) else ""
+def _first_chars(value: object) -> str:
+    return value[:END_CHARS] if isinstance(value, str) else ""
 
 
 def _content(body: Body) -> bytes:
-    """The beginning of what a template would render, as far as chunks are made of it."""
+    """Return the beginning of what a template would render, as far as it is hashed."""
     messages = body.get("messages")
-    parts = _rendered(body, messages) if isinstance(messages, list) else [_prompt(body)]
-    return "".join(parts)[:LIMIT].encode("utf-8", "surrogatepass")[:LIMIT]
+    parts = _render(body, messages) if isinstance(messages, list) else [_prompt(body)]
+    return "".join(parts)[:LIMIT_BYTES].encode("utf-8", "surrogatepass")[:LIMIT_BYTES]
 
 
 def _prompt(body: Body) -> str:
@@ -106,17 +108,17 @@ def _prompt(body: Body) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _rendered(body: Body, messages: list[Any]) -> list[str]:
+def _render(body: Body, messages: list[Any]) -> list[str]:
     tools = body.get("tools")
     parts = [_dump(tools)] if tools else []
     size = sum(map(len, parts))
     for message in messages:
-        if size >= LIMIT:
+        if size >= LIMIT_BYTES:
             break
         if not isinstance(message, dict):
             continue
         role, content = message.get("role"), message.get("content")
-        text = content if isinstance(content, str) else _media(content)
+        text = content if isinstance(content, str) else _text_of_parts(content)
         parts += ("\0", role if isinstance(role, str) else "", "\0", text)
         size += len(text) + 2
         if len(message) > 2:
@@ -124,12 +126,12 @@ def _rendered(body: Body, messages: list[Any]) -> list[str]:
     return parts
 
 
-def _media(content: object) -> str:
+def _text_of_parts(content: object) -> str:
     return "".join(map(_part_text, content)) if isinstance(content, list) else ""
 
 
 def _part_text(part: object) -> str:
-    """An image may have megabytes; its ends and its length tell it well enough from others."""
+    """Return a part's text, or the ends and the length of its medium, which may have megabytes."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -138,7 +140,7 @@ def _part_text(part: object) -> str:
     if isinstance(text, str):
         return text
     media = _dump(part)
-    return media[:MEDIA_ENDS] + f"\0{len(media)}\0" + media[-MEDIA_ENDS:]
+    return media[:END_CHARS] + f"\0{len(media)}\0" + media[-END_CHARS:]
 
 
 def _dump(value: object) -> str:
@@ -149,9 +151,9 @@ def _dump(value: object) -> str:
 
 
 def _size_of(value: object) -> int:
-    """The bytes of all texts in it; not recursive, because JSON may be nested deeply."""
+    """Return the bytes of all texts in it. Not recursive, since JSON may be nested deeply."""
     size, waiting = 0, [value]
-    for _ in range(VALUES):
+    for _ in range(MAX_VALUES):
         if not waiting:
             break
         item = waiting.pop()

@@ -1,25 +1,83 @@
-"""Which group, and in it which prefillers and decoders, in order of preference: one pure call."""
+"""The route of a request: a group of engines and, in it, engines in order of preference.
+
+KV moves only within a group, so the group is chosen first, by weight. A conversation always goes to
+the same group while the weights stay: to the one with the least `-ln(u) / weight`, where `u` in
+(0, 1] is a hash of the group's name and the conversation's (weighted rendezvous hashing). So each
+group gets its share, and a change of weights moves only the shares that change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Container, Mapping, Sequence
+from difflib import get_close_matches
+from math import inf, log
 from operator import attrgetter
 
 from router.common.records import Value
 from router.fleet.engine import Engine
 from router.fleet.snapshot import GroupPool
-from router.routing.affinity import first
-from router.routing.candidate import Policy, RoutingQuery
-from router.routing.group_choice import group_of
-from router.routing.policy_feedback import PolicyFeedback
+from router.routing.load_policies import LeastLoaded, LoadBound, PowerOfTwo, RoundRobin
+from router.routing.policy import Policy, PolicyFeedback, RoutingQuery, first
+from router.routing.prefix_cache import PrefixAffinity
+from router.routing.session_affinity import SessionAffinity
+
+POLICIES: dict[str, Callable[[LoadBound], Policy]] = {
+    "round_robin": lambda bound: RoundRobin(),
+    "least_loaded": lambda bound: LeastLoaded(),
+    "power_of_two": lambda bound: PowerOfTwo(),
+    "session": SessionAffinity,
+    "prefix": PrefixAffinity,
+}
+
+
+class UnknownPolicyError(ValueError):
+    """No policy has this name; the text names the known ones."""
+
+
+def make_policy(name: str, bound: LoadBound) -> Policy:
+    """Make the policy of this name, in which dashes and underscores are the same. Raises
+    UnknownPolicyError."""
+    known = name.replace("-", "_").lower()
+    if known not in POLICIES:
+        close = get_close_matches(known, POLICIES, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UnknownPolicyError(f"unknown policy {name!r}{hint}; known: {', '.join(POLICIES)}")
+    return POLICIES[known](bound)
+
+
+class GroupPolicies(dict[str, Policy]):
+    """The policies of one role by group, made when a group is first used. Groups share no KV, so
+    their policies share no state."""
+
+    def __init__(self, name: str, bound: LoadBound) -> None:
+        """Raises UnknownPolicyError."""
+        super().__init__()
+        self._name = name
+        self._bound = bound
+        self.uses_feedback = make_policy(name, bound).uses_feedback
+
+    def __missing__(self, group: str) -> Policy:
+        policy = self[group] = make_policy(self._name, self._bound)
+        return policy
+
+    def forget(self, engine: str, group: str) -> None:
+        """The engine was removed or has restarted."""
+        if group in self:
+            self[group].forget(engine)
+
+    def keep_only(self, groups: Container[str]) -> None:
+        """All other groups were removed."""
+        for group in [group for group in self if group not in groups]:
+            del self[group]
 
 
 class Route(Value, frozen=True):
-    """Either sequence may be empty: nobody of that role may be asked. Notes are for a policy that
-    remembers.
+    """The engines for one request, best first. `prefillers` or `decoders` are empty if no engine of
+    that role is usable. Feedback objects exist only for policies that use feedback.
 
-    A Struct, as other values that each request makes: one is made at a third of a frozen
-    dataclass's price, and read at a tenth of a named tuple's."""
+    A Struct, like all values that each request makes: it is made at a third of the cost of a frozen
+    dataclass and read at a tenth of the cost of a named tuple."""
 
     group: str
     prefillers: Sequence[Engine]
@@ -27,14 +85,14 @@ class Route(Value, frozen=True):
     prefill_feedback: PolicyFeedback | None = None
     decode_feedback: PolicyFeedback | None = None
     has_feedback: bool = False
-    """There are some."""
+    """One of the two feedback objects exists."""
     all_decoders: Sequence[Engine] = ()
-    """Of the group, in no order: the policy names those that it would rather have."""
+    """All decode engines of the group, in no order; `decoders` are those that the policy named."""
 
     def end_feedback(self) -> None:
-        for notes in (self.prefill_feedback, self.decode_feedback):
-            if notes is not None:
-                notes.end()
+        for feedback in (self.prefill_feedback, self.decode_feedback):
+            if feedback is not None:
+                feedback.end()
 
 
 NOWHERE = Route("", (), ())
@@ -44,31 +102,90 @@ def route(
     pools: Sequence[GroupPool],
     prefill: Mapping[str, Policy],
     decode: Mapping[str, Policy],
-    ask: tuple[RoutingQuery | None, RoutingQuery],
-    home: Engine | None = None,
+    queries: tuple[RoutingQuery | None, RoutingQuery],
+    preferred: Engine | None = None,
 ) -> Route:
-    """The policies are by group. `ask` is what either may look at, None for no prefiller. `home` is
-    a decoder that comes before the others, and whose group it then is."""
-    pool = pools[0] if len(pools) == 1 else group_of(pools, ask[1], home)
+    """Choose a group and order its engines.
+
+    `prefill` and `decode` are the policies by group. `queries` are for the prefill engine, None if
+    the request needs none, and for the decode engine. The decode engine `preferred` comes before
+    all others, and its group is chosen if it is complete. Returns NOWHERE without pools.
+    """
+    prefill_query, decode_query = queries
+    pool = pools[0] if len(pools) == 1 else choose_group(pools, decode_query, preferred)
     if pool is None:
         return NOWHERE
     group = pool.group
-    prefillers, prefill_notes = _ordered(prefill, group, pool.prefillers, ask[0])
-    decoders, decode_notes = _ordered(decode, group, pool.decoders, ask[1])
-    if home is not None and home.is_usable and home.group == group:
-        decoders = first(decoders, home)
-    is_noted = prefill_notes is not None or decode_notes is not None
-    return Route(group, prefillers, decoders, prefill_notes, decode_notes, is_noted, pool.decoders)
+    prefillers, prefill_feedback = _order(prefill, group, pool.prefillers, prefill_query)
+    decoders, decode_feedback = _order(decode, group, pool.decoders, decode_query)
+    if preferred is not None and preferred.is_usable and preferred.group == group:
+        decoders = first(decoders, preferred)
+    has_feedback = prefill_feedback is not None or decode_feedback is not None
+    return Route(
+        group, prefillers, decoders, prefill_feedback, decode_feedback, has_feedback, pool.decoders
+    )
 
 
-def _ordered(
-    policies: Mapping[str, Policy], group: str, engines: Sequence[Engine], ask: RoutingQuery | None
+def _order(
+    policies: Mapping[str, Policy],
+    group: str,
+    engines: Sequence[Engine],
+    query: RoutingQuery | None,
 ) -> tuple[Sequence[Engine], PolicyFeedback | None]:
-    if ask is None or (len(engines) < 2 and not ask.chunks):
+    if query is None or (len(engines) < 2 and not query.chunks):
         return engines, None
     policy = policies[group]
-    notes = PolicyFeedback(policy, ask) if ask.chunks and policy.uses_feedback else None
-    order = policy.order(engines, ask)
-    if order and order[0].failed_recently:  # it has little to do since it fails
+    feedback = PolicyFeedback(policy, query) if query.chunks and policy.uses_feedback else None
+    order = policy.order(engines, query)
+    if order and order[0].failed_recently:  # a failing engine looks idle
         order = sorted(order, key=attrgetter("failed_recently"))
-    return order, notes
+    return order, feedback
+
+
+def choose_group(
+    pools: Sequence[GroupPool], query: RoutingQuery, preferred: Engine | None = None
+) -> GroupPool | None:
+    """Return the group of the decode engine `preferred` if it is complete, whatever its weight,
+    because the conversation's KV is there; else a group by weight. None without pools."""
+    where = None if preferred is None else preferred.group
+    for pool in pools:
+        if pool.group == where and _is_complete(pool):
+            return pool
+    candidates = preferred_groups(pools)
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    key = query.session or str(query.turn)
+    return min(candidates, key=lambda pool: _distance(pool, key))
+
+
+def preferred_groups(pools: Sequence[GroupPool]) -> Sequence[GroupPool]:
+    """Return the groups to choose from. Complete groups come before groups that lack a role; among
+    these, groups with a weight before those without, and then groups whose roles each have an
+    available engine before groups with only cold, overloaded or failing ones."""
+    for is_able in (_is_complete, _has_decoders):
+        found = [pool for pool in pools if is_able(pool)]
+        if found:
+            found = [pool for pool in found if pool.weight > 0] or found
+            return [pool for pool in found if _is_available(pool)] or found
+    return pools
+
+
+def _is_complete(pool: GroupPool) -> bool:
+    return bool(pool.prefillers and pool.decoders)
+
+
+def _has_decoders(pool: GroupPool) -> bool:
+    return bool(pool.decoders)
+
+
+def _is_available(pool: GroupPool) -> bool:
+    roles = (pool.prefillers, pool.decoders)
+    return all(not role or any(engine.is_available for engine in role) for role in roles)
+
+
+def _distance(pool: GroupPool, key: str) -> float:
+    if pool.weight <= 0:
+        return inf
+    text = f"{pool.group}\0{key}".encode("utf-8", "surrogatepass")
+    chance = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    return -log((chance + 1) / 2**56) / pool.weight

@@ -49,7 +49,7 @@ from router.proxy.exchange import Before, Exchange, Header, Relayed
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import write
 from router.proxy.request import PASSED, Request, parse_body
-from router.routing.prompt_chunks import tokens_of
+from router.routing.prompt_chunks import estimate_tokens
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 EVENT_STREAM = b"text/event-stream"
@@ -206,7 +206,7 @@ class ResponsesDialect(ApiDialect):
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
     request.path = CHAT_PATH
     request.take(chat, gateway.limits, gateway.conversations)
-    request.tokens = max(request.tokens, tokens_of(chat))  # the stored messages count, too
+    request.tokens = max(request.tokens, estimate_tokens(chat))  # the stored messages count, too
     request.check(gateway.fleet.snapshot.context_lengths)
 
 

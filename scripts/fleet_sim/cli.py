@@ -9,8 +9,8 @@ from itertools import product
 from time import monotonic
 from typing import Any, NoReturn
 
-from router.routing.affinity import LoadBound
-from router.routing.policy_registry import POLICIES
+from router.routing.load_policies import LoadBound
+from router.routing.route import POLICIES
 from scripts.fleet_sim.engines import CACHE_TOKENS
 from scripts.fleet_sim.report import HEADER, costs_of, figures_of, line
 from scripts.fleet_sim.simulation import Setup, Simulation

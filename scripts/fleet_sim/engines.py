@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from router.routing.candidate import RoutingQuery
-from router.routing.prompt_chunks import TOKENS
+from router.routing.policy import RoutingQuery
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from scripts.fleet_sim.traces import Job
 
 Leg = tuple[Job, RoutingQuery, "Decoder", int]
@@ -31,15 +31,15 @@ class PrefixCache:
     """The chunks used last, as many as fit."""
 
     def __init__(self, tokens: int) -> None:
-        self._most = tokens // TOKENS
+        self._most = tokens // TOKENS_PER_CHUNK
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def held(self, chunks: Sequence[int]) -> int:
         """Tokens of the longest beginning that is here."""
         for depth, chunk in enumerate(chunks):
             if chunk not in self._chunks:
-                return depth * TOKENS
-        return len(chunks) * TOKENS
+                return depth * TOKENS_PER_CHUNK
+        return len(chunks) * TOKENS_PER_CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
         """The end goes first when space is needed: a beginning may be useful to others."""

@@ -10,11 +10,13 @@ from itertools import count
 from time import perf_counter_ns
 from typing import TypeVar
 
-from router.routing.affinity import LoadBound
-from router.routing.candidate import Policy, RoutingQuery
-from router.routing.policy_registry import make_policy
-from router.routing.prompt_chunks import MOST
-from router.routing.round_robin import in_turn
+from router.routing.load_policies import LoadBound, in_turn
+from router.routing.policy import (
+    Policy,
+    RoutingQuery,
+)
+from router.routing.prompt_chunks import MAX_CHUNKS
+from router.routing.route import make_policy
 from scripts.fleet_sim.engines import (
     CACHE_TOKENS,
     PREFILL_RATE,
@@ -144,7 +146,7 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
-        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MOST])
+        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MAX_CHUNKS])
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from router.routing.prompt_chunks import TOKENS
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 
 @dataclass(slots=True)
@@ -54,10 +54,10 @@ class _Shape:
 
     def job(self, chunks: list[int], tokens: int, output: int) -> Job:
         """The chunks are made as many as prompt and answer have."""
-        while len(chunks) < (tokens + output) // TOKENS:
+        while len(chunks) < (tokens + output) // TOKENS_PER_CHUNK:
             chunks.append(next(self.numbers))
-        after = tuple(chunks[: (tokens + output) // TOKENS])
-        return Job(tokens, output, after[: tokens // TOKENS], after)
+        after = tuple(chunks[: (tokens + output) // TOKENS_PER_CHUNK])
+        return Job(tokens, output, after[: tokens // TOKENS_PER_CHUNK], after)
 
     def length(self, median: float, spread: float, most: int) -> int:
         return min(most, max(16, int(median * self.random.lognormvariate(0, spread))))
@@ -88,10 +88,10 @@ class Mooncake(_Shape):
             document = self.random.choice(self.recent)
         else:
             head = self.random.choices(self.heads, self.weights)[0]
-            size = self.length(5000, 0.8, 60_000) // TOKENS
+            size = self.length(5000, 0.8, 60_000) // TOKENS_PER_CHUNK
             document = [*head, *(next(self.numbers) for _ in range(size))]
             self.recent.append(document)
-        tokens = len(document) * TOKENS + self.length(100, 0.5, 1000)
+        tokens = len(document) * TOKENS_PER_CHUNK + self.length(100, 0.5, 1000)
         return self.job(list(document), tokens, self.length(150, 0.6, 2000))
 
 
@@ -105,7 +105,7 @@ class Chat(_Shape):
     def arrive(self) -> Job:
         turns = 1 + int(self.random.expovariate(1 / 5.5))
         head = list(self.random.choice(self.heads))
-        talk = Talk(f"talk-{next(self.numbers)}", head, len(head) * TOKENS, turns)
+        talk = Talk(f"talk-{next(self.numbers)}", head, len(head) * TOKENS_PER_CHUNK, turns)
         return self._turn(talk)
 
     def follow(self, job: Job) -> tuple[float, Job] | None:

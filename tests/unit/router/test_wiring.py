@@ -11,7 +11,7 @@ import pytest
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
 from router.routing.prefix_cache import PrefixAffinity
-from router.routing.prompt_chunks import TOKENS
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
@@ -62,11 +62,11 @@ async def test_an_engine_that_is_lost_holds_nothing_any_more(
     await router.complete(prompt=LONG)
     (holder,) = [engine for engine in others if engine.requests]
     name = f"127.0.0.1:{holder.port}"
-    assert policy(router, EngineRole.PREFILL)._holders.bit(name)
+    assert policy(router, EngineRole.PREFILL)._index.bit(name)
     engine = router.gateway.fleet.find_alive(name)
     assert engine is not None
     router.gateway.fleet.note_unreachable(engine, "gone")
-    assert not policy(router, EngineRole.PREFILL)._holders.bit(name)
+    assert not policy(router, EngineRole.PREFILL)._index.bit(name)
 
 
 async def test_answers_that_belie_a_belief_end_it(
@@ -79,7 +79,7 @@ async def test_answers_that_belie_a_belief_end_it(
         await router.complete(prompt=LONG)
     assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
     (holder,) = [engine for engine in others if engine.requests]
-    assert not policy(router, EngineRole.PREFILL)._holders.bit(f"127.0.0.1:{holder.port}")
+    assert not policy(router, EngineRole.PREFILL)._index.bit(f"127.0.0.1:{holder.port}")
 
 
 async def test_a_prefiller_is_loaded_with_what_it_must_compute(
@@ -96,7 +96,7 @@ async def test_a_prefiller_is_loaded_with_what_it_must_compute(
         engine.usual = look
     await router.complete(prompt=LONG)
     await router.complete(prompt=LONG)
-    whole = len(LONG) // 4 // TOKENS * TOKENS
+    whole = len(LONG) // 4 // TOKENS_PER_CHUNK * TOKENS_PER_CHUNK
     assert seen[0] - seen[1] == whole
     assert all(engine.tokens_in_flight == 0 for engine in router.gateway.fleet.engines)
 
@@ -111,7 +111,7 @@ async def test_a_request_whose_decode_leg_fails_leaves_nothing_open(
     router = await start_router(ds=[d, *others], prefill_policy="prefix", decode_policy="prefix")
     for number in range(6):
         await router.complete(prompt=f"{number}{LONG}")
-    assert not any(policy(router, EngineRole.DECODE)._open.values())
+    assert not any(policy(router, EngineRole.DECODE)._unanswered.values())
 
 
 async def test_a_group_whose_last_engine_goes_has_no_policy(

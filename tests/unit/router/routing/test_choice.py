@@ -8,13 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.affinity import LoadBound, first
-from router.routing.candidate import MAX_ORDERED, Policy, RoutingQuery, load
-from router.routing.least_loaded import LeastLoaded
-from router.routing.policy_registry import POLICIES, UnknownPolicyError, make_policy
-from router.routing.power_of_two import PowerOfTwo
-from router.routing.repeatable_random import SAMPLE, mix, sample
-from router.routing.round_robin import RoundRobin
+from router.routing.load_policies import (
+    SAMPLE_SIZE,
+    LeastLoaded,
+    LoadBound,
+    PowerOfTwo,
+    RoundRobin,
+    mix,
+    sample,
+)
+from router.routing.policy import (
+    MAX_ORDERED,
+    Policy,
+    RoutingQuery,
+    first,
+    load,
+)
+from router.routing.route import (
+    POLICIES,
+    UnknownPolicyError,
+    make_policy,
+)
 from router.routing.session_affinity import SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines, loaded
 
@@ -111,12 +125,12 @@ def test_going_by_load_nobody_is_far_above_the_mean(name: str, most: int, count:
 @given(st.integers(0, 1100), st.integers(0, 2**64 - 1))
 def test_a_sample_is_distinct_and_full(size: int, chance: int) -> None:
     found = sample(range(size), chance)
-    assert len(set(found)) == len(found) == min(size, SAMPLE)
+    assert len(set(found)) == len(found) == min(size, SAMPLE_SIZE)
 
 
 def test_samples_reach_everyone_equally_often() -> None:
     seen = Counter(item for turn in range(4000) for item in sample(range(1000), mix(turn)))
-    expected = 4000 * SAMPLE / 1000
+    expected = 4000 * SAMPLE_SIZE / 1000
     assert len(seen) == 1000
     assert max(seen.values()) < 1.4 * expected
     assert min(seen.values()) > 0.6 * expected
@@ -126,7 +140,7 @@ def test_samples_reach_everyone_equally_often() -> None:
 def test_only_what_is_above_floor_and_mean_is_overloaded(
     loads: list[tuple[int, int]], floor: int, factor: float
 ) -> None:
-    candidates = loaded(loads)[:SAMPLE]
+    candidates = loaded(loads)[:SAMPLE_SIZE]
     mean = sum(engine.in_flight for engine in candidates) / len(candidates)
     for engine in candidates:
         expected = engine.in_flight >= floor and engine.in_flight > factor * mean

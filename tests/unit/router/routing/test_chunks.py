@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.prompt_chunks import CHUNK_BYTES, MOST, TOKENS, chunks_of, tokens_of
+from router.routing.prompt_chunks import (
+    CHUNK_BYTES,
+    MAX_CHUNKS,
+    TOKENS_PER_CHUNK,
+    estimate_tokens,
+    hash_chunks,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -39,24 +45,24 @@ MESSAGES = st.lists(
 
 @given(st.dictionaries(st.sampled_from(["messages", "prompt", "tools", "model"]), JSON))
 def test_any_json_has_chunks_and_a_size(body: dict[str, Any]) -> None:
-    assert len(chunks_of(body)) <= MOST
-    assert tokens_of(body) >= 0
+    assert len(hash_chunks(body)) <= MAX_CHUNKS
+    assert estimate_tokens(body) >= 0
 
 
 @given(MESSAGES, MESSAGES)
 def test_a_longer_conversation_begins_with_the_shorter_ones_chunks(
     messages: list[Any], more: list[Any]
 ) -> None:
-    shorter = chunks_of({"model": "m", "messages": messages})
-    longer = chunks_of({"model": "m", "messages": messages + more})
+    shorter = hash_chunks({"model": "m", "messages": messages})
+    longer = hash_chunks({"model": "m", "messages": messages + more})
     assert longer[: len(shorter)] == shorter
     assert len(set(longer)) == len(longer)
 
 
 @given(TEXT, TEXT)
 def test_a_longer_text_begins_with_the_shorter_ones_chunks(text: str, more: str) -> None:
-    shorter = chunks_of({"prompt": text})
-    assert chunks_of({"prompt": text + more})[: len(shorter)] == shorter
+    shorter = hash_chunks({"prompt": text})
+    assert hash_chunks({"prompt": text + more})[: len(shorter)] == shorter
     assert len(shorter) == len(text.encode("utf-8", "surrogatepass")) // CHUNK_BYTES
 
 
@@ -64,7 +70,7 @@ def test_an_early_difference_changes_all_chunks_after_it() -> None:
     one, other = "a" * 5000, "a" * 1500 + "b" + "a" * 3499
     same = [
         a == b
-        for a, b in zip(chunks_of({"prompt": one}), chunks_of({"prompt": other}), strict=True)
+        for a, b in zip(hash_chunks({"prompt": one}), hash_chunks({"prompt": other}), strict=True)
     ]
     assert same == [True, False, False, False]
 
@@ -79,59 +85,61 @@ def test_an_early_difference_changes_all_chunks_after_it() -> None:
 )
 def test_another_model_salt_or_tool_set_shares_nothing(change: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 5000}]}
-    assert not set(chunks_of(body)) & set(chunks_of({**body, **change}))
+    assert not set(hash_chunks(body)) & set(hash_chunks({**body, **change}))
 
 
 def test_roles_and_ends_of_messages_count() -> None:
     def chunks(*messages: tuple[str, str]) -> tuple[int, ...]:
-        return chunks_of({"messages": [{"role": r, "content": c} for r, c in messages]})
+        return hash_chunks({"messages": [{"role": r, "content": c} for r, c in messages]})
 
     x = "x" * 600
     assert len({chunks(("user", x + x)), chunks(("user", x), ("user", x)),
                 chunks(("user", x), ("system", x))}) == 3  # fmt: skip
 
 
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=3 * TOKENS))
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=3 * TOKENS_PER_CHUNK))
 def test_token_ids_are_counted_exactly(ids: list[int]) -> None:
-    assert tokens_of({"prompt": ids}) == tokens_of({"prompt": [ids]}) == len(ids)
-    assert len(chunks_of({"prompt": ids})) == len(ids) // TOKENS
-    assert chunks_of({"prompt": [*ids, 1]})[: len(ids) // TOKENS] == chunks_of({"prompt": ids})
+    assert estimate_tokens({"prompt": ids}) == estimate_tokens({"prompt": [ids]}) == len(ids)
+    assert len(hash_chunks({"prompt": ids})) == len(ids) // TOKENS_PER_CHUNK
+    assert hash_chunks({"prompt": [*ids, 1]})[: len(ids) // TOKENS_PER_CHUNK] == hash_chunks(
+        {"prompt": ids}
+    )
 
 
 def test_a_token_is_about_four_bytes() -> None:
-    assert tokens_of({"prompt": "word" * 100}) == 100
-    assert tokens_of({"prompt": "字" * 400}) == 300
-    assert tokens_of({"messages": [{"role": "user", "content": "word" * 100}]}) == 104
+    assert estimate_tokens({"prompt": "word" * 100}) == 100
+    assert estimate_tokens({"prompt": "字" * 400}) == 300
+    assert estimate_tokens({"messages": [{"role": "user", "content": "word" * 100}]}) == 104
 
 
 def test_long_prompts_and_images_are_read_in_part() -> None:
-    assert len(chunks_of({"prompt": "x" * 10**7})) == MOST
+    assert len(hash_chunks({"prompt": "x" * 10**7})) == MAX_CHUNKS
     image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 10**6}}
     other = {"type": "image_url", "image_url": {"url": "data:" + "A" * 10**6 + "B"}}
     text = {"type": "text", "text": "x" * 3000}
-    chunks = [chunks_of({"messages": [{"content": [i, text]}]}) for i in (image, other)]
+    chunks = [hash_chunks({"messages": [{"content": [i, text]}]}) for i in (image, other)]
     assert len(chunks[0]) == 3
     assert not set(chunks[0]) & set(chunks[1])
-    assert tokens_of({"messages": [{"content": [image, text]}]}) < 3000
+    assert estimate_tokens({"messages": [{"content": [image, text]}]}) < 3000
 
 
 def test_what_is_nested_deeply_is_only_measured() -> None:
     deep: Any = "x" * 4000
     for _ in range(5000):
         deep = [deep]
-    assert tokens_of({"prompt": deep}) >= 0
-    assert chunks_of({"prompt": deep}) == ()
+    assert estimate_tokens({"prompt": deep}) >= 0
+    assert hash_chunks({"prompt": deep}) == ()
     message = {"role": "user", "content": deep, "tool_calls": deep}
-    assert tokens_of({"messages": [message], "tools": deep}) >= 0
-    assert chunks_of({"messages": [message], "tools": deep}) == ()
+    assert estimate_tokens({"messages": [message], "tools": deep}) >= 0
+    assert hash_chunks({"messages": [message], "tools": deep}) == ()
 
 
 def test_chunks_are_the_same_in_every_process() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "wort " * 1000}]}
     code = (
-        "import sys, orjson\nfrom router.routing.prompt_chunks import chunks_of\n"
-        "print(*chunks_of(orjson.loads(sys.argv[1])))"
+        "import sys, orjson\nfrom router.routing.prompt_chunks import hash_chunks\n"
+        "print(*hash_chunks(orjson.loads(sys.argv[1])))"
     )
     run = [sys.executable, "-c", code, orjson.dumps(body).decode()]
     told = subprocess.run(run, capture_output=True, text=True, check=True, env={"PYTHONPATH": "."})
-    assert tuple(map(int, told.stdout.split())) == chunks_of(body)
+    assert tuple(map(int, told.stdout.split())) == hash_chunks(body)

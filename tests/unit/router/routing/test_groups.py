@@ -15,8 +15,11 @@ from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.snapshot import GroupPool
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
-from router.routing.candidate import RoutingQuery
-from router.routing.group_choice import group_of, preferred
+from router.routing.policy import RoutingQuery
+from router.routing.route import (
+    choose_group,
+    preferred_groups,
+)
 from router.settings import Address
 
 LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=1, max_idle_s=1, max_head_bytes=1024)
@@ -37,7 +40,7 @@ def group(name: str, weight: float = 1.0, roles: str = "pd") -> GroupPool:
 
 
 def chosen(pools: list[GroupPool], session: str = "", turn: int = 0) -> str:
-    found = group_of(pools, RoutingQuery(turn, session=session))
+    found = choose_group(pools, RoutingQuery(turn, session=session))
     assert found is not None
     return found.group
 
@@ -93,14 +96,14 @@ def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is
 
 def test_where_there_is_no_other_half_a_group_serves_and_so_does_one_without_weight() -> None:
     half = group("half", roles="d")
-    assert preferred([half, group("other", roles="p")]) == [half]
+    assert preferred_groups([half, group("other", roles="p")]) == [half]
     assert chosen([group("a", 0), group("b", 0)]) in ("a", "b")
-    assert group_of([], RoutingQuery(0)) is None
+    assert choose_group([], RoutingQuery(0)) is None
 
 
 def test_a_conversation_stays_in_its_group_whatever_that_weighs() -> None:
     blue, green = group("blue", 0), group("green", 5)
-    found = group_of([green, blue], RoutingQuery(0, session="s"), blue.decoders[0])
+    found = choose_group([green, blue], RoutingQuery(0, session="s"), blue.decoders[0])
     assert found is blue
     gone = replace(blue, prefillers=())
-    assert group_of([green, gone], RoutingQuery(0, session="s"), blue.decoders[0]) is green
+    assert choose_group([green, gone], RoutingQuery(0, session="s"), blue.decoders[0]) is green

@@ -6,17 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.candidate import RoutingQuery
-from router.routing.chunk_index import MOST_UNUSED, ChunkIndex
-from router.routing.prefix_cache import ENOUGH, MOST_OPEN, PrefixAffinity
-from router.routing.prompt_chunks import TOKENS
+from router.routing.policy import RoutingQuery
+from router.routing.prefix_cache import (
+    MAX_STRIKES,
+    MAX_UNANSWERED,
+    MAX_UNUSED_BITS,
+    ChunkIndex,
+    PrefixAffinity,
+)
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.routing.engines import BOUND, Engine, engines
 
 TURN = iter(range(10**9))
 
 
 def _ask(*chunks: int) -> RoutingQuery:
-    return RoutingQuery(next(TURN), TOKENS * len(chunks), chunks=chunks)
+    return RoutingQuery(next(TURN), TOKENS_PER_CHUNK * len(chunks), chunks=chunks)
 
 
 def _told(*notes: tuple[Engine, tuple[int, ...]]) -> PrefixAffinity:
@@ -68,7 +73,7 @@ def test_an_unknown_prompt_goes_by_load() -> None:
 def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2)))
-    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 2 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 2 * TOKENS_PER_CHUNK
     policy.forget(a.name)
     policy.order(FLEET, _ask(1, 2))
     assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 0
@@ -77,22 +82,22 @@ def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
 def test_several_answers_that_belie_us_end_the_belief_and_one_does_not() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2, 3, 4)))
-    for strike in range(ENOUGH):
-        assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS, strike
+    for strike in range(MAX_STRIKES):
+        assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS_PER_CHUNK, strike
         ask = _ask(1, 2, 3, 4)
         policy.note_sent(a.name, ask)
-        policy.note_cached(a.name, ask, TOKENS)
+        policy.note_cached(a.name, ask, TOKENS_PER_CHUNK)
     assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 0
 
 
 def test_answers_that_confirm_us_take_strikes_back() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2, 3, 4)))
-    for cached in [0, 0, 4 * TOKENS] * 3:
+    for cached in [0, 0, 4 * TOKENS_PER_CHUNK] * 3:
         ask = _ask(1, 2, 3, 4)
         policy.note_sent(a.name, ask)
         policy.note_cached(a.name, ask, cached)
-    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS_PER_CHUNK
 
 
 def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
@@ -101,56 +106,56 @@ def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
         ask = _ask(100 + number, 200 + number)
         policy.note_sent(a.name, ask)
         policy.note_cached(a.name, ask, 0)
-    assert policy.expected_tokens(a.name, _ask(100, 200)) == 2 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(100, 200)) == 2 * TOKENS_PER_CHUNK
 
 
 def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
     """None of them finds in the cache what they are all computing."""
     a, policy = FLEET[0], _told()
-    asks = [_ask(1, 2, 3, number) for number in range(10, 10 + 3 * ENOUGH)]
+    asks = [_ask(1, 2, 3, number) for number in range(10, 10 + 3 * MAX_STRIKES)]
     for ask in asks:
         policy.note_sent(a.name, ask)
     for ask in asks:
         policy.note_cached(a.name, ask, 0)
-    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 3 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 3 * TOKENS_PER_CHUNK
 
 
 def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
     a, policy = FLEET[0], _told((FLEET[0], (1, 2)))
     ask = _ask(1, 2, 3, 4)
     policy.note_sent(a.name, ask)
-    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 2 * TOKENS_PER_CHUNK
     assert policy.order(FLEET, _ask(1, 2, 3, 5))[0] is a
-    policy.note_cached(a.name, ask, 2 * TOKENS)
-    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS
+    policy.note_cached(a.name, ask, 2 * TOKENS_PER_CHUNK)
+    assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS_PER_CHUNK
 
 
 def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
-    holders = ChunkIndex(per_engine=50, in_all=400)
+    holders = ChunkIndex(chunks_per_engine=50, max_chunks=400)
     policy = PrefixAffinity(BOUND, holders)
     policy.order(FLEET, _ask(0))
     for number in range(1000):
         chunks = range(number * 10, number * 10 + 10)
         policy.note_sent(FLEET[number % 6].name, _ask(*chunks))
         assert 0 < len(holders) <= 420
-    assert all(len(asks) <= MOST_OPEN for asks in policy._open.values())
+    assert all(len(asks) <= MAX_UNANSWERED for asks in policy._unanswered.values())
     policy.note_sent("nobody", _ask(1))
-    assert "nobody" not in policy._open
+    assert "nobody" not in policy._unanswered
 
 
 def test_many_names_that_come_and_go_keep_few_bits() -> None:
     holders = ChunkIndex()
-    for number in range(3 * MOST_UNUSED):
-        holders.seat([f"pod-{number}", "old"])
+    for number in range(3 * MAX_UNUSED_BITS):
+        holders.register([f"pod-{number}", "old"])
         holders.add("old", [number])
-        assert holders.bit("old").bit_length() <= MOST_UNUSED + 6
+        assert holders.bit("old").bit_length() <= MAX_UNUSED_BITS + 6
         if number % 2:
             holders.forget(f"pod-{number}")
 
 
 def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
-    holders = ChunkIndex(per_engine=100, in_all=1000)
-    (bit,) = holders.seat(["a"])
+    holders = ChunkIndex(chunks_per_engine=100, max_chunks=1000)
+    (bit,) = holders.register(["a"])
     for number in range(1000):
         holders.add("a", [1, 2, 3])
         holders.add("a", [10 + number])
@@ -163,7 +168,7 @@ def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
 def test_a_match_is_the_longest_that_was_noted(notes: list[tuple[int, list[int]]]) -> None:
     """Against looking through all that was noted; chunks are chained as real ones are."""
     holders = ChunkIndex()
-    bits = holders.seat([str(n) for n in range(6)])
+    bits = holders.register([str(n) for n in range(6)])
     for engine, path in notes:
         holders.add(str(engine), _chained(path))
     asked = [0, 1, 0, 1]

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.routing.candidate import RoutingQuery
-from router.routing.hash_ring import HashRing
-from router.routing.session_affinity import SessionAffinity
+from router.routing.policy import RoutingQuery
+from router.routing.session_affinity import HashRing, SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines
 
 SESSIONS = [f"session {number}" for number in range(600)]
@@ -64,9 +63,9 @@ def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.Dat
 def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) -> None:
     ring = HashRing()
     for names in seatings:
-        ring.seat(names)
+        ring.activate(names)
         fresh = HashRing()
-        fresh.seat(sorted(names))
+        fresh.activate(sorted(names))
         for session in SESSIONS[:50]:
             found = [names[place] for place in ring.nearest(session)]
             assert found == [sorted(names)[place] for place in fresh.nearest(session)]
@@ -75,7 +74,7 @@ def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) ->
 def test_names_that_are_gone_are_not_kept() -> None:
     ring = HashRing()
     for number in range(300):
-        ring.seat([f"pod-{number}-{n}" for n in range(3)])
+        ring.activate([f"pod-{number}-{n}" for n in range(3)])
         assert len(ring) <= 6
 
 

@@ -14,8 +14,8 @@ from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.snapshot import GroupPool, Snapshot, build_snapshot
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
-from router.routing.queueing import (
-    MOST_ROUNDS,
+from router.routing.admission_queue import (
+    MAX_SKIPPED_ROUNDS,
     AdmissionQueue,
     EngineLimits,
     Placement,
@@ -302,7 +302,7 @@ def test_nobody_starves_whoever_else_comes(
     known = [one for line in queue._lines.values() for one in line]
     one = known[watched % len(known)]
     ahead = sum(other.tenant == one.tenant and other.number <= one.number for other in known)
-    bound = ahead * (MOST_ROUNDS + 2) * (size + 1)
+    bound = ahead * (MAX_SKIPPED_ROUNDS + 2) * (size + 1)
     for number in range(bound):
         found = queue.next(pools, ANY)
         assert found is not None
@@ -320,4 +320,4 @@ def test_what_is_known_of_tenants_is_bounded() -> None:
         queue.add(ticket(f"{number}", tokens=10**6))
         assert queue.next(lambda _: pools, ANY) is not None
     assert queue.depth == 1
-    assert len(queue._rounds) <= (MOST_ROUNDS + 2) * 4 + 1
+    assert len(queue._rounds) <= (MAX_SKIPPED_ROUNDS + 2) * 4 + 1
