@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from router.admin.desired_state import DesiredState, Tunables
-from router.common.signature import Seal
-from router.common.watched_file import Watched
+from router.common.signature import ValueSigner
+from router.common.watched_file import WatchedFiles
 from router.conversations.signed_store import SignedStore
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import FleetView, build_fleet_view
@@ -49,7 +49,7 @@ class WorkerProcess:
         gateway: Gateway,
         registry: EngineRegistry,
         store: SignedStore | None,
-        watched: dict[str, Watched],
+        watched: dict[str, WatchedFiles],
     ) -> None:
         self._settings = settings
         self._gateway = gateway
@@ -74,11 +74,11 @@ class WorkerProcess:
         if state.store_keys != self._keys:
             self._keys = state.store_keys
             if self._keys and self._store is not None:
-                self._store.reseal(Seal([key.encode() for key in self._keys]))
+                self._store.use_signer(ValueSigner([key.encode() for key in self._keys]))
         if state.reloads != self._reloads:
             self._reloads = state.reloads
             for file in self._watched.values():
-                file.look_soon()
+                file.check_soon()
         return build_fleet_view(self._gateway.fleet, self._registry)
 
 

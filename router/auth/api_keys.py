@@ -22,8 +22,13 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from router.common.watched_file import INTERVAL, UnreadableError, Watched, content_of
-from router.common.yaml_list import entries_of
+from router.common.watched_file import (
+    POLL_INTERVAL_S,
+    UnreadableError,
+    WatchedFiles,
+    read_regular_file,
+)
+from router.common.yaml_list import parse_yaml_list
 
 logger = logging.getLogger("disagg_router.callers")
 # About ten thousand keys.
@@ -73,7 +78,7 @@ class Keyring:
         self,
         path: Path,
         check: Callable[[KeysByDigest], None] = lambda keys: None,
-        interval: float = INTERVAL,
+        interval: float = POLL_INTERVAL_S,
     ) -> None:
         """`check` raises ValueError for keys that this router cannot serve.
 
@@ -83,13 +88,13 @@ class Keyring:
         self.keys: KeysByDigest = {}
         self.on_change: Callable[[], None] = lambda: None
         self._check = check
-        self.file = Watched((path,), MAX_FILE_BYTES, self._replace_keys, self._log, interval)
+        self.file = WatchedFiles((path,), MAX_FILE_BYTES, self._replace_keys, self._log, interval)
 
     @staticmethod
     def check_file(path: Path) -> None:
         """Raise ValueError if the file cannot be used now."""
         try:
-            parse_keys(content_of(path, MAX_FILE_BYTES))
+            parse_keys(read_regular_file(path, MAX_FILE_BYTES))
         except UnreadableError as error:
             raise ValueError(str(error)) from None
 
@@ -132,7 +137,7 @@ def file_entry(name: str, tenant: str | None, key: str) -> str:
 def parse_keys(content: bytes) -> KeysByDigest:
     """Parse the file's content. Raises ValueError, in one line that contains no digest."""
     try:
-        entries = entries_of(content, "keys")
+        entries = parse_yaml_list(content, "keys")
     except (yaml.YAMLError, RecursionError, OverflowError) as error:
         # Only the position: the text around it may be a pasted key.
         mark = getattr(error, "problem_mark", None)

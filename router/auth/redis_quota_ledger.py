@@ -26,7 +26,7 @@ from router.auth.quota_ledger import (
     decide,
 )
 from router.auth.rate_limit import MAX_DEBT_S
-from router.common.redis_url import connect
+from router.common.redis_url import create_redis_clients
 
 logger = logging.getLogger("disagg_router.callers")
 NAMESPACE = "disagg-router:limits:"
@@ -106,7 +106,7 @@ class RedisQuotaLedger:
     ) -> None:
         """Raises ValueError for an invalid URL."""
         self.lease = lease
-        self._client, self._others = connect(url, password, timeout)
+        self._client, self._others = create_redis_clients(url, password, timeout)
         self._timeout = timeout
         self._on_failure = on_failure
         self._clock = clock

@@ -1,1 +1,1 @@
-"""Small parts that every room may use."""
+"""What every room may use: TLS contexts, watched files, child processes, JSON, Redis clients."""

@@ -1,11 +1,11 @@
-"""The URLs of a Redis store, and the client that each one means.
+"""URLs of a Redis store, and the clients for them.
 
     redis://[user:password@]host[:6379][/db]        rediss:// for TLS
     redis+cluster://host[:6379]                     one node of a cluster; rediss+cluster://
     redis+sentinel://host[:26379],host/name[/db]    the master `name`; rediss+sentinel://
 
-What follows a "?" goes to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem. Sentinels that want
-the password too: ?sentinel_auth=true.
+Options behind a "?" go to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem. If the sentinels need
+the password as well: ?sentinel_auth=true.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 SENTINEL_PORT = 26379
+# Per server. A burst of requests shares them, because connections, above all with TLS, cost both
+# sides more than the commands.
 MAX_CONNECTIONS = 16
-"""To one server. A burst of requests waits for these: a connection each, with TLS above all, would
-cost both sides more than the commands do."""
-SAME_FOR_SENTINELS = ("socket_timeout", "socket_connect_timeout", "retry")
+SENTINEL_OPTIONS = ("socket_timeout", "socket_connect_timeout", "retry")
 
 
-class Clients(NamedTuple):
-    """The one to ask, and those that it needs and that are closed with it."""
+class RedisClients(NamedTuple):
+    """The client for commands, and other clients to close with it."""
 
     main: Redis | RedisCluster
     others: tuple[Redis, ...] = ()
 
 
-def connect(url: str, password: str | None, timeout: float) -> Clients:
-    """Connects to nothing yet. `timeout` is for every step, in seconds. Raises ValueError."""
+def create_redis_clients(url: str, password: str | None, timeout: float) -> RedisClients:
+    """Return clients, not connected yet. `timeout` is for each step, in seconds.
+
+    Raises ValueError for an invalid URL.
+    """
     scheme, _, rest = url.partition("://")
     transport, _, topology = scheme.partition("+")
     options: dict[str, Any] = {
@@ -46,14 +49,14 @@ def connect(url: str, password: str | None, timeout: float) -> Clients:
         return _by_sentinel(url, options, tls=transport == "rediss")
     plain = f"{transport}://{rest}"
     if topology == "cluster":
-        return Clients(RedisCluster.from_url(plain, **options))
+        return RedisClients(RedisCluster.from_url(plain, **options))
     pool = BlockingConnectionPool.from_url(
         plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
     )
-    return Clients(Redis.from_pool(pool))
+    return RedisClients(Redis.from_pool(pool))
 
 
-def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> Clients:
+def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> RedisClients:
     parts = urlsplit(url)
     name, _, database = parts.path.strip("/").partition("/")
     if not name:
@@ -68,12 +71,12 @@ def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> Clients:
     if secret:
         options.setdefault("password", unquote(secret))
     nodes = [_node(host) for host in hosts.split(",")]
-    same = (*SAME_FOR_SENTINELS, *(("username", "password") if wants_password else ()))
+    same = (*SENTINEL_OPTIONS, *(("username", "password") if wants_password else ()))
     shared = {key: value for key, value in options.items() if key.startswith("ssl") or key in same}
     sentinel = Sentinel(  # type: ignore[no-untyped-call] # redis-py leaves it without hints
         nodes, sentinel_kwargs=shared, **options
     )
-    return Clients(sentinel.master_for(name), tuple(sentinel.sentinels))
+    return RedisClients(sentinel.master_for(name), tuple(sentinel.sentinels))
 
 
 def _node(text: str) -> tuple[str, int]:

@@ -1,7 +1,8 @@
-"""What is put where others can write, signed so that only our own is believed.
+"""Signatures of values in a store that others can write to.
 
-A MAC covers the place and the value, so nobody without a key makes an entry, alters one, or moves
-it to another conversation. The first key signs, all verify: that is how keys are changed.
+A MAC covers the key in the store and the value, so that nobody without a secret can make an entry,
+alter it, or move it to another conversation. The first secret signs and all verify, so that secrets
+can be rotated.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ MAC_BYTES = 32
 PURPOSE = b"disagg-turn"
 
 
-class Seal:
-    """`keys`: at least one, each of any length."""
+class ValueSigner:
+    """Signs and verifies values with `secrets`: at least one, each of any length."""
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        # A key is hashed first, for BLAKE2b takes no more than 64 bytes.
-        self._begun = [
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        # A secret is hashed first, because BLAKE2b keys have at most 64 bytes.
+        self._keyed = [
             hashlib.blake2b(
-                key=hashlib.blake2b(key).digest(), digest_size=MAC_BYTES, person=PURPOSE
+                key=hashlib.blake2b(secret).digest(), digest_size=MAC_BYTES, person=PURPOSE
             )
-            for key in keys
+            for secret in secrets
         ]
 
-    def close(self, place: str, value: bytes) -> bytes:
-        return _mac(self._begun[0], place, value) + value
+    def sign(self, key: str, value: bytes) -> bytes:
+        """Return the signature and the value."""
+        return _mac(self._keyed[0], key, value) + value
 
-    def open(self, place: str, sealed: bytes) -> bytes | None:
-        """The value; None for what was not closed for this place with one of the keys."""
-        mac, value = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
-        for begun in self._begun:
-            if hmac.compare_digest(mac, _mac(begun, place, value)):
+    def verify(self, key: str, signed: bytes) -> bytes | None:
+        """Return the value, or None if it was not signed for `key` with one of the secrets."""
+        mac, value = signed[:MAC_BYTES], signed[MAC_BYTES:]
+        for keyed in self._keyed:
+            if hmac.compare_digest(mac, _mac(keyed, key, value)):
                 return value
         return None
 
 
-def _mac(begun: hashlib.blake2b, place: str, value: bytes) -> bytes:
-    digest = begun.copy()
-    raw = place.encode()
+def _mac(keyed: hashlib.blake2b, key: str, value: bytes) -> bytes:
+    digest = keyed.copy()
+    raw = key.encode()
     digest.update(b"%d:%b" % (len(raw), raw))
     digest.update(value)
     return digest.digest()

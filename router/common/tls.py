@@ -1,25 +1,39 @@
-"""TLS on either side, of files: contexts that take over a new certificate when its files change.
+"""TLS contexts that reload their certificate when its files change.
 
-Nothing below TLS 1.2 is spoken. A context is changed in place: handshakes from then on have the new
-certificate, connections that exist go on. A pair that does not fit leaves everything as it was.
+The lowest version is TLS 1.2. A context is changed in place: later handshakes use the new
+certificate, existing connections continue. Files that do not fit together change nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from router.common.certificate_expiry import end_of
-from router.common.watched_file import Watched
+from router.common.watched_file import WatchedFiles
 
 logger = logging.getLogger("disagg_router.tls")
-MOST_BYTES = 1024 * 1024
+MAX_FILE_BYTES = 1024 * 1024
+PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+# DER tags: the optional version, and the two formats of a time.
+VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18
+# UTCTime has two digits of a year; from this one on they are of the last century.
+FIRST_YEAR_OF_1900S = 50
 
 
-class Pair(NamedTuple):
-    """A certificate chain and its key, which may be in the same file."""
+class DerElement(NamedTuple):
+    """A tag, its content, and the bytes behind it."""
+
+    tag: int
+    content: bytes
+    rest: bytes
+
+
+class CertificateFiles(NamedTuple):
+    """The files of a certificate chain and its key, which may be the same file."""
 
     certificate: Path
     key: Path | None
@@ -29,32 +43,36 @@ class Pair(NamedTuple):
         return (self.certificate,) if self.key is None else (self.certificate, self.key)
 
 
-class Secured:
-    """A context, and the pair that is in it, if it has one: `file` watches that; `end` is the Unix
-    time when its certificate ends."""
+class TlsContext:
+    """An SSLContext and its certificate's files, if it has a certificate.
 
-    def __init__(self, context: ssl.SSLContext, pair: Pair | None) -> None:
-        """Raises ValueError, in one line, for a pair that cannot be used."""
+    `files` watches them; `expires_at` is the Unix time when the certificate expires.
+    """
+
+    def __init__(self, context: ssl.SSLContext, pair: CertificateFiles | None) -> None:
+        """Raises ValueError, in one line, for files that cannot be used."""
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         self.context = context
-        self.file: Watched | None = None
-        self.end: float | None = None
+        self.files: WatchedFiles | None = None
+        self.expires_at: float | None = None
         self._pair = pair
         if pair is not None:
-            self.file = Watched(pair.files, MOST_BYTES, self._take, self._said)
+            self.files = WatchedFiles(pair.files, MAX_FILE_BYTES, self._reload, self._log)
 
-    def _take(self, content: tuple[bytes, ...]) -> None:
-        """Raises ValueError. First into a context that nobody uses: a half that is new and one
-        that is old would be none."""
+    def _reload(self, content: tuple[bytes, ...]) -> None:
+        """Load the files. Raises ValueError.
+
+        An unused context tries them first, because a failure would leave a mixed pair behind.
+        """
         assert self._pair is not None
         _load(ssl.SSLContext(self.context.protocol), self._pair)
         _load(self.context, self._pair)
-        self.end = end_of(content[0])
-        if self.file is not None:
+        self.expires_at = expiry_of(content[0])
+        if self.files is not None:
             logger.info("%s: new handshakes have this certificate", self._pair.certificate)
 
-    def _said(self, trouble: str) -> None:
+    def _log(self, trouble: str) -> None:
         assert self._pair is not None
         if trouble:
             logger.error("the certificate stays as it is: %s: %s", self._pair.certificate, trouble)
@@ -62,25 +80,24 @@ class Secured:
             logger.info("%s can be used again", self._pair.certificate)
 
 
-def serving(pair: Pair, client_ca: Path | None) -> Secured:
-    """For clients; with a `client_ca` none comes in without a certificate of it. Raises
-    ValueError."""
+def server_context(pair: CertificateFiles, client_ca: Path | None) -> TlsContext:
+    """Return a context for clients; `client_ca` requires client certificates. Raises ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.options |= ssl.OP_NO_RENEGOTIATION
     if client_ca is not None:
         _trust(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-    return Secured(context, pair)
+    return TlsContext(context, pair)
 
 
-def asking(ca: Path | None, pair: Pair | None) -> Secured:
-    """For engines, whose certificate and name are checked. Raises ValueError."""
+def client_context(ca: Path | None, pair: CertificateFiles | None) -> TlsContext:
+    """Return a context for engines, which verifies certificate and name. Raises ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is None:
         context.load_default_certs()
     else:
         _trust(context, ca)
-    return Secured(context, pair)
+    return TlsContext(context, pair)
 
 
 def _trust(context: ssl.SSLContext, ca: Path) -> None:
@@ -88,24 +105,71 @@ def _trust(context: ssl.SSLContext, ca: Path) -> None:
     try:
         context.load_verify_locations(cafile=ca)
     except OSError as error:
-        raise ValueError(f"{ca}: {_why(error)}") from None
+        raise ValueError(f"{ca}: {_reason(error)}") from None
 
 
-def _load(context: ssl.SSLContext, pair: Pair) -> None:
-    """Raises ValueError. A key that wants a password is refused: nobody is there to be asked."""
+def _load(context: ssl.SSLContext, pair: CertificateFiles) -> None:
+    """Raises ValueError, also for an encrypted key, because nobody can enter its password."""
     try:
-        context.load_cert_chain(pair.certificate, pair.key, password=_refuse)
+        context.load_cert_chain(pair.certificate, pair.key, password=_refuse_password)
     except OSError as error:
         where = "" if pair.key is None else f" and {pair.key}"
-        raise ValueError(f"{pair.certificate}{where}: {_why(error)}") from None
+        raise ValueError(f"{pair.certificate}{where}: {_reason(error)}") from None
 
 
-def _refuse() -> str:
+def _refuse_password() -> str:
     raise ValueError("the private key is encrypted")
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         reason = (error.reason or "").replace("_", " ").lower()
-        return reason or "not as it is in PEM"
+        return reason or "not PEM"
     return error.strerror or str(error)
+
+
+def expiry_of(chain: bytes) -> float | None:
+    """Return the Unix time when the first certificate of a PEM chain expires, or None.
+
+    The standard library decodes only the other side's certificate, so the field is read out of the
+    DER (RFC 5280, 4.1). The chain was loaded as a certificate before; anything unusual gives None.
+    """
+    found = PEM.search(chain)
+    try:
+        return (
+            None
+            if found is None
+            else _not_after(ssl.PEM_cert_to_DER_cert(found[0].decode("ascii")))
+        )
+    except (ValueError, IndexError):
+        return None
+
+
+def _not_after(der: bytes) -> float | None:
+    """Return the end of a certificate's validity. Raises ValueError, IndexError."""
+    left = _element(_element(der).content).content
+    if left[0] == VERSION:
+        left = _element(left).rest
+    for _ in ("serial number", "signature", "issuer"):
+        left = _element(left).rest
+    begins = _element(_element(left).content)
+    ends = _element(begins.rest)
+    return _unix_time(ends.tag, ends.content.decode("ascii"))
+
+
+def _element(der: bytes) -> DerElement:
+    """Raises IndexError."""
+    size, start = der[1], 2
+    if size & 0x80:
+        start += size & 0x7F
+        size = int.from_bytes(der[2:start])
+    return DerElement(der[0], der[start : start + size], der[start + size :])
+
+
+def _unix_time(tag: int, text: str) -> float | None:
+    """Raises ValueError."""
+    if tag == UTC_TIME:
+        text = ("20" if int(text[:2]) < FIRST_YEAR_OF_1900S else "19") + text
+    elif tag != GENERALIZED_TIME:
+        return None
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

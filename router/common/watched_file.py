@@ -1,7 +1,7 @@
-"""Files that are read again and again, and what is new in them.
+"""Watches files by reading them periodically.
 
-A file is read whole each time and compared with what it said before: that is cheap, and true
-whatever was renamed, linked or mounted over it, as Kubernetes does with secrets.
+Each time a file is read whole and compared with its last content. That is cheap, and it notices any
+change: renamed, linked or mounted files, as Kubernetes updates secrets.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ from pathlib import Path
 from typing import TypeVar
 
 logger = logging.getLogger("disagg_router")
-INTERVAL = 1.0
-# Seconds in which a file that is written in place may have got further.
-CALM = 0.05
-MOST_LOOKS = 20
-PATIENCE = 5.0
+POLL_INTERVAL_S = 1.0
+# A file that is written in place has changed again after this time.
+SETTLE_INTERVAL_S = 0.05
+MAX_SETTLE_READS = 20
+READ_TIMEOUT_S = 5.0
 T = TypeVar("T")
 
 
 class UnreadableError(Exception):
-    """The text says why, without the file's name."""
+    """A file cannot be read; the message does not name the file."""
 
 
-def content_of(path: Path, most: int) -> bytes:
-    """Raises UnreadableError. Never waits for a pipe, nor reads on without end."""
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file. Raises UnreadableError, also for pipes and larger files."""
     try:
         with open(
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
         ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableError("is no regular file")
-            content = file.read(most + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from None
-    if len(content) > most:
-        raise UnreadableError(f"is larger than {most // 1024 // 1024} MiB")
+    if len(content) > max_bytes:
+        raise UnreadableError(f"is larger than {max_bytes // 1024 // 1024} MiB")
     return content
 
 
-def settled(read: Callable[[], T], content: T) -> T:
-    """What `read` gives once nobody seems to write it any more. Raises UnreadableError."""
-    for _ in range(MOST_LOOKS):
-        time.sleep(CALM)
+def read_until_settled(read: Callable[[], T], content: T) -> T:
+    """Call `read` until its result stops changing, and return it. Raises UnreadableError.
+
+    `content` is the last result.
+    """
+    for _ in range(MAX_SETTLE_READS):
+        time.sleep(SETTLE_INTERVAL_S)
         before, content = content, read()
         if content == before:
             return content
@@ -57,78 +60,79 @@ def settled(read: Callable[[], T], content: T) -> T:
 
 
 def _digest(content: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Enough to compare with: what is in a private key's file is not kept."""
+    """Return digests to compare with, so that a private key is not kept in memory."""
     return tuple(hashlib.sha256(one).digest() for one in content)
 
 
-class Watched:
-    """Something that is made of files, and made anew when they say something else.
+class WatchedFiles:
+    """Files that belong together, such as a certificate and its key.
 
-    `take` is given the files' content, in their order, on the loop; it raises ValueError, in one
-    line, for one that cannot be used, and then whatever was made before stays. `said` is told of
-    each change of `trouble`, which is why what is in the files is not in use; empty if it is.
+    `apply` is called on the event loop with the files' contents, in order, at first and after each
+    change. It raises ValueError, in one line, for contents that cannot be used; the old ones then
+    stay in force, and `trouble` is the reason. `on_trouble` is called when `trouble` changes; it is
+    empty while the files' contents are in force.
     """
 
     def __init__(
         self,
         paths: tuple[Path, ...],
-        most: int,
-        take: Callable[[tuple[bytes, ...]], None],
-        said: Callable[[str], None],
-        interval: float = INTERVAL,
+        max_bytes: int,
+        apply: Callable[[tuple[bytes, ...]], None],
+        on_trouble: Callable[[str], None],
+        interval: float = POLL_INTERVAL_S,
     ) -> None:
-        """Raises ValueError for files that cannot be used."""
+        """Read the files. Raises ValueError if they cannot be used."""
         self.trouble = self._refusal = ""
         self._paths = paths
-        self._most = most
-        self._take = take
-        self._said = said
+        self._max_bytes = max_bytes
+        self._apply = apply
+        self._on_trouble = on_trouble
         self._interval = interval
-        self._hurry = asyncio.Event()
+        self._wake_up = asyncio.Event()
         self._reading: asyncio.Task[tuple[bytes, ...]] | None = None
         try:
             content = self._read()
         except UnreadableError as error:
             raise ValueError(str(error)) from None
         self._known = _digest(content)
-        take(content)
+        apply(content)
 
     async def run(self) -> None:
-        """Ends only when it is cancelled."""
+        """Watch the files until this task is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval):
-                    await self._hurry.wait()
-            self._hurry.clear()
-            trouble = await self._look()
+                    await self._wake_up.wait()
+            self._wake_up.clear()
+            trouble = await self._check()
             if trouble != self.trouble:
                 self.trouble = trouble
-                self._said(trouble)
+                self._on_trouble(trouble)
 
-    def look_soon(self) -> None:
-        """On the loop."""
-        self._hurry.set()
+    def check_soon(self) -> None:
+        """Read the files now. Call it on the event loop."""
+        self._wake_up.set()
 
-    async def _look(self) -> str:
-        """In a thread: a file's disk may be slow, or far away and gone."""
+    async def _check(self) -> str:
+        """Read the files in a thread, because a disk or a network mount may hang."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(self._read_settled))
-        done, _ = await asyncio.wait([self._reading], timeout=PATIENCE)
+        done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
         if not done:
-            return f"cannot be read within {PATIENCE:g} s"
+            return f"cannot be read within {READ_TIMEOUT_S:g} s"
         reading, self._reading = self._reading, None
         try:
             content = reading.result()
         except UnreadableError as error:
             return str(error)
-        except Exception as error:  # a fault of ours is no reason never to look again
+        except Exception as error:  # after a bug, keep watching
             logger.exception("%s could not be read", self._paths[0])
             return f"{type(error).__name__}: {error}"
         known = _digest(content)
         if known != self._known:
             self._known, self._refusal = known, ""
             try:
-                self._take(content)
+                self._apply(content)
             except ValueError as error:
                 self._refusal = str(error)
             except Exception as error:
@@ -138,14 +142,16 @@ class Watched:
 
     def _read_settled(self) -> tuple[bytes, ...]:
         content = self._read()
-        return content if _digest(content) == self._known else settled(self._read, content)
+        if _digest(content) == self._known:
+            return content
+        return read_until_settled(self._read, content)
 
     def _read(self) -> tuple[bytes, ...]:
-        """Raises UnreadableError, which names the file where there are several."""
+        """Raises UnreadableError, which names the file if there are several."""
         found = []
         for path in self._paths:
             try:
-                found.append(content_of(path, self._most))
+                found.append(read_regular_file(path, self._max_bytes))
             except UnreadableError as error:
                 where = f"{path}: " if len(self._paths) > 1 else ""
                 raise UnreadableError(f"{where}{error}") from None

@@ -9,7 +9,7 @@ from enum import StrEnum
 import orjson
 
 from router.common.exact_json import number
-from router.common.records import Thing, Value
+from router.common.structs import FrozenStruct, IdentityStruct
 from router.conversations.entry import (
     MAX_COUNT,
     MAX_PREFIXES,
@@ -44,7 +44,7 @@ class RecallOutcome(StrEnum):
     STORE_FAILED = "store_failed"
 
 
-class Turn(Thing):
+class Turn(IdentityStruct):
     """One request of a conversation.
 
     `recall` sets `recalled`, and `entry` to what the last turn left for this one.
@@ -58,7 +58,7 @@ class Turn(Thing):
     entry: Entry | None = None
 
 
-class KeepOutcome(Value, frozen=True):
+class KeepOutcome(FrozenStruct, frozen=True):
     """The result of keeping an entry.
 
     `unreachable` are the entries that no turn can take any more: older ones that the store evicted,

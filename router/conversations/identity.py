@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.conversations.entry import PromptPrefix
 from router.conversations.prompt import Prompt
 from router.openai.answers import Json
@@ -24,7 +24,7 @@ NAME = itemgetter(0)
 NUM_OPENING_MESSAGES = 2  # the same in all turns: the system prompt and the first question
 
 
-class Conversation(Value, frozen=True):
+class Conversation(FrozenStruct, frozen=True):
     """One request's place in its conversation.
 
     `session` identifies the conversation in all of its turns. `take_key` is the store key of the

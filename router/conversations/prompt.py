@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from router.common.exact_json import dumps
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.conversations.entry import DIGEST_BYTES, PromptPrefix
 from router.openai.answers import (
     REASONING_KEYS,
@@ -27,7 +27,7 @@ from router.openai.answers import (
 )
 
 
-class Prompt(Value, frozen=True):
+class Prompt(FrozenStruct, frozen=True):
     """A prompt of one `kind`: chat, text or tokens.
 
     `content` is a text, a list of token ids, or of a chat a digest for each number of leading

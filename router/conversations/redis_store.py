@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from router.common.redis_url import connect
+from router.common.redis_url import create_redis_clients
 from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"
@@ -31,7 +31,7 @@ class RedisStore:
 
     def __init__(self, url: str, password: str | None, timeout: float) -> None:
         self._timeout = timeout
-        self._client, self._others = connect(url, password, timeout)
+        self._client, self._others = create_redis_clients(url, password, timeout)
 
     async def take(self, key: str) -> bytes | None:
         name = NAMESPACE + key

@@ -14,7 +14,7 @@ from enum import StrEnum
 import orjson
 
 from router.common.exact_json import dumps
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.conversations.entry import SCOPE_DIGEST_BYTES, Entry, PromptPrefix, ReuseScope
 from router.conversations.prompt import Prompt
 from router.openai.answers import Json
@@ -48,7 +48,7 @@ class ReuseMatch(StrEnum):
     MISMATCH = "mismatch"
 
 
-class ReuseDecision(Value, frozen=True):
+class ReuseDecision(FrozenStruct, frozen=True):
     """How much KV a prompt may use, and why not more.
 
     `reason` is model, tools, template, reasoning, rendering or history; empty for a hit. `tokens`

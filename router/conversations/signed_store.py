@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from router.common.signature import MAC_BYTES, Seal
+from router.common.signature import MAC_BYTES, ValueSigner
 from router.conversations.store import Store, UnverifiedError
 from router.telemetry.logs import LogThrottle
 
@@ -34,22 +34,22 @@ class SignedStore:
     def __init__(
         self,
         store: Store,
-        seal: Seal,
+        signer: ValueSigner,
         errors: Counter,
         life: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._seal = seal
+        self._signer = signer
         self._errors = errors
         self._life = life
         self._clock = clock
         self._taken: OrderedDict[bytes, float] = OrderedDict()
         self._throttle = LogThrottle(logging.getLogger("disagg_router.conversations"))
 
-    def reseal(self, seal: Seal) -> None:
+    def use_signer(self, signer: ValueSigner) -> None:
         """Use other keys from now on; values that were signed with a remaining key stay valid."""
-        self._seal = seal
+        self._signer = signer
 
     async def take(self, key: str) -> bytes | None:
         """Remove and return a value. Raises UnverifiedError, too; the value is gone even then."""
@@ -73,7 +73,7 @@ class SignedStore:
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         if len(value) > MAX_VALUE_BYTES:
             return [value]
-        dropped = await self._store.put(key, self._seal.close(key, value), seconds)
+        dropped = await self._store.put(key, self._signer.sign(key, value), seconds)
         opened = [self._open("put", key, signed) for signed in dropped]
         return [value for value in opened if value is not None]
 
@@ -90,7 +90,7 @@ class SignedStore:
         value = None
         was_taken = self._taken.get(signed[:MAC_BYTES], 0.0) > self._clock()
         if len(signed) <= MAX_VALUE_BYTES + MAC_BYTES and not was_taken:
-            value = self._seal.open(key, signed)
+            value = self._signer.verify(key, signed)
         if value is None:
             self._errors.labels(operation, "unverified").inc()
             self._throttle.warn(UNVERIFIED_WARNING, operation)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from router.common.exact_json import loads
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
@@ -17,7 +17,7 @@ MAX_TOKEN_COUNT = 10**15
 THINK_TAG = re.compile("</?think>")
 
 
-class AnswerChoice(Value, frozen=True):
+class AnswerChoice(FrozenStruct, frozen=True):
     """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
 
     message: Json | None = None

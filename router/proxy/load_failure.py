@@ -14,7 +14,7 @@ from collections.abc import Callable
 import orjson
 
 from router.common.exact_json import dumps
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.openai.answers import parse_object
 from router.proxy.request import KV_PARAMS
 
@@ -27,7 +27,7 @@ ERROR_EVENT = re.compile(rb'^data: ?(\{\s*"error"[^\r\n]*)', re.MULTILINE)
 LONGEST = 200
 
 
-class LoadFailure(Value, frozen=True):
+class LoadFailure(FrozenStruct, frozen=True):
     """`is_of_pair`: the two engines cannot exchange KV, whatever the request."""
 
     is_of_pair: bool

@@ -14,7 +14,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.fleet.engine import Engine
 from router.proxy.first_token import asks_one_token, may_be_handed, read_alike
 from router.proxy.request import PASSED, THRESHOLD, Request
@@ -43,7 +43,7 @@ class Mode(StrEnum):
 ALONE, PULL, PUSH = Mode
 
 
-class Plan(Value, frozen=True):
+class Plan(FrozenStruct, frozen=True):
     """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
     first, and may reject; `scatter`: so are these, at once; `was_skipped`: it would be, if it were
     known to do so. `reuse`: of a turn, whose answer is kept for the next."""

@@ -13,7 +13,7 @@ import msgspec
 import orjson
 
 from router.common.exact_json import dumps, loads
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.http_client.errors import BrokenAnswerError
 from router.openai.answers import cached_tokens_of, prompt_tokens_of
 from router.openai.generated_tokens import TOKEN_ID_CHARS, read_generated_tokens
@@ -27,7 +27,7 @@ PROOF, BEGUN = b'"prefix_proof"', b'"begun"'
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
 
-class Params(Value, frozen=True):
+class Params(FrozenStruct, frozen=True):
     """kv_transfer_params: `raw` is a JSON object, and not an empty one. `begins`: a decoder that
     can is to go on from the tokens that they tell."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from router.common.exact_json import loads
-from router.common.records import Thing
+from router.common.structs import IdentityStruct
 from router.conversations.conversations import Conversations, Turn
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import find_invalid_field
@@ -56,7 +56,7 @@ _process, _legs = f"{getrandbits(40):010x}", count()
 next_number = count().__next__
 
 
-class Request(Thing):
+class Request(IdentityStruct):
     """`latest` is the loop time when everything must be over; `shared_headers` go to both legs.
 
     `body` is what engines may see of the client's, never changed. `alone` says why two engines

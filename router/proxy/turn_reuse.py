@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.conversations.conversations import Turn
 from router.conversations.entry import MAX_COUNT, Entry
 from router.conversations.reuse import (
@@ -22,7 +22,7 @@ from router.routing.load_policies import LoadBound
 SEEN_BY_PROOF = ("history", "reasoning", "rendering")
 
 
-class Offer(Value, frozen=True):
+class Offer(FrozenStruct, frozen=True):
     """What a prefiller is told to pull, None for nothing; the rest is for the books."""
 
     outcome: str
@@ -35,7 +35,7 @@ class Offer(Value, frozen=True):
         return held if type(held) is int and 0 < held <= MAX_COUNT else 0
 
 
-class Reuse(Value, frozen=True):
+class Reuse(FrozenStruct, frozen=True):
     """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
     at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
     only read from, and the conversation goes on elsewhere. `unproven` is the setting

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from math import inf, log
 from operator import attrgetter
 
-from router.common.records import Value
+from router.common.structs import FrozenStruct
 from router.fleet.engine import Engine
 from router.fleet.snapshot import GroupPool
 from router.routing.load_policies import LeastLoaded, LoadBound, PowerOfTwo, RoundRobin
@@ -72,7 +72,7 @@ class GroupPolicies(dict[str, Policy]):
             del self[group]
 
 
-class Route(Value, frozen=True):
+class Route(FrozenStruct, frozen=True):
     """The engines for one request, best first. `prefillers` or `decoders` are empty if no engine of
     that role is usable. Feedback objects exist only for policies that use feedback.
 

@@ -17,9 +17,9 @@ from fastapi import FastAPI
 
 from router.auth.api_keys import Keyring, KeysByDigest
 from router.auth.authenticator import Authenticator
-from router.common.signature import Seal
-from router.common.tls import Secured
-from router.common.watched_file import Watched
+from router.common.signature import ValueSigner
+from router.common.tls import TlsContext
+from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import Conversations
 from router.conversations.identity import ConversationResolver
 from router.conversations.signed_store import SignedStore
@@ -69,11 +69,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     worker processes of one router share. Raises SettingsError.
     """
     deadlines, metrics = Deadlines(), Metrics()
-    watched: dict[str, Watched] = {}
-    certificates: dict[str, Secured] = {}
+    watched: dict[str, WatchedFiles] = {}
+    certificates: dict[str, TlsContext] = {}
     secured = functools.cache(settings.engine_tls)  # the system's authorities take a while to read
     has_own = settings.engine_ca_file or settings.engine_certfile
-    if has_own and (pair := secured().file) is not None:  # fail at start if a file is invalid
+    if has_own and (pair := secured().files) is not None:  # fail at start if a file is invalid
         watched["engine_tls"], certificates["engine_tls"] = pair, secured()
     answers = AnswerMemory(settings.max_held_answers)
     fleet = _fleet(settings, deadlines, secured, answers)
@@ -90,7 +90,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         watched["api_keys"] = authenticator.keyring.file
     metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
     metrics.certificate_end.read = lambda: [
-        ((name,), one.end) for name, one in certificates.items() if one.end is not None
+        ((name,), one.expires_at)
+        for name, one in certificates.items()
+        if one.expires_at is not None
     ]
     conversations = _conversations(settings, store)
     gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
@@ -232,8 +234,8 @@ def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
         return memory
     errors = metrics.conversation_store_errors
     redis = StoreBreaker(_redis_store(settings), errors)
-    seal = Seal(with_store_keys(settings).store_keys())
-    return SignedStore(redis, seal, errors, settings.conversation_ttl)
+    signer = ValueSigner(with_store_keys(settings).store_keys())
+    return SignedStore(redis, signer, errors, settings.conversation_ttl)
 
 
 def with_store_keys(settings: Settings) -> Settings:
@@ -278,7 +280,7 @@ def _redis_store(settings: Settings) -> Store:
 def _fleet(
     settings: Settings,
     deadlines: Deadlines,
-    secured: Callable[[], Secured],
+    secured: Callable[[], TlsContext],
     answers: AnswerMemory,
 ) -> Fleet:
     """`secured` is called only if an engine uses TLS."""

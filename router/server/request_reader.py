@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from router.auth.api_keys import ApiKey
-from router.common.records import Thing
+from router.common.structs import IdentityStruct
 from router.http_client.head_cache import HeadCache, without_length
 from router.openai.errors import (
     BodyTooLargeError,
@@ -47,7 +47,7 @@ class RequestPolicy(Protocol):
         or None if the router has no API keys."""
 
 
-class IncomingRequest(Thing):
+class IncomingRequest(IdentityStruct):
     """One request of a client.
 
     `endpoint` is the path of a proxied endpoint, or None for a request to the application. `size`

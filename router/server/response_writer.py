@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from router.auth.api_keys import ApiKey
-from router.common.records import Thing
+from router.common.structs import IdentityStruct
 from router.proxy.exchange import Header, Relayed
 
 NO_CONTENT = 204  # an answer without a body and without a length (RFC 9110, 8.6)
@@ -38,7 +38,7 @@ class ResponseConnection(Protocol):
     def abort(self) -> None: ...
 
 
-class ResponseWriter(Thing):
+class ResponseWriter(IdentityStruct):
     """One answer. `is_paused` is True while the client reads too slowly. Once `is_over`, nothing
     more is written: the answer is complete, or the client has disconnected."""
 

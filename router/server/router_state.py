@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from router.common.tls import Secured
-from router.common.watched_file import Watched
+from router.common.tls import TlsContext
+from router.common.watched_file import WatchedFiles
 from router.conversations.signed_store import SignedStore
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.probes import Prober
@@ -34,8 +34,8 @@ class RouterState:
     stored_responses: ResponseStore
     signed_store: SignedStore | None
     exposition: Callable[[], bytes]
-    watched_files: dict[str, Watched]
-    certificates: dict[str, Secured]
+    watched_files: dict[str, WatchedFiles]
+    certificates: dict[str, TlsContext]
     dashboard: DashboardHub | None = None
     dashboard_port: int | None = None
 

@@ -29,7 +29,7 @@ from fastapi import FastAPI
 from router.admin.control import Control
 from router.admin.hosting import SOCKET_NAME, EmbeddedServer, serve_control
 from router.admin.processes import SingleProcess, WorkerProcess, follow_control
-from router.common.tls import Secured
+from router.common.tls import TlsContext
 from router.fleet.sources.factory import describe_sources
 from router.proxy.gateway import Gateway
 from router.server.app import build
@@ -221,8 +221,8 @@ async def _serve(
     _keep_freed_memory()
     secured = settings.served_tls()
     state = state_of(app)
-    if secured is not None and secured.file is not None:
-        state.watched_files["tls"], state.certificates["tls"] = secured.file, secured
+    if secured is not None and secured.files is not None:
+        state.watched_files["tls"], state.certificates["tls"] = secured.files, secured
     config = uvicorn_config(settings, app, secured)
     server = EmbeddedServer(config)
     shutdown = ShutdownSequence(server, state.gateway, settings)
@@ -238,7 +238,7 @@ async def _serve(
 
 
 def uvicorn_config(
-    settings: Settings, app: object, secured: Secured | None = None
+    settings: Settings, app: object, secured: TlsContext | None = None
 ) -> uvicorn.Config:
     http: Any = RouterProtocol if secured is None else partial(TlsHandshake, secured.context)
     return uvicorn.Config(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
-from router.common.tls import Pair, Secured, asking, serving
+from router.common.tls import CertificateFiles, TlsContext, client_context, server_context
 from router.settings.fields import (
     MIB,
     Count,
@@ -118,22 +118,23 @@ class TlsSettings(SettingsGroup):
             if getattr(self, dependent) and not getattr(self, certificate):
                 yield f"{flag_of(dependent)} needs {flag_of(certificate)}"
 
-    def served_tls(self) -> Secured | None:
+    def served_tls(self) -> TlsContext | None:
         """Return the TLS context for clients, or None without TLS. Raises SettingsError."""
         if self.tls_certfile is None:
             return None
         try:
-            return serving(Pair(self.tls_certfile, self.tls_keyfile), self.tls_client_ca)
+            files = CertificateFiles(self.tls_certfile, self.tls_keyfile)
+            return server_context(files, self.tls_client_ca)
         except ValueError as error:
             raise BrokenFileError([f"--tls-certfile: {error}"]) from None
 
-    def engine_tls(self) -> Secured:
+    def engine_tls(self) -> TlsContext:
         """Return the TLS context for engines. Raises SettingsError."""
         pair = None
         if self.engine_certfile is not None:
-            pair = Pair(self.engine_certfile, self.engine_keyfile)
+            pair = CertificateFiles(self.engine_certfile, self.engine_keyfile)
         try:
-            return asking(self.engine_ca_file, pair)
+            return client_context(self.engine_ca_file, pair)
         except ValueError as error:
             what = "--engine-ca-file" if pair is None else "--engine-ca-file, --engine-certfile"
             raise BrokenFileError([f"{what}: {error}"]) from None

@@ -20,8 +20,14 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from router.common.watched_file import INTERVAL, PATIENCE, UnreadableError, content_of, settled
-from router.common.yaml_list import NoListError, entries_of
+from router.common.watched_file import (
+    POLL_INTERVAL_S,
+    READ_TIMEOUT_S,
+    UnreadableError,
+    read_regular_file,
+    read_until_settled,
+)
+from router.common.yaml_list import MissingListError, parse_yaml_list
 from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
@@ -52,7 +58,7 @@ class EngineFileContent(NamedTuple):
 
 
 class FileSource:
-    def __init__(self, path: Path, interval: float = INTERVAL) -> None:
+    def __init__(self, path: Path, interval: float = POLL_INTERVAL_S) -> None:
         self.name = "file"
         self._path = path
         self._interval = interval
@@ -69,9 +75,9 @@ class FileSource:
         """In a thread: a file's disk may be slow, or far away and gone."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._read))
-        done, _ = await asyncio.wait([self._reading], timeout=PATIENCE)
+        done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
         if not done:
-            return SourceReport(None, f"{self._path}: cannot be read within {PATIENCE:g} s")
+            return SourceReport(None, f"{self._path}: cannot be read within {READ_TIMEOUT_S:g} s")
         reading, self._reading = self._reading, None
         return self._report(reading.result)
 
@@ -91,7 +97,7 @@ def read(path: Path, before: EngineFileContent | None) -> EngineFileContent:
         if before is not None and content == before.content:
             return before
         if before is not None:
-            content = settled(lambda: _content(path), content)
+            content = read_until_settled(lambda: _content(path), content)
     except UnreadableError as error:
         raise SourceError(str(error)) from None
     try:
@@ -125,14 +131,14 @@ def listed_in(entry: object) -> ListedEngine:
 
 def _content(path: Path) -> bytes:
     """Raises UnreadableError."""
-    return content_of(path, MOST_BYTES)
+    return read_regular_file(path, MOST_BYTES)
 
 
 def _entries(content: bytes) -> list[object]:
     """Raises SourceError."""
     try:
-        return entries_of(content, "engines")
-    except NoListError as error:
+        return parse_yaml_list(content, "engines")
+    except MissingListError as error:
         raise SourceError(str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise SourceError(_line(error)) from None

@@ -349,7 +349,7 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     assert authenticator is not None
 
     async def look() -> None:
-        authenticator.keyring.file.look_soon()
+        authenticator.keyring.file.check_soon()
 
     keys(entry("two", OTHER))
     await look()

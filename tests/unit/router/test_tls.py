@@ -19,8 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.common.certificate_expiry import end_of
-from router.common.tls import Pair, asking, serving
+from router.common.tls import CertificateFiles, client_context, expiry_of, server_context
 from router.fleet.engine import Health
 from router.server.app import build
 from router.server.client_connection import MAX_EXCESS_CONNECTIONS
@@ -89,7 +88,7 @@ async def until_shown(router: RouterProcess, context: ssl.SSLContext, name: str)
 
 
 async def until_its_end_is_told(client: httpx.AsyncClient, own: Signed) -> None:
-    end = end_of(own.certificate.read_bytes())
+    end = expiry_of(own.certificate.read_bytes())
     async with asyncio.timeout(10):
         while float(ENDS.findall((await client.get("/metrics")).text)[0]) != end:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -515,7 +514,11 @@ async def is_ready(router: Router) -> bool:
 
 
 async def test_engines_are_spoken_to_over_tls_probes_too(ca: Authority, first: Signed) -> None:
-    async with before_tls(ca.serving(first), engine_ca_file=ca.certificate) as (router, p, d):
+    async with before_tls(ca.serving(first), engine_ca_file=ca.certificate) as (
+        router,
+        p,
+        d,
+    ):
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         for fields in ({}, {"stream": True}, {"prompt": "x" * 300_000}):
             answer = await router.complete(**fields)
@@ -708,7 +711,10 @@ async def test_a_client_that_leaves_is_noticed_over_tls(
 
 
 def test_engines_are_checked_unless_somebody_changes_the_code(ca: Authority) -> None:
-    for context in (asking(None, None).context, asking(ca.certificate, None).context):
+    for context in (
+        client_context(None, None).context,
+        client_context(ca.certificate, None).context,
+    ):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.check_hostname
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -717,9 +723,9 @@ def test_engines_are_checked_unless_somebody_changes_the_code(ca: Authority) -> 
 def test_clients_are_asked_for_nothing_unless_there_is_an_authority(
     ca: Authority, first: Signed
 ) -> None:
-    pair = Pair(first.certificate, first.key)
-    assert serving(pair, None).context.verify_mode is ssl.CERT_NONE
-    assert serving(pair, ca.certificate).context.verify_mode is ssl.CERT_REQUIRED
+    pair = CertificateFiles(first.certificate, first.key)
+    assert server_context(pair, None).context.verify_mode is ssl.CERT_NONE
+    assert server_context(pair, ca.certificate).context.verify_mode is ssl.CERT_REQUIRED
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.common.watched_file import Watched
+from router.common.watched_file import WatchedFiles
 from tests.unit.router.harness import eventually
 
 
@@ -35,8 +35,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def watching(path: Path, taken: Taken) -> AsyncIterator[Watched]:
-    made = Watched((path,), 1024, taken.take, taken.said.append, interval=0.01)
+async def watching(path: Path, taken: Taken) -> AsyncIterator[WatchedFiles]:
+    made = WatchedFiles((path,), 1024, taken.take, taken.said.append, interval=0.01)
     task = asyncio.create_task(made.run())
     try:
         yield made
@@ -86,7 +86,7 @@ async def test_what_cannot_be_used_leaves_things_as_they_are_and_is_said_once(
         await eventually(lambda: watched.trouble)
         assert taken.good == [b"first"]
         for _ in range(5):
-            watched.look_soon()
+            watched.check_soon()
             await asyncio.sleep(0.02)
         assert len(taken.said) == 1
         assert "\n" not in taken.said[0]
@@ -109,7 +109,7 @@ async def test_the_same_as_before_is_not_taken_twice_after_trouble(path: Path) -
 def test_what_cannot_be_used_at_first_is_told(path: Path) -> None:
     path.write_bytes(b"bad")
     with pytest.raises(ValueError, match="is bad"):
-        Watched((path,), 1024, Taken().take, print)
+        WatchedFiles((path,), 1024, Taken().take, print)
     path.unlink()
     with pytest.raises(ValueError, match="No such file"):
-        Watched((path,), 1024, Taken().take, print)
+        WatchedFiles((path,), 1024, Taken().take, print)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from redis import Redis
 
-from router.common.signature import MAC_BYTES, Seal
+from router.common.signature import MAC_BYTES, ValueSigner
 from router.conversations.conversations import KeepOutcome
 from router.conversations.redis_store import NAMESPACE
 from tests.redis_server import KEY, RedisServer, running_redis
@@ -83,7 +83,7 @@ FORGERIES: dict[str, Forgery] = {
     "unsigned, other params": lambda raw: entry_of(raw, params=EVIL),
     "its old signature, other params": lambda raw: raw[:MAC_BYTES] + entry_of(raw, params=EVIL),
     "a signature of zeros": lambda raw: b"\0" * MAC_BYTES + entry_of(raw, params=EVIL),
-    "signed with another secret": lambda raw: Seal([b"x" * 32]).close(
+    "signed with another secret": lambda raw: ValueSigner([b"x" * 32]).sign(
         "x", entry_of(raw, params=EVIL)
     ),
     "another version": lambda raw: entry_of(raw, v=2, params=EVIL),
@@ -172,7 +172,7 @@ async def test_a_signed_entry_of_another_version_is_unreadable(
     await chat(shared, ASKED)
     key, raw = lying(writer)
     place = key.decode().removeprefix(NAMESPACE)
-    writer.set(key, Seal([KEY.encode()]).close(place, entry_of(raw, v=2, params=EVIL)))
+    writer.set(key, ValueSigner([KEY.encode()]).sign(place, entry_of(raw, v=2, params=EVIL)))
     await chat(shared, AGAIN)
     assert (offered(p), turns(shared, "unreadable")) == (None, 1)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
-from router.common.signature import MAC_BYTES, Seal
+from router.common.signature import MAC_BYTES, ValueSigner
 from router.conversations.signed_store import MAX_VALUE_BYTES, SignedStore
 from router.conversations.store import MemoryStore, UnverifiedError
 from tests.unit.router.conversations.test_stores import Clock
@@ -24,15 +24,15 @@ class Desk:
         self.shared = MemoryStore(100, 10**9) if shared is None else shared
         self.clock = Clock()
         self.errors = Counter("errors", "", ("operation", "result"), registry=None)
-        seal = Seal(keys or (NEW,))
-        self.store = SignedStore(self.shared, seal, self.errors, 450, self.clock)
+        signer = ValueSigner(keys or (NEW,))
+        self.store = SignedStore(self.shared, signer, self.errors, 450, self.clock)
 
     def unverified(self, operation: str) -> float:
         return float(self.errors.labels(operation, "unverified")._value.get())
 
     def sealed(self, key: str, value: bytes) -> bytes:
         """As another router with our key would have put it."""
-        return Seal([NEW]).close(key, value)
+        return ValueSigner([NEW]).sign(key, value)
 
     async def refuses(self, key: str, raw: bytes) -> None:
         before = self.unverified("take")
@@ -129,7 +129,7 @@ async def test_what_is_too_large_is_neither_put_nor_believed() -> None:
     large = b"x" * (MAX_VALUE_BYTES + 1)
     assert await desk.store.put("k", large, 10) == [large]
     assert await desk.store.take("k") is None
-    await desk.refuses("k", Seal([NEW]).close("k", large))
+    await desk.refuses("k", ValueSigner([NEW]).sign("k", large))
 
 
 async def test_a_thousand_forgeries_are_one_line_and_show_no_key(

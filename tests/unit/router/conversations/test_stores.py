@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from prometheus_client import Counter
 
-from router.common.redis_url import connect
+from router.common.redis_url import create_redis_clients
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.store import MemoryStore, Store, StoreBreaker, StoreError
 from tests.redis_server import RedisServer, running_redis
@@ -58,7 +58,7 @@ async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
     redis: RedisServer,
 ) -> None:
     store = RedisStore(redis.url, redis.password, 20.0)
-    client = connect(redis.url, redis.password, 2.0).main
+    client = create_redis_clients(redis.url, redis.password, 2.0).main
     await client.rpush(NAMESPACE + "list", "a")
     assert await store.read("list") == b""
     await client.aclose()
@@ -92,7 +92,7 @@ async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) ->
 async def test_redis_forgets_by_itself(redis: RedisServer) -> None:
     store = RedisStore(redis.url, redis.password, 2.0)
     await store.put("short", b"x", 7)
-    client = connect(redis.url, redis.password, 2.0).main
+    client = create_redis_clients(redis.url, redis.password, 2.0).main
     assert 0 < await client.pttl(NAMESPACE + "short") <= 7000
     await client.aclose()
     await store.close()
@@ -230,14 +230,14 @@ async def test_a_redis_that_is_not_there_or_refuses_is_a_store_error(redis: Redi
     ],
 )
 async def test_every_kind_of_url_makes_a_client(url: str) -> None:
-    clients = connect(url, None, 0.1)
+    clients = create_redis_clients(url, None, 0.1)
     for client in (clients.main, *clients.others):
         await client.aclose()
 
 
 def test_a_sentinel_url_needs_a_master() -> None:
     with pytest.raises(ValueError, match="master"):
-        connect("redis+sentinel://host", None, 0.1)
+        create_redis_clients("redis+sentinel://host", None, 0.1)
 
 
 def test_a_store_that_does_not_wait_is_done_at_once() -> None:

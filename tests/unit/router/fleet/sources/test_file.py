@@ -234,11 +234,11 @@ async def test_a_disk_that_does_not_answer_is_trouble_and_not_asked_twice(
         return D1.encode()
 
     async with watched(path) as (_, ask):
-        monkeypatch.setattr("router.fleet.sources.file.PATIENCE", 0.02)
+        monkeypatch.setattr("router.fleet.sources.file.READ_TIMEOUT_S", 0.02)
         monkeypatch.setattr("router.fleet.sources.file._content", stuck)
         for _ in range(3):
             assert await ask() == SourceReport(None, f"{path}: cannot be read within 0.02 s")
         assert asked == 1
         gate.set()
-        monkeypatch.setattr("router.fleet.sources.file.PATIENCE", 5.0)
+        monkeypatch.setattr("router.fleet.sources.file.READ_TIMEOUT_S", 5.0)
         assert await ask() == SourceReport(LISTED_D1)
