@@ -108,9 +108,9 @@ class Conversations:
             if prompt is None:
                 return None
             conversation = (
-                self._resolver.recognised(headers, prompt)
+                self._resolver.by_messages(headers, prompt)
                 if given is None
-                else self._resolver.named(headers, given)
+                else self._resolver.by_id(headers, given)
             )
             if conversation is None:
                 return None

@@ -57,7 +57,7 @@ class ConversationResolver:
         self._tenant_header = tenant_header.lower().encode("latin-1")
 
     def id_of(self, headers: Sequence[Header], body: Json) -> tuple[str, str] | None:
-        """Return the first name that is set, with its value. PREFIX is left to `recognised`."""
+        """Return the first name that is set, with its value. PREFIX is left to `by_messages`."""
         wanted = self._headers
         if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
             return None
@@ -74,23 +74,23 @@ class ConversationResolver:
                 return known, text
         return None
 
-    def named(self, headers: Sequence[Header], given: tuple[str, str]) -> Conversation:
+    def by_id(self, headers: Sequence[Header], given: tuple[str, str]) -> Conversation:
         """Return the conversation of a name and value that `id_of` returned."""
-        tenant = self.tenant(headers)
+        tenant = self.tenant_of(headers)
         key = _hash(tenant, "id", given[1])
         return Conversation(key, key, key, tenant)
 
-    def recognised(self, headers: Sequence[Header], prompt: Prompt) -> Conversation | None:
+    def by_messages(self, headers: Sequence[Header], prompt: Prompt) -> Conversation | None:
         """Return a chat's conversation, known by its messages up to the last answer."""
         if prompt.kind != "chat":
             return None
-        tenant = self.tenant(headers)
+        tenant = self.tenant_of(headers)
         opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""
         last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
         take = None if last is None else _hash(tenant, PREFIX, last)
         return Conversation(_hash(tenant, "opening", opening), take, None, tenant)
 
-    def tenant(self, headers: Sequence[Header]) -> str:
+    def tenant_of(self, headers: Sequence[Header]) -> str:
         """Return a hash of the tenant's credential; requests without one share a tenant."""
         return _tenant(*[value for name, value in headers if name == self._tenant_header])
 

@@ -50,8 +50,8 @@ class ResponseStore:
         self._store, self._seconds = store, seconds
         self._resolver = ConversationResolver((), tenant_header)
 
-    def tenant(self, headers: Sequence[Header]) -> str:
-        return self._resolver.tenant(headers)
+    def tenant_of(self, headers: Sequence[Header]) -> str:
+        return self._resolver.tenant_of(headers)
 
     async def keep(self, tenant: str, name: str, response: StoredResponse) -> None:
         """Store a response. Where the store fails, the client's next request gets an error."""

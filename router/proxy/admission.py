@@ -186,7 +186,7 @@ class Admission:
         self.room = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue: AdmissionQueue[Waiter] = AdmissionQueue(settings.queue_size)
-        self._identity = ConversationResolver((), settings.tenant_header)
+        self._resolver = ConversationResolver((), settings.tenant_header)
         self._heeds_priorities = settings.queue_priorities
         self._fleet = fleet
         self._metrics = metrics
@@ -220,7 +220,7 @@ class Admission:
         """Raises OverloadError, TenantOverloadError."""
         headers = request.exchange.headers
         priority = priority_of(headers, request.body) if self._heeds_priorities else 0
-        waiter = Waiter(request, self._identity.tenant(headers), priority, self)
+        waiter = Waiter(request, self._resolver.tenant_of(headers), priority, self)
         request.record.stage, request.record.queued = "queue", waiter.since
         self._queue.add(waiter)
         if not self._queue.is_stuck(waiter, self._fleet.snapshot.pools(request.model)):

@@ -159,8 +159,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
 def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
     if store is None:
         return None
-    identity = ConversationResolver(settings.conversation_ids, settings.tenant_header)
-    return Conversations(store, identity, settings.conversation_ttl)
+    resolver = ConversationResolver(settings.conversation_ids, settings.tenant_header)
+    return Conversations(store, resolver, settings.conversation_ttl)
 
 
 def _authenticator(settings: Settings, metrics: Metrics) -> Authenticator | None:

@@ -163,7 +163,7 @@ class ResponsesDialect(ApiDialect):
         self._is_stored = False
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        self._tenant = self._stored.tenant(request.exchange.headers)
+        self._tenant = self._stored.tenant_of(request.exchange.headers)
         before: list[Json] = []
         previous = body.get("previous_response_id")
         if previous is not None:

@@ -131,7 +131,7 @@ def _tenant(request: Request) -> str:
     authenticator = state.gateway.authenticator
     if authenticator is not None and key is not None:
         headers = authenticator.with_owner(headers, key)
-    return state.stored_responses.tenant(headers)
+    return state.stored_responses.tenant_of(headers)
 
 
 def _not_found(name: str) -> NotFoundError:

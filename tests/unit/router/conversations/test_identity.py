@@ -43,7 +43,7 @@ def test_the_first_name_that_is_set_wins(
 
 def key(headers: list[Header], id: str, tenant_header: str = "authorization") -> str | None:
     return (
-        ConversationResolver(ORDER, tenant_header).named(headers, ("conversation_id", id)).take_key
+        ConversationResolver(ORDER, tenant_header).by_id(headers, ("conversation_id", id)).take_key
     )
 
 
@@ -74,7 +74,7 @@ def test_another_header_can_tell_callers_apart() -> None:
 def recognised(headers: list[Header], *messages: dict[str, str]) -> Conversation:
     prompt = prompt_of({"messages": list(messages)})
     assert prompt is not None
-    found = ConversationResolver(("prefix",), "authorization").recognised(headers, prompt)
+    found = ConversationResolver(("prefix",), "authorization").by_messages(headers, prompt)
     assert found is not None
     return found
 
