@@ -23,6 +23,7 @@ from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
 from router.proxy.release import give_up_turn
 from router.proxy.request import SEVERAL, Request, next_number
+from router.proxy.request_parser import check_fields, read_request, share_answers
 from router.proxy.run import Run
 from router.proxy.turn_reuse import find_reuse
 from router.routing.route import Route
@@ -55,10 +56,10 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if authenticator is not None:
             key = key_limits.identified(request.exchange, authenticator)
         if reading is None:
-            request.read(limits, gateway.conversations)
+            read_request(request, limits, gateway.conversations)
             if request.alone == SEVERAL and gateway.shares_loads(request.model):
-                request.share()
-            request.check(gateway.fleet.snapshot.context_lengths)
+                share_answers(request)
+            check_fields(request, gateway.fleet.snapshot.context_lengths)
         else:
             await reading(request, gateway)
         if key is not None and authenticator is not None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
 from router.auth.rate_limit import LimitStatus, format_duration
+from router.http_client.engine_answer import AnswerSink
+from router.http_client.errors import UpstreamError
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
-from router.proxy.exchange import Exchange, Header
-from router.proxy.rate_limit_headers import Limited
+from router.proxy.exchange import Before, Exchange, Header, Relayed
 from router.proxy.request import Request
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
 
+EVENT = b"data: {"
+LIMIT_PREFIX = b"x-ratelimit-"
 # What a request may ask for; the largest that is believed to be meant.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_TOKENS = 10**9
@@ -48,7 +53,7 @@ async def let_in(
     if not key.has_limits:
         return None
     permit = await entered(key, request.tokens + asked_for(request), authenticator, metrics)
-    request.exchange = Limited(request.exchange, permit, lines(permit.decision))
+    request.exchange = RateLimitedExchange(request.exchange, permit, lines(permit.decision))
     return permit
 
 
@@ -120,3 +125,61 @@ def _words(key: ApiKey, verdict: QuotaDecision) -> str:
         f"Rate limit reached on {verdict.refused} per minute: Limit {standing.limit}, "
         f"Remaining {standing.remaining}. {wait}"
     )
+
+
+class RateLimitedExchange(Before):
+    """An Exchange that adds the key's limits to the answer's headers, and counts its events."""
+
+    def __init__(self, front: Exchange, permit: QuotaPermit, lines: Sequence[Header]) -> None:
+        super().__init__(front)
+        self._permit = permit
+        self._lines = lines
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+    ) -> None:
+        counted = CountedAnswer(answer, self._permit) if answer.is_event_stream else answer
+        await super().relay(status, headers, counted, idle, latest)
+
+    async def finish(self, tail: bytes) -> None:
+        self._permit.events += tail.count(EVENT)
+        await super().finish(tail)
+
+    def _told(self, headers: Sequence[Header]) -> list[Header]:
+        """Replace the limits that an engine reports, which are those of the router there."""
+        return [*(h for h in headers if not h[0].startswith(LIMIT_PREFIX)), *self._lines]
+
+
+class CountedAnswer:
+    """An answer whose events are counted as it is relayed."""
+
+    is_event_stream = True
+
+    def __init__(self, answer: Relayed, permit: QuotaPermit) -> None:
+        self._answer = answer
+        self._permit = permit
+        self.length = answer.length
+
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
+        await self._answer.relay(EventCounter(sink, self._permit), idle, latest)
+
+    def pause(self) -> None:
+        self._answer.pause()
+
+    def resume(self) -> None:
+        self._answer.resume()
+
+    def fail(self, error: UpstreamError) -> None:
+        self._answer.fail(error)
+
+
+class EventCounter:
+    """An AnswerSink that counts the events of a stream."""
+
+    def __init__(self, sink: AnswerSink, permit: QuotaPermit) -> None:
+        self._sink = sink
+        self._permit = permit
+
+    def write(self, block: bytes, last: bool) -> None:
+        self._permit.events += block.count(EVENT)
+        self._sink.write(block, last)

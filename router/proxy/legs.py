@@ -39,7 +39,6 @@ from router.proxy.answer_check import (
     prefilled_word,
     word_of,
 )
-from router.proxy.dp_ranks import chosen, line
 from router.proxy.leg_bodies import Halves, message_in
 from router.proxy.load_failure import (
     LoadFailure,
@@ -50,7 +49,7 @@ from router.proxy.load_failure import (
 )
 from router.proxy.preemption_return import handed_back
 from router.proxy.prefill_answer import Params, PrefillAnswer
-from router.proxy.push import Push
+from router.proxy.push import Push, rank_chosen_by_client, rank_line
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
@@ -222,8 +221,8 @@ async def _decode_leg(
         pinned = trace_line
         if reuse is not None:
             number = reuse.rank_at(engine)
-            if number is not None and chosen(request) is None:
-                pinned = line(number) + trace_line
+            if number is not None and rank_chosen_by_client(request) is None:
+                pinned = rank_line(number) + trace_line
         message = _message(run, engine, body, push, pinned)
         latest = started + gateway.limits.decode_first_byte_timeout
         if latest > request.latest:

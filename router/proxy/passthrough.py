@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 
 from router.openai.errors import BadRequestError
-from router.proxy.content_type import check_form
 from router.proxy.gateway import Gateway
-from router.proxy.request import LONGEST_NAME, PASSED, Request
+from router.proxy.request import PASSED, Request
+from router.proxy.request_parser import MAX_MODEL_CHARS, check_form, read_request
 
 JSON_PATHS = (
     "/v1/embeddings",
@@ -40,7 +40,7 @@ LONGEST_HEAD = 4096
 
 async def read_json(request: Request, gateway: Gateway) -> None:
     """Raises BadRequestError, UnsupportedTypeError."""
-    request.read(gateway.limits, None)
+    read_request(request, gateway.limits, None)
     request.alone, request.threshold = PASSED, 0.0
 
 
@@ -66,7 +66,7 @@ def model_in(form: bytes, boundary: bytes) -> str | None:
     if len(found) > 1:
         raise _odd("several fields are called model")
     value = found[0] if found else None
-    if value is None or len(value) > LONGEST_NAME:
+    if value is None or len(value) > MAX_MODEL_CHARS:
         return None
     return value.decode("utf-8", "replace")
 

@@ -13,11 +13,12 @@ from uuid import uuid4
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine
-from router.proxy.dp_ranks import chosen, line
 from router.proxy.prefill_answer import Params
 from router.proxy.request import Request
 
 PUSHES = "push"
+# The header that names one data-parallel rank of an engine behind one address.
+RANK_HEADER = b"x-data-parallel-rank"
 
 
 class Push(NamedTuple):
@@ -58,11 +59,21 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
 def _rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
     """The client's choice, if it made one; else each rank in turn."""
     ranks = prefiller.capabilities.rank_endpoints
-    wanted = chosen(request)
+    wanted = rank_chosen_by_client(request)
     if wanted is not None:
         at = ranks.get(int(wanted)) if wanted.isdigit() else None
         return None if at is None else (at, b"")
     if not ranks:
         return None
     number = sorted(ranks)[request.number % len(ranks)]
-    return ranks[number], b"" if len(ranks) == 1 else line(number)
+    return ranks[number], b"" if len(ranks) == 1 else rank_line(number)
+
+
+def rank_chosen_by_client(request: Request) -> bytes | None:
+    """Return the data-parallel rank that the client names. It holds for both legs."""
+    return next((value for name, value in request.exchange.headers if name == RANK_HEADER), None)
+
+
+def rank_line(number: int) -> bytes:
+    """Return the header line that names a data-parallel rank."""
+    return b"%s: %d\r\n" % (RANK_HEADER, number)

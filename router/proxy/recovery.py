@@ -1,27 +1,47 @@
 """Carries out what follows from a failed leg: blame, counts, the access log, and retry or end.
 
 `retry.decide` says what follows. This is the only place that acts on it.
+
+Some requests crash the engine process: a body that trips an assertion, or a prompt that exhausts
+the engine's memory. Retried on one engine after another, such a request would crash the whole
+fleet. So after two legs have failed in a way that may be a crash, the router probes both engines.
+If both are down, the request ends with an error that tells clients not to retry. A failed leg alone
+is not a crash: engines also return 5xx, restart, and lose connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import PREFILL
+from router.fleet.engine import Engine, Health
+from router.fleet.engine_spec import PREFILL, Intent
 from router.http_client.deadlines import now
-from router.http_client.errors import ConnectRefusedError
+from router.http_client.errors import (
+    ConnectRefusedError,
+    ConnectTimeoutError,
+    DisconnectedError,
+    UpstreamError,
+)
 from router.openai.errors import (
     EngineOverloadedError,
+    EngineUnavailableError,
     LoadFailedError,
     PreemptedError,
     RejectedMidStreamError,
+    RepeatedCrashError,
 )
-from router.proxy.crash_guard import MAX_DEATHS, is_suspicious, require_few_deaths
 from router.proxy.legs import LegFailure
 from router.proxy.retry import RULES, Mark, Next, Situation, decide
 from router.proxy.run import Run
 
+# Engines that may die during one request.
+MAX_DEATHS = 2
+# Timeout of the probe, in seconds, the connection included.
+CRASH_PROBE_TIMEOUT_S = 1.0
+MAX_PROBE_ANSWER_BYTES = 64 * 1024
+# Kinds of failures that may be a crash of the engine.
+CRASH_KINDS = frozenset(("stale", "disconnected", "engine_lost", "broken_answer", "status_5xx"))
 # For the access log.
 CONSEQUENCES = {
     Next.AGAIN: "asked once more",
@@ -93,8 +113,15 @@ def drop(run: Run, failed: LegFailure) -> None:
 
 async def require_engines_alive(run: Run) -> None:
     """Raise RepeatedCrashError if several engines have died while they worked on this request."""
-    if len(run.suspects) >= MAX_DEATHS:
-        await require_few_deaths(run.suspects)
+    if len(run.suspects) < MAX_DEATHS:
+        return
+    checks = [_has_died(engine, at) for engine, at in run.suspects.items()]
+    num_died = sum(await asyncio.gather(*checks))
+    if num_died >= MAX_DEATHS:
+        raise RepeatedCrashError(
+            f"{num_died} engines died while they worked on this request, so no other one is "
+            "asked; sending it again may end more of them"
+        )
 
 
 def _remember(run: Run, engine: Engine, mark: Mark) -> None:
@@ -109,7 +136,9 @@ def _remember(run: Run, engine: Engine, mark: Mark) -> None:
 
 def suspect(run: Run, failed: LegFailure) -> None:
     """Remember the engine if the failure of its leg may be a crash."""
-    if is_suspicious(failed.error.kind, failed.error):
+    # An engine that reports a shutdown has not crashed.
+    is_shutdown = isinstance(failed.error, EngineUnavailableError)
+    if failed.error.kind in CRASH_KINDS and not is_shutdown:
         run.suspects.setdefault(failed.engine, time.time())
 
 
@@ -127,3 +156,18 @@ def _blame(run: Run, failed: LegFailure, blames_engine: bool) -> None:
 def _log(run: Run, failed: LegFailure, what: Next) -> None:
     line = f"{failed.role} at {failed.engine.name}: {failed.error.kind}; {CONSEQUENCES[what]}"
     run.request.record.failures += (line,)
+
+
+async def _has_died(engine: Engine, suspected_at: float) -> bool:
+    """Return True if the engine is down. `suspected_at`: when its leg failed, in Unix time."""
+    if engine.intent is not Intent.SERVING:
+        return False  # it was to leave
+    if engine.health is Health.UNHEALTHY or engine.lost_at >= suspected_at:
+        return True
+    try:
+        told = await engine.get("/health", now() + CRASH_PROBE_TIMEOUT_S, MAX_PROBE_ANSWER_BYTES)
+    except (ConnectRefusedError, ConnectTimeoutError, DisconnectedError):
+        return True
+    except UpstreamError:
+        return False  # busy, perhaps
+    return told.status >= 500

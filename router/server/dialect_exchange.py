@@ -44,11 +44,11 @@ from router.openai.responses import (
     assistant_message,
     chat_from_response,
 )
-from router.proxy.content_type import check_json
 from router.proxy.exchange import Before, Exchange, Header, Relayed
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import write
-from router.proxy.request import PASSED, Request, parse_body
+from router.proxy.request import PASSED, Request
+from router.proxy.request_parser import check_fields, check_json, parse_body, take_body
 from router.routing.prompt_chunks import estimate_tokens
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
@@ -143,7 +143,7 @@ class CountTokensDialect(MessagesDialect):
     """Counts the tokens of a message with an engine's /tokenize."""
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        request.take(count_request_from_messages(body), gateway.limits, None)
+        take_body(request, count_request_from_messages(body), gateway.limits, None)
         request.path, request.alone, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
     def whole_answer(self, content: Json) -> Json:
@@ -205,9 +205,9 @@ class ResponsesDialect(ApiDialect):
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
     request.path = CHAT_PATH
-    request.take(chat, gateway.limits, gateway.conversations)
+    take_body(request, chat, gateway.limits, gateway.conversations)
     request.tokens = max(request.tokens, estimate_tokens(chat))  # the stored messages count, too
-    request.check(gateway.fleet.snapshot.context_lengths)
+    check_fields(request, gateway.fleet.snapshot.context_lengths)
 
 
 class DialectExchange(Before):

@@ -28,10 +28,9 @@ from router.openai.errors import (
     shape_of,
 )
 from router.proxy import headers
-from router.proxy.content_type import check_json
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import entered
-from router.proxy.request import parse_body
+from router.proxy.request_parser import check_json, parse_body
 from router.server.middleware import CALLER
 from router.server.router_state import state_of
 from router.telemetry.record import Record

@@ -17,7 +17,8 @@ from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
 from router.proxy import headers, leg_bodies
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
+from router.proxy.request import Body
+from router.proxy.request_parser import has_params, parse_body, why_alone, without_params
 from router.telemetry.access_log import AccessLine
 from router.telemetry.logs import (
     LINES,
