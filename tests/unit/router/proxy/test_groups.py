@@ -285,10 +285,10 @@ async def test_a_policy_is_told_how_it_ended_in_the_group_where_it_did(
         d.usual = d2.usual = answering(500, {})
         assert (await router.complete(prompt="x" * 50_000)).status_code == 502
         policies = router.gateway._decode.values()
-        assert [engine for policy in policies for engine in vars(policy)["_open"]]
+        assert [engine for policy in policies for engine in vars(policy)["_unanswered"]]
         assert not [
             open_asks
             for policy in policies
-            for open_asks in vars(policy)["_open"].values()
+            for open_asks in vars(policy)["_unanswered"].values()
             if open_asks
         ]
