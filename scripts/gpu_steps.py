@@ -30,12 +30,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-EQUALITY = ("-m", "scripts.transfer_bench.equality")
+EQUALITY = ("-m", "scripts.benchmarks.transfer.equality")
 LONG = "100,16000"
 LONG_VLLM = "33,257,16001"
-"""Whole blocks and a token: scripts/transfer_bench/equality.py says why."""
+"""Whole blocks and a token: scripts/benchmarks/transfer/equality.py says why."""
 DOUBTFUL = 3
-"""The exit code of bench_transfer.py --strict for figures that miss an aim or are noisy."""
+"""The exit code of bench.py transfer --strict for figures that miss an aim or are noisy."""
 LAST_WORDS = 300
 
 
@@ -152,11 +152,15 @@ def _equality(options: argparse.Namespace, name: str, seconds: float, *more: str
 
 
 def _figures(options: argparse.Namespace) -> Step:
-    kept = ("--json", str(options.out / "bench.json"), "--logs", str(options.out / "logs/bench"))
-    bench = ("scripts/bench_transfer.py", "--device", options.device, "--strict", *kept)
-    return Step(
-        "figures: bench_transfer.py", (*bench, *options.bench.split()), 1200, may_doubt=True
+    bench: tuple[str, ...] = (
+        "scripts/bench.py",
+        "transfer",
+        "--device",
+        options.device,
+        "--strict",
     )
+    bench += ("--json", str(options.out / "bench.json"), *options.bench.split())
+    return Step("figures: bench.py transfer", bench, 1200, may_doubt=True)
 
 
 def run(step: Step) -> Done:
@@ -218,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="a folder")
     parser.add_argument("--lengths", default="", help="of all prompts, in tokens: 33,100")
-    parser.add_argument("--bench", default="", help="options of bench_transfer.py")
+    parser.add_argument("--bench", default="", help="options of bench.py transfer")
     parser.add_argument("--without-reference", action="store_true", help="no engines of ours")
     parser.add_argument("--without-vllm", action="store_true", help="even where it is installed")
     parser.add_argument("--without-figures", action="store_true", help="answers alone")

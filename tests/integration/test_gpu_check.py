@@ -11,10 +11,10 @@ import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from scripts import gpu_steps
-from scripts.bench.errors import BenchError
+from scripts.benchmarks.common import BenchError
+from scripts.benchmarks.transfer import equality
+from scripts.benchmarks.transfer.equality import EngineProcess, Setup
 from scripts.gpu_steps import Step
-from scripts.transfer_bench import equality
-from scripts.transfer_bench.reference import ReferenceEngine, Setup
 from tests.integration.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +52,9 @@ def test_an_engine_of_other_weights_is_told(
 ) -> None:
     other = write_tiny_model(tmp_path / "other", TinyModel(seed=1))
 
-    def start(directory: Path, setup: Setup) -> ReferenceEngine:
+    def start(directory: Path, setup: Setup) -> EngineProcess:
         is_alone = directory.name == "alone"
-        return ReferenceEngine(directory, replace(setup, model=other) if is_alone else setup)
+        return EngineProcess(directory, replace(setup, model=other) if is_alone else setup)
 
     monkeypatch.setitem(equality.ENGINES, "reference", start)
     with pytest.raises(BenchError, match="prompt of 33 tokens: tokens "):

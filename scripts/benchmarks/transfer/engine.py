@@ -1,10 +1,15 @@
-"""The connector over some memory, driven as an engine would drive it, without a model."""
+"""The connector over some memory in a process of its own, driven as an engine drives it."""
 
+from __future__ import annotations
+
+import multiprocessing
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +29,87 @@ from engine_ext.core.scheduler import SchedulerConnector
 from engine_ext.core.worker import WorkerConnector, open_nixl
 from engine_ext.transfer.agent import Agent
 from engine_ext.wire.errors import CONNECTOR_VERSION
-from scripts.bench.errors import BenchError
-from scripts.bench.ports import free_ports
-from scripts.transfer_bench.memory import Shape, allocate, regions
+from scripts.benchmarks.common import BenchError, free_ports
+from scripts.benchmarks.transfer.memory import Memory, Shape, regions
 
 BLOCK_SIZE = 16
 """Tokens per block; only the sizes of prompts follow from it."""
-WAIT_SECONDS = 120.0
+REPORT_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Actor(Generic[T]):
+    """`Actor(Thing, argument)` makes a Thing elsewhere; `actor.call(Thing.method, argument)`.
+
+    Processes come from a fork server that has imported NIXL, which takes seconds.
+    """
+
+    def __init__(self, make: Callable[..., T], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["scripts.benchmarks.transfer.sections"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.collect()
+
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a method and return its answer. Raises BenchError."""
+        self.begin(method, *args, **kwargs)
+        answer: R = self.collect()
+        return answer
+
+    def begin(
+        self, method: Callable[Concatenate[T, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method, whose answer `collect` returns. Raises BenchError."""
+        try:
+            self._pipe.send((method, args, kwargs))
+        except OSError as error:
+            raise BenchError(f"the process is gone: {error}") from None
+
+    def collect(self) -> Any:
+        try:
+            if not self._pipe.poll(CALL_TIMEOUT_S):
+                raise BenchError(f"no answer within {CALL_TIMEOUT_S:g} s")
+            is_answer, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise BenchError("the process is gone") from None
+        if not is_answer:
+            raise BenchError(answer)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pipe.close()
+        self._process.join(timeout=20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(timeout=10)
+
+
+def _serve(pipe: Connection[Any, Any], make: Callable[..., Any], arguments: tuple[Any]) -> None:
+    """Serve until the other end closes; then call the object's `close`, if it has one."""
+    thing: Any = None
+    try:
+        thing = make(*arguments)
+        pipe.send((True, None))
+        while True:
+            method, args, kwargs = pipe.recv()
+            pipe.send((True, method(thing, *args, **kwargs)))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        if hasattr(thing, "close"):
+            thing.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +124,16 @@ class EngineSpec:
     checksums: bool = False
 
 
-def both_sides(shape: Shape, device: str) -> tuple[EngineSpec, EngineSpec]:
-    """P's and D's, at free ports."""
+def both_sides(shape: Shape, device: str, **more: Any) -> tuple[EngineSpec, EngineSpec]:
+    """Return the specs of P and D, at free ports."""
     port_p, port_d = free_ports(2)
-    p = EngineSpec("bench-p", port_p, shape, device)
-    return p, EngineSpec("bench-d", port_d, shape, device)
+    p = EngineSpec("bench-p", port_p, shape, device, **more)
+    return p, EngineSpec("bench-d", port_d, shape, device, **more)
 
 
 @dataclass(slots=True)
 class BenchRequest:
-    """The least an engine's request can be."""
+    """The least that an engine's request can be."""
 
     request_id: str
     kv_transfer_params: Any
@@ -72,7 +151,7 @@ class BenchRequest:
 
 
 class Granted(NamedTuple):
-    """P has finished a prefill: what it answers, and when it had the last token."""
+    """P has finished a prefill: its answer, and monotonic times."""
 
     params: dict[str, Any]
     last_token_at: float
@@ -80,7 +159,7 @@ class Granted(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """D may compute its first token. Clock: time.monotonic, the same in all processes."""
+    """D may compute its first token. Times are monotonic, the same in all processes."""
 
     arrived_at: float
     ordered_at: float
@@ -95,7 +174,7 @@ class Loaded(NamedTuple):
 def make_connector(
     spec: EngineSpec, open_agent: Callable[[Sequence[Region], ConnectorConfig], Agent] = open_nixl
 ) -> Connector:
-    """What `build_connector` builds, with another way to open NIXL."""
+    """Return what `build_connector` builds, with another way to open NIXL."""
     factors = {
         "model": "bench",
         "connector_version": str(CONNECTOR_VERSION),
@@ -118,21 +197,18 @@ def make_connector(
 
 class BenchEngine:
     def __init__(self, spec: EngineSpec) -> None:
-        self.memory = allocate(spec.shape, spec.device)
+        self.memory = Memory(spec.shape, spec.device)
         self.regions = regions(self.memory, spec.shape)
         self.connector = make_connector(spec)
-        self._news = threading.Event()
-        self.connector.worker.set_wake(self._news.set)
+        self._report = threading.Event()
+        self.connector.worker.set_wake(self._report.set)
         self.connector.start(self.regions)
-
-    def stamp(self, seed: int) -> None:
-        self.memory.stamp(seed)
 
     def marks(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         return self.memory.marks(block_ids)
 
     def prefill(self, request_id: str, block_ids: Sequence[int]) -> Granted:
-        """Ends a prefill whose KV is in these blocks."""
+        """End a prefill whose KV is in these blocks."""
         num_tokens = len(block_ids) * BLOCK_SIZE
         request = BenchRequest(request_id, {"do_remote_decode": True}, num_tokens, num_tokens)
         scheduler = self.connector.scheduler
@@ -148,7 +224,7 @@ class BenchEngine:
         return Granted(answer.kv_transfer_params, last_token_at, time.monotonic())
 
     def load(self, request_id: str, params: dict[str, Any], block_ids: Sequence[int]) -> Loaded:
-        """One request from its arrival to its KV."""
+        """Take one request from its arrival to its KV."""
         arrived_at = time.monotonic()
         request = BenchRequest(request_id, params, len(block_ids) * BLOCK_SIZE)
         scheduler = self.connector.scheduler
@@ -171,7 +247,7 @@ class BenchEngine:
         self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
 
     def drain(self) -> None:
-        """Takes the reports of leases that ended."""
+        """Take the reports of leases that ended."""
         self.connector.scheduler.update_connector_output(
             self.connector.worker.get_transfer_results()
         )
@@ -180,12 +256,12 @@ class BenchEngine:
         self.connector.shutdown()
 
     def _result_of(self, request_id: str) -> TransferResults:
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
         while time.monotonic() < deadline:
             results = self.connector.worker.get_transfer_results()
             self.connector.scheduler.update_connector_output(results)
             if request_id in results.finished_recving:
                 return results
-            self._news.wait(1.0)
-            self._news.clear()
-        raise BenchError(f"no report of {request_id} within {WAIT_SECONDS:g} s")
+            self._report.wait(1.0)
+            self._report.clear()
+        raise BenchError(f"no report of {request_id} within {REPORT_TIMEOUT_S:g} s")
