@@ -29,7 +29,7 @@ from typing import Any
 
 from router.commands.bench.load import Client, Exchange, request_bytes
 from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm
-from router.common.child_processes import Child, ChildEndedError, Family
+from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, Sample, describe, free_ports, report_progress
 from scripts.benchmarks.contestants import our_command
 
@@ -86,7 +86,7 @@ class Server:
         lines = (await self.get("/metrics")).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    async def wait_until_ready(self, path: str, child: Child) -> None:
+    async def wait_until_ready(self, path: str, child: ChildProcess) -> None:
         latest = time.monotonic() + START_TIMEOUT_S
         while not await self._answers(path):
             child.check()
@@ -169,7 +169,7 @@ def words_of(seed: str, count: int) -> list[int]:
 
 @dataclass
 class Launcher:
-    family: Family
+    family: ChildProcesses
     model: str = ""
 
     def make_tiny_model(self, positions: int) -> None:
@@ -405,7 +405,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{'tokens' if name != 'first-token' else 'words':>7}  medians, and spreads in brackets")
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"bench-{name}-"))
-        family = Family(Path(directory))
+        family = ChildProcesses(Path(directory))
         stack.callback(family.stop)
         try:
             found = asyncio.run(COMMANDS[name](options, Launcher(family)))

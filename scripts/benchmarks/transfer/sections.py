@@ -68,14 +68,18 @@ class Side(BenchEngine):
         self._peer = ""
         self._stop = threading.Event()
 
-    def raw_metadata(self) -> bytes:
-        """Open an agent of the connector's kind, let it answer, and return its metadata."""
+    def raw_open(self, serves: bool) -> bytes:
+        """Open an agent of the connector's kind and return its metadata.
+
+        The side that is read `serves`: connections need somebody who polls.
+        """
         threads = ConnectorConfig(engine_id="raw").num_threads
         config = nixl_agent_config(enable_prog_thread=False, num_threads=threads, backends=["UCX"])
         self._raw = nixl_agent(str(uuid.uuid4()), config)
         whole = [(self.memory.address, self._size, self.memory.device_id, "")]
         self._registered = self._raw.register_memory(whole, self.memory.mem_type)
-        threading.Thread(target=self._poll, daemon=True).start()
+        if serves:
+            threading.Thread(target=self._poll, daemon=True).start()
         return bytes(self._raw.get_agent_metadata())
 
     def raw_meet(self, metadata: bytes) -> None:
@@ -186,8 +190,8 @@ def throughput(report: Report, options: argparse.Namespace) -> None:
         return found if order == "ascending" else found[::-1]
 
     with Actor(Side, spec_p, 1) as holder, Actor(Side, spec_d, 2) as reader:
-        metadata = holder.call(Side.raw_metadata)
-        reader.call(Side.raw_metadata)
+        metadata = holder.call(Side.raw_open, True)
+        reader.call(Side.raw_open, False)
         reader.call(Side.raw_meet, metadata)
         for count in options.blocks:
             extent = holder.call(Side.raw_extent, shape.moved_bytes(count))
