@@ -17,8 +17,8 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-from router.routing.affinity import LoadBound
-from router.routing.policy_registry import POLICIES
+from router.routing.load_policies import LoadBound
+from router.routing.route import POLICIES
 from scripts.benchmarks.fleet_simulation import (
     CACHE_TOKENS,
     SHAPES,

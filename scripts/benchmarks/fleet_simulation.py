@@ -15,11 +15,10 @@ from itertools import count
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
-from router.routing.affinity import LoadBound
-from router.routing.candidate import Policy, RoutingQuery
-from router.routing.policy_registry import make_policy
-from router.routing.prompt_chunks import MOST, TOKENS
-from router.routing.round_robin import in_turn
+from router.routing.load_policies import LoadBound, in_turn
+from router.routing.policy import Policy, RoutingQuery
+from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
+from router.routing.route import make_policy
 
 
 @dataclass(slots=True)
@@ -65,10 +64,10 @@ class _Shape:
 
     def job(self, chunks: list[int], tokens: int, output: int) -> Job:
         """The chunks are made as many as prompt and answer have."""
-        while len(chunks) < (tokens + output) // TOKENS:
+        while len(chunks) < (tokens + output) // TOKENS_PER_CHUNK:
             chunks.append(next(self.numbers))
-        after = tuple(chunks[: (tokens + output) // TOKENS])
-        return Job(tokens, output, after[: tokens // TOKENS], after)
+        after = tuple(chunks[: (tokens + output) // TOKENS_PER_CHUNK])
+        return Job(tokens, output, after[: tokens // TOKENS_PER_CHUNK], after)
 
     def length(self, median: float, spread: float, most: int) -> int:
         return min(most, max(16, int(median * self.random.lognormvariate(0, spread))))
@@ -99,10 +98,10 @@ class Mooncake(_Shape):
             document = self.random.choice(self.recent)
         else:
             head = self.random.choices(self.heads, self.weights)[0]
-            size = self.length(5000, 0.8, 60_000) // TOKENS
+            size = self.length(5000, 0.8, 60_000) // TOKENS_PER_CHUNK
             document = [*head, *(next(self.numbers) for _ in range(size))]
             self.recent.append(document)
-        tokens = len(document) * TOKENS + self.length(100, 0.5, 1000)
+        tokens = len(document) * TOKENS_PER_CHUNK + self.length(100, 0.5, 1000)
         return self.job(list(document), tokens, self.length(150, 0.6, 2000))
 
 
@@ -116,7 +115,7 @@ class Chat(_Shape):
     def arrive(self) -> Job:
         turns = 1 + int(self.random.expovariate(1 / 5.5))
         head = list(self.random.choice(self.heads))
-        talk = Talk(f"talk-{next(self.numbers)}", head, len(head) * TOKENS, turns)
+        talk = Talk(f"talk-{next(self.numbers)}", head, len(head) * TOKENS_PER_CHUNK, turns)
         return self._turn(talk)
 
     def follow(self, job: Job) -> tuple[float, Job] | None:
@@ -162,15 +161,15 @@ class PrefixCache:
     """The chunks used last, as many as fit."""
 
     def __init__(self, tokens: int) -> None:
-        self._most = tokens // TOKENS
+        self._most = tokens // TOKENS_PER_CHUNK
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def held(self, chunks: Sequence[int]) -> int:
         """Tokens of the longest beginning that is here."""
         for depth, chunk in enumerate(chunks):
             if chunk not in self._chunks:
-                return depth * TOKENS
-        return len(chunks) * TOKENS
+                return depth * TOKENS_PER_CHUNK
+        return len(chunks) * TOKENS_PER_CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
         """The end goes first when space is needed: a beginning may be useful to others."""
@@ -420,7 +419,7 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
-        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MOST])
+        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MAX_CHUNKS])
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens
