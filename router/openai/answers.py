@@ -1,4 +1,4 @@
-"""What an engine said, read from its answer as it was relayed: whole, or as server-sent events."""
+"""Read an engine's answer: whole, or put together from the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ THINK_TAG = re.compile("</?think>")
 
 
 class AnswerChoice(FrozenStruct, frozen=True):
-    """The only choice of an answer. `message` for a chat, `text` and `token_ids` otherwise."""
+    """The only choice of an answer: `message` of a chat, `text` and `token_ids` of a completion.
+    `reasoned` is True if the message has a reasoning trace."""
 
     message: Json | None = None
     text: str | None = None
@@ -28,7 +29,7 @@ class AnswerChoice(FrozenStruct, frozen=True):
 
 
 def read_choice(answer: Json) -> AnswerChoice | None:
-    """Total: None for what is not an answer with exactly one choice."""
+    """Return the choice of an answer, or None unless it has exactly one. Never raises."""
     choice = _only_choice(answer)
     if choice is None:
         return None
@@ -46,13 +47,13 @@ def read_choice(answer: Json) -> AnswerChoice | None:
 
 
 def read_streamed_choice(chunks: Iterable[Json]) -> AnswerChoice | None:
-    """The same, from the chunks of a stream."""
+    """Return the choice of a stream, or None unless it has exactly one."""
     answer = merge_chunks(chunks)
     return None if answer is None else read_choice(answer)
 
 
 def merge_chunks(chunks: Iterable[Json]) -> Json | None:
-    """The one choice of a stream put together, without logprobs; None if there is not just one."""
+    """Merge a stream into one answer without logprobs, or None unless it has exactly one choice."""
     message: Json = {}
     texts: list[str] = []
     token_ids: list[int] = []
@@ -69,8 +70,8 @@ def merge_chunks(chunks: Iterable[Json]) -> Json | None:
             elif isinstance(choice.get("text"), str):
                 texts.append(choice["text"])
             token_ids += _ids(choice.get("token_ids")) or ()
-    said = {"message": message} if chat else {"text": "".join(texts)}
-    return {"choices": [{"index": 0, "token_ids": token_ids or None, **said}], "usage": usage}
+    content = {"message": message} if chat else {"text": "".join(texts)}
+    return {"choices": [{"index": 0, "token_ids": token_ids or None, **content}], "usage": usage}
 
 
 def _add_delta(message: Json, delta: Json) -> None:
@@ -86,7 +87,7 @@ def _add_delta(message: Json, delta: Json) -> None:
 
 
 def _add_call(calls: list[Json], part: Json) -> None:
-    """A tool call comes in pieces: first its name, then its arguments bit by bit."""
+    """Add a piece of a tool call: its name comes first, its arguments follow in pieces."""
     index = part.get("index", len(calls))
     call = next((known for known in calls if known.get("index") == index), None)
     function = part.get("function") if isinstance(part.get("function"), dict) else {}
@@ -99,12 +100,12 @@ def _add_call(calls: list[Json], part: Json) -> None:
 
 
 def _longer(text: object, more: str) -> str:
-    """What was no text is none."""
+    """Append to a text; a value of another type is replaced."""
     return text + more if isinstance(text, str) else more
 
 
 def events_in(raw: bytes) -> Iterator[Json]:
-    """The JSON objects of an event stream's data lines; what is none is left out."""
+    """Yield the JSON objects of an event stream's data lines."""
     for line in raw.splitlines():
         if not line.startswith(b"data:"):
             continue
@@ -114,7 +115,7 @@ def events_in(raw: bytes) -> Iterator[Json]:
 
 
 def parse_object(raw: bytes) -> Json | None:
-    """A JSON object, or None."""
+    """Return the JSON object, or None if the bytes are no JSON object."""
     try:
         content = loads(raw)
     except orjson.JSONDecodeError:
@@ -123,7 +124,7 @@ def parse_object(raw: bytes) -> Json | None:
 
 
 def has_reasoning(message: Json) -> bool:
-    """Whether the message holds a reasoning trace, in a field of its own or in its text."""
+    """Return True if the message has a reasoning trace, in a field of its own or in its text."""
     if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
     content = message.get("content")
@@ -139,7 +140,7 @@ def prompt_tokens_of(answer: Json) -> int | None:
 
 
 def cached_tokens_of(answer: Json) -> int | None:
-    """How much of the prompt the engine's cache held, where it tells."""
+    """Return how many prompt tokens were served from cache, or None if the engine reports none."""
     usage = answer.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     return _count(details.get("cached_tokens")) if isinstance(details, dict) else None

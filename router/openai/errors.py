@@ -46,16 +46,26 @@ from router.http_client.engine_answer import Headers
 from router.openai.generated_tokens import GeneratedTokens
 
 
+class ErrorShape(NamedTuple):
+    """The HTTP status and the `type` of the error object."""
+
+    status: int
+    type: str
+
+
 class RequestError(Exception):
+    shape = ErrorShape(500, "InternalServerError")
     retry_after: int | None = None
-    """Seconds, for the client."""
+    """Seconds after which the client may retry."""
     code: str | None = None
-    """OpenAI's word for it; where there is none, the status is told."""
+    """OpenAI's `code` of the error; the status is used if it is None."""
     headers: Headers = []  # noqa: RUF012 # nobody changes it
 
 
 class BadRequestError(RequestError):
-    """`param`: the field that is wrong, if it is one."""
+    """`param` names the invalid field, if there is one."""
+
+    shape = ErrorShape(400, "BadRequestError")
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -67,44 +77,45 @@ class MalformedRequestError(BadRequestError):
 
 
 class UnknownCodingError(MalformedRequestError):
-    pass
+    shape = ErrorShape(501, "NotImplementedError")
 
 
 class HeadTooLargeError(RequestError):
-    pass
+    shape = ErrorShape(431, "RequestHeaderFieldsTooLargeError")
 
 
 class BodyTooLargeError(RequestError):
-    pass
+    shape = ErrorShape(413, "RequestEntityTooLargeError")
 
 
 class UnsupportedTypeError(RequestError):
-    pass
+    shape = ErrorShape(415, "UnsupportedMediaTypeError")
 
 
 class ForbiddenError(RequestError):
-    pass
+    shape = ErrorShape(403, "PermissionDeniedError")
 
 
 class NotFoundError(RequestError):
-    pass
+    shape = ErrorShape(404, "NotFoundError")
 
 
 class ResponseStoreError(RequestError):
-    pass
+    shape = ErrorShape(503, "ServiceUnavailableError")
 
 
 class RequestTimeoutError(RequestError):
-    pass
+    shape = ErrorShape(408, "RequestTimeoutError")
 
 
 class NoEngineError(RequestError):
-    pass
+    shape = ErrorShape(503, "ServiceUnavailableError")
 
 
 class UnknownModelError(RequestError):
-    """In vLLM's words."""
+    """The message is vLLM's."""
 
+    shape = ErrorShape(404, "NotFoundError")
     param = "model"
 
     def __init__(self, model: object) -> None:
@@ -115,6 +126,7 @@ class UnauthorizedError(RequestError):
     """The message is OpenAI's; it does not repeat the credential. `reason` is "missing" or
     "incorrect"."""
 
+    shape = ErrorShape(401, "invalid_request_error")
     code = "invalid_api_key"
     headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # nobody changes it
 
@@ -124,8 +136,9 @@ class UnauthorizedError(RequestError):
 
 
 class RateLimitError(RequestError):
-    """In OpenAI's words; `kind` is what there is too much of."""
+    """`kind` is the limit that is exceeded, `seconds` the time until the request would fit."""
 
+    shape = ErrorShape(429, "rate_limit_error")
     code = "rate_limit_exceeded"
 
     def __init__(
@@ -141,8 +154,9 @@ class RateLimitError(RequestError):
 
 
 class ForbiddenModelError(RequestError):
-    """In OpenAI's words, which are the same for a model that does not exist."""
+    """The message is OpenAI's, and is the same for a model that does not exist."""
 
+    shape = ErrorShape(404, "invalid_request_error")
     code, param = "model_not_found", "model"
 
     def __init__(self, model: object) -> None:
@@ -152,28 +166,37 @@ class ForbiddenModelError(RequestError):
 
 
 class EngineCredentialError(RequestError):
-    """Nothing that the client could mend."""
+    """The client cannot correct this error."""
+
+    shape = ErrorShape(502, "BadGatewayError")
 
 
 class UnsupportedFinishError(RequestError):
     """The client's API has no counterpart for the finish reason, so the answer may be cut."""
 
+    shape = ErrorShape(502, "BadGatewayError")
+
 
 class EngineError(RequestError):
+    """`kind` labels the metric of engine errors, `phrase` completes a log line, and `role` is that
+    of the engine."""
+
+    shape = ErrorShape(502, "BadGatewayError")
     kind = "status_5xx"
     phrase = "answered with an error"
     role = ""
 
 
 class EngineUnavailableError(EngineError):
-    pass
+    shape = ErrorShape(503, "ServiceUnavailableError")
 
 
 class EngineOverloadedError(EngineError):
-    """`rejected`: an answer that goes to the client as it is, if nobody else can be asked."""
+    """`rejected` is the answer for the client if no other engine can be asked."""
 
+    shape = ErrorShape(503, "ServiceUnavailableError")
     kind = "overloaded"
-    phrase = "has too much to do"
+    phrase = "is overloaded"
 
     def __init__(
         self, message: str, retry_after: int = 1, rejected: EngineRejectedError | None = None
@@ -184,7 +207,8 @@ class EngineOverloadedError(EngineError):
 
 
 class LoadFailedError(EngineError):
-    """`is_of_pair`: it could not from this prefill engine, whatever the prompt."""
+    """`is_of_pair` is True if this decode engine cannot load KV blocks from this prefill engine,
+    whatever the prompt."""
 
     kind = "kv_load"
     phrase = "could not load a prompt's KV"
@@ -195,10 +219,11 @@ class LoadFailedError(EngineError):
 
 
 class PreemptedError(EngineError):
-    """`begun`: what it has said, of an answer that nobody has seen."""
+    """`begun` holds the tokens that the engine has generated, if the client has none of them."""
 
+    shape = ErrorShape(503, "ServiceUnavailableError")
     kind = "preempted"
-    phrase = "had no room for all of an answer"
+    phrase = "returned an answer for lack of KV blocks"
 
     def __init__(self, begun: GeneratedTokens | None = None) -> None:
         super().__init__("the decode engine had no room for all of this answer")
@@ -216,20 +241,24 @@ class RepeatedCrashError(EngineError):
 
 
 class ShuttingDownError(RequestError):
-    pass
+    shape = ErrorShape(503, "ServiceUnavailableError")
 
 
 class OverloadError(RequestError):
+    shape = ErrorShape(503, "ServiceUnavailableError")
+
     def __init__(self, message: str, reason: str = "other", retry_after: int = 1) -> None:
         super().__init__(message)
         self.reason, self.retry_after = reason, retry_after
 
 
 class TenantOverloadError(OverloadError):
-    pass
+    shape = ErrorShape(429, "RateLimitError")
 
 
 class EngineRejectedError(RequestError):
+    """Holds the whole answer of the engine."""
+
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         super().__init__(f"an engine answered {status}")
         self.status, self.headers, self.body = status, headers, body
@@ -239,43 +268,13 @@ def too_many_held_bodies() -> OverloadError:
     return OverloadError("too much is being asked at once", "bodies")
 
 
-class ErrorShape(NamedTuple):
-    status: int
-    type: str
-
-
-# The first class of an exception's ancestry that is listed decides.
+# Errors that are no RequestError; the first listed class among an error's bases decides.
 SHAPES: dict[type[BaseException], ErrorShape] = {
-    BadRequestError: ErrorShape(400, "BadRequestError"),
-    UnknownCodingError: ErrorShape(501, "NotImplementedError"),
-    HeadTooLargeError: ErrorShape(431, "RequestHeaderFieldsTooLargeError"),
-    BodyTooLargeError: ErrorShape(413, "RequestEntityTooLargeError"),
-    NotFoundError: ErrorShape(404, "NotFoundError"),
-    ResponseStoreError: ErrorShape(503, "ServiceUnavailableError"),
-    ForbiddenError: ErrorShape(403, "PermissionDeniedError"),
-    UnsupportedTypeError: ErrorShape(415, "UnsupportedMediaTypeError"),
-    RequestTimeoutError: ErrorShape(408, "RequestTimeoutError"),
-    NoEngineError: ErrorShape(503, "ServiceUnavailableError"),
-    UnknownModelError: ErrorShape(404, "NotFoundError"),
-    UnauthorizedError: ErrorShape(401, "invalid_request_error"),
-    RateLimitError: ErrorShape(429, "rate_limit_error"),
-    ForbiddenModelError: ErrorShape(404, "invalid_request_error"),
-    EngineCredentialError: ErrorShape(502, "BadGatewayError"),
-    UnsupportedFinishError: ErrorShape(502, "BadGatewayError"),
-    EngineUnavailableError: ErrorShape(503, "ServiceUnavailableError"),
-    EngineOverloadedError: ErrorShape(503, "ServiceUnavailableError"),
-    PreemptedError: ErrorShape(503, "ServiceUnavailableError"),
-    EngineError: ErrorShape(502, "BadGatewayError"),
-    ShuttingDownError: ErrorShape(503, "ServiceUnavailableError"),
-    TenantOverloadError: ErrorShape(429, "RateLimitError"),
-    OverloadError: ErrorShape(503, "ServiceUnavailableError"),
     upstream.LocalError: ErrorShape(503, "ServiceUnavailableError"),
     upstream.ConnectTimeoutError: ErrorShape(504, "GatewayTimeoutError"),
     upstream.ConnectError: ErrorShape(503, "ServiceUnavailableError"),
-    upstream.LocalError: ErrorShape(503, "ServiceUnavailableError"),
     upstream.EngineLostError: ErrorShape(503, "ServiceUnavailableError"),
     upstream.DisconnectedError: ErrorShape(503, "ServiceUnavailableError"),
-    upstream.EngineLostError: ErrorShape(503, "ServiceUnavailableError"),
     upstream.AnswerTimeoutError: ErrorShape(504, "GatewayTimeoutError"),
     upstream.BrokenAnswerError: ErrorShape(502, "BadGatewayError"),
     upstream.UpstreamError: ErrorShape(502, "BadGatewayError"),
@@ -297,11 +296,13 @@ TYPES = {
 
 
 def shape_of(error: Exception) -> ErrorShape:
+    if isinstance(error, RequestError):
+        return error.shape
     return next(SHAPES[kind] for kind in type(error).__mro__ if kind in SHAPES)
 
 
 def message_of(error: Exception) -> str:
-    """What the client may read: never the inside of an unexpected exception."""
+    """Return the message for the client, which reveals nothing of an unexpected exception."""
     if isinstance(error, RequestError):
         return str(error)
     if isinstance(error, upstream.UpstreamError):
@@ -335,7 +336,7 @@ def headers_of(error: Exception) -> Headers:
 
 
 def event_of(error: Exception) -> bytes:
-    """The last event of a stream that failed after its first byte."""
+    """Return the last event of a stream that failed after its first byte."""
     return b"data: " + body_of(error) + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""FastAPI's own errors as OpenAI error objects."""
+"""Exception handlers that answer with OpenAI error objects, for a FastAPI application."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def validation_error(_: Request, error: Exception) -> Response:
 
 
 async def failure(_: Request, error: Exception) -> Response:
-    told = {name.decode(): value.decode("latin-1") for name, value in headers_of(error)}
-    return Response(body_of(error), shape_of(error).status, told)
+    given = {name.decode(): value.decode("latin-1") for name, value in headers_of(error)}
+    return Response(body_of(error), shape_of(error).status, given)
 
 
 def install(app: FastAPI) -> None:

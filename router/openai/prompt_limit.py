@@ -1,8 +1,9 @@
-"""What a prefiller says of a prompt that is too long, in terms of what the client asked for. Pure.
+"""Restate a prefill engine's error about a prompt that is too long. Pure.
 
-A prefiller is asked for one token, and some engines tell so: "you requested 4097 tokens (4096 in
-the messages, 1 in the completion)". Its numbers for the prompt and the context are right, the one
-for the answer is ours: it is put right, or left out where the client named none.
+The router asks a prefill engine for one token, and some engines say so in their error: "you
+requested 4097 tokens (4096 in the messages, 1 in the completion)". The numbers for the prompt and
+the context are right. The number for the answer is replaced by the one that the client asked for,
+or left out if the client gave none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ IN_ALL = re.compile(
 
 
 def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
-    """The answer itself, unless it speaks of the one token that the client did not ask for."""
+    """Return the answer, with its message restated if it mentions the one token of the prefill."""
     try:
         content = loads(answer)
     except orjson.JSONDecodeError:
@@ -41,42 +42,43 @@ def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
     message = error.get("message") if isinstance(error, dict) else None
     if not isinstance(error, dict) or not isinstance(message, str):
         return answer
-    said = restate_message(message, _most(asked))
-    if said == message:
+    restated = restate_message(message, _requested_tokens(asked))
+    if restated == message:
         return answer
-    error["message"] = said
+    error["message"] = restated
     return dumps(content)
 
 
-def restate_message(message: str, most: int | None) -> str:
-    """`most`: tokens of answer that the client asked for; None where it named none."""
+def restate_message(message: str, max_tokens: int | None) -> str:
+    """`max_tokens` is the length that the client asked for, None if it gave none."""
     if found := REQUESTED.search(message):
         count = int(found["prompt"])
-        if most is None:
-            said = f"your request has {count} input tokens"
+        if max_tokens is None:
+            restated = f"your request has {count} input tokens"
         else:
-            parts = f"{count} in the {found['what']}, {most} in the completion"
-            said = f"you requested {count + most} tokens ({parts})"
+            parts = f"{count} in the {found['what']}, {max_tokens} in the completion"
+            restated = f"you requested {count + max_tokens} tokens ({parts})"
     elif found := TOO_LARGE.search(message):
         tail = f"{found['context']}{found['prompt']} input tokens"
-        if most is None:
-            said = tail
+        if max_tokens is None:
+            restated = tail
         else:
-            head = f"'max_tokens' or 'max_completion_tokens' is too large: {most}. "
-            said = f"{head}{tail} ({most} > {found['left']})"
+            head = f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. "
+            restated = f"{head}{tail} ({max_tokens} > {found['left']})"
     elif found := IN_ALL.search(message):
         count = int(found["prompt"])
-        if most is None:
-            said = f"{count} tokens from the input messages"
+        if max_tokens is None:
+            restated = f"{count} tokens from the input messages"
         else:
-            parts = f"{count} tokens from the input messages and {most} tokens for the completion"
-            said = f"a total of {count + most} tokens: {parts}"
+            ending = f"{max_tokens} tokens for the completion"
+            parts = f"{count} tokens from the input messages and {ending}"
+            restated = f"a total of {count + max_tokens} tokens: {parts}"
     else:
         return message
-    return message[: found.start()] + said + message[found.end() :]
+    return message[: found.start()] + restated + message[found.end() :]
 
 
-def _most(asked: Mapping[str, object]) -> int | None:
+def _requested_tokens(asked: Mapping[str, object]) -> int | None:
     for name in (MAX_COMPLETION_TOKENS, MAX_TOKENS):
         if type(given := asked.get(name)) is int:
             return given

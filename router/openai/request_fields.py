@@ -1,11 +1,13 @@
-"""What a decoder would refuse for its fields, refused before a prefiller works. Pure.
+"""Check the fields of requests. Pure.
 
-A prefiller is sent its own `max_tokens`, `min_tokens` and `stream` in the place of the client's, so
-what is wrong with these it cannot see, and a decoder says so after the whole prefill. All the other
-fields a prefiller is sent as they came, and refuses by itself, in its own words, before it works.
+`find_invalid_field` finds what a decode engine would refuse, before a prefill engine works. The
+router sends a prefill engine its own `max_tokens`, `min_tokens` and `stream` instead of the
+client's, so a prefill engine cannot see what is wrong with these, and a decode engine would refuse
+them only after the whole prefill. All other fields are sent unchanged, and a prefill engine refuses
+them itself. The messages and rules are vLLM's (pydantic's, which accepts "5" and 5.0 as 5). A value
+that some engine might accept or clamp is left to the engine.
 
-The words and the rules are vLLM's (pydantic's, which takes "5" and 5.0 for 5); what an engine
-might take in another way, or cut to what fits, is left to it.
+The `require_` functions are for the dialects: they raise a BadRequestError that names the field.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from router.common.exact_json import number
+from router.openai.answers import Json
+from router.openai.errors import BadRequestError
 
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
@@ -33,16 +37,16 @@ class InvalidField(NamedTuple):
 def find_invalid_field(
     body: Mapping[str, object], is_chat: bool, context: int | None
 ) -> InvalidField | None:
-    """The first thing wrong with the body. `context`: of the decoder that has the longest, as far
-    as that is known."""
-    found = None if _is_usual(body, context) else _wrong_value(body, is_chat, context)
+    """Return the first invalid field of a body, or None. `context` is the longest context length of
+    the decode engines in tokens, as far as it is known."""
+    found = None if _is_plainly_valid(body, context) else _invalid_value(body, is_chat, context)
     if found is None and context is not None and type(body.get("prompt")) is list and not is_chat:
-        return _without_room(body, context)
+        return _prompt_problem(body, context)
     return found
 
 
-def _is_usual(body: Mapping[str, object], context: int | None) -> bool:
-    """As most are, and nothing wrong with it: seen at a third of the price."""
+def _is_plainly_valid(body: Mapping[str, object], context: int | None) -> bool:
+    """Recognize most valid bodies at a third of the cost of the full check."""
     if MAX_COMPLETION_TOKENS in body or MIN_TOKENS in body:
         return False
     most, stream = body.get(MAX_TOKENS), body.get(STREAM)
@@ -54,23 +58,23 @@ def _is_usual(body: Mapping[str, object], context: int | None) -> bool:
     return stream is True and options == USAGE
 
 
-def _wrong_value(
+def _invalid_value(
     body: Mapping[str, object], is_chat: bool, context: int | None
 ) -> InvalidField | None:
     most = body.get(MAX_TOKENS)
     name = MAX_TOKENS
     if is_chat and (given := body.get(MAX_COMPLETION_TOKENS)) is not None:
-        if most is not None and (why := _why_no_integer(most)):
+        if most is not None and (why := _integer_problem(most)):
             return InvalidField(MAX_TOKENS, why)
         most, name = given, MAX_COMPLETION_TOKENS
-    if most is not None and (why := _why_no_integer(most)):
+    if most is not None and (why := _integer_problem(most)):
         return InvalidField(name, why)
     least = body.get(MIN_TOKENS)
-    if MIN_TOKENS in body and (why := _why_no_integer(least)):
+    if MIN_TOKENS in body and (why := _integer_problem(least)):
         return InvalidField(MIN_TOKENS, why)
     return (
         _out_of_range(name, _integer(most), _integer(least), body, is_chat, context)
-        or _wrong_stream(body)
+        or _invalid_stream(body)
     )  # fmt: skip
 
 
@@ -86,7 +90,7 @@ def _out_of_range(
         if context is not None and most > context:
             text = f"{name}={most} cannot be greater than max_model_len={context}. "
             return InvalidField(name, f"{text}Please request fewer output tokens.")
-        # The prompt alone, said back: vLLM takes 0 for that.
+        # vLLM accepts 0 tokens for a completion that only echoes the prompt.
         is_echo = most == 0 and not is_chat and body.get("echo")
         if most < 1 and not is_echo:
             return InvalidField(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
@@ -95,17 +99,17 @@ def _out_of_range(
             MIN_TOKENS, f"min_tokens must be greater than or equal to 0, got {least}."
         )
     room = most or context
-    return None if room is None or least is None else _too_many(least, room)
+    return None if room is None or least is None else _min_tokens_problem(least, room)
 
 
-def _too_many(least: int, room: int) -> InvalidField | None:
+def _min_tokens_problem(least: int, room: int) -> InvalidField | None:
     if least <= room:
         return None
     text = f"min_tokens must be less than or equal to max_tokens={room}, got {least}."
     return InvalidField(MIN_TOKENS, text)
 
 
-def _wrong_stream(body: Mapping[str, object]) -> InvalidField | None:
+def _invalid_stream(body: Mapping[str, object]) -> InvalidField | None:
     stream = body.get(STREAM)
     if stream is not None and not _is_boolean(stream):
         return InvalidField(STREAM, f"{STREAM}: {BOOLEAN}")
@@ -124,8 +128,8 @@ def _wrong_stream(body: Mapping[str, object]) -> InvalidField | None:
     return None
 
 
-def _without_room(body: Mapping[str, object], context: int) -> InvalidField | None:
-    """Of a prompt of token ids: then it is known how many there are."""
+def _prompt_problem(body: Mapping[str, object], context: int) -> InvalidField | None:
+    """Check a prompt of token ids, whose length is known."""
     prompt = body["prompt"]
     assert isinstance(prompt, list)
     if len(prompt) == 1 and isinstance(prompt[0], list):
@@ -134,7 +138,7 @@ def _without_room(body: Mapping[str, object], context: int) -> InvalidField | No
     if not count or type(prompt[0]) is not int or body.get("truncate_prompt_tokens"):
         return None
     if count <= context:
-        return _too_many(_integer(body.get(MIN_TOKENS)) or 0, context - count)
+        return _min_tokens_problem(_integer(body.get(MIN_TOKENS)) or 0, context - count)
     text = (
         f"This model's maximum context length is {context} tokens. However, your prompt contains "
         f"{count} input tokens, which exceeds this limit even without any output tokens. "
@@ -143,8 +147,8 @@ def _without_room(body: Mapping[str, object], context: int) -> InvalidField | No
     return InvalidField("input_tokens", text)
 
 
-def _why_no_integer(value: object) -> str:
-    """Empty for what pydantic makes an integer of."""
+def _integer_problem(value: object) -> str:
+    """Return why pydantic would not accept the value as an integer, empty if it would."""
     if isinstance(value, int):
         return ""
     if isinstance(value, float):
@@ -155,7 +159,7 @@ def _why_no_integer(value: object) -> str:
 
 
 def _integer(value: object) -> int | None:
-    """None of what is none, and of a string: what that comes to is for the engine to say."""
+    """Return the integer, or None for other types; strings are left to the engine."""
     return int(value) if isinstance(value, int | float) else None
 
 
@@ -171,3 +175,41 @@ def _is_boolean(value: object) -> bool:
     if isinstance(value, str):
         return value.lower() in BOOLEANS
     return isinstance(value, int | float) and value in (0, 1)
+
+
+def field_error(where: str, why: str) -> BadRequestError:
+    return BadRequestError(f"{where}: {why}", where)
+
+
+def unsupported_type(where: str, what: str, kind: object) -> BadRequestError:
+    shown = repr(kind)[:80] if isinstance(kind, str) else "none"
+    return field_error(where, f"{what} of type {shown} are not supported")
+
+
+def require_text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise field_error(where, "must be a string")
+    return value
+
+
+def require_objects(value: object, where: str) -> list[Json]:
+    """Return the value if it is a list of objects."""
+    if not isinstance(value, list):
+        raise field_error(where, "must be a list")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise field_error(f"{where}[{index}]", "must be an object")
+    return value
+
+
+def require_object(value: object, where: str) -> Json:
+    if not isinstance(value, dict):
+        raise field_error(where, "must be an object")
+    return value
+
+
+def join_text_parts(parts: list[Json]) -> str | list[Json]:
+    """Return one text if all parts are text: some chat templates accept no list of parts."""
+    if all(part.get("type") == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts

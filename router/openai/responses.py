@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from router.common.exact_json import dumps
 from router.openai.answer_blocks import AnswerBlock, AnswerBlocks, BlockKind, BlockStep, StepKind
 from router.openai.answers import Json
-from router.openai.field_checks import (
+from router.openai.request_fields import (
     field_error,
     join_text_parts,
     require_object,

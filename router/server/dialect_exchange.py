@@ -36,7 +36,7 @@ from router.openai.anthropic_messages import (
     message_from_answer,
 )
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.field_checks import require_text
+from router.openai.request_fields import require_text
 from router.openai.responses import (
     MAX_COMPLETION_TOKENS,
     MAX_OUTPUT_TOKENS,
