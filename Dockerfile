@@ -7,8 +7,6 @@
 #   --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:...
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
-# The same Python, with a C compiler.
-ARG COMPILER_IMAGE=python:3.11.14-bookworm
 
 # Our package as a wheel: the only thing of this directory that later stages take.
 FROM ${PYTHON_IMAGE} AS wheel
@@ -22,28 +20,11 @@ COPY router router
 COPY engine_ext engine_ext
 RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# The same once more with the router's hot path compiled, which takes a third off its CPU. Beside the
-# compiler are the packages that the router uses, for their types.
-FROM ${COMPILER_IMAGE} AS compiled-wheel
-WORKDIR /compiled
-COPY constraints.txt ./
-COPY --from=wheel /wheels /wheels
-RUN python -m venv /build-compiled && \
-    wheel=$(echo /wheels/*.whl) && \
-    /build-compiled/bin/pip install --no-cache-dir --only-binary :all: --constraint constraints.txt \
-        hatchling==1.33.0 trove-classifiers==2026.9.21.13 mypy==2.4.1 setuptools==84.2.1 "${wheel}"
-COPY pyproject.toml README.md LICENSE ./
-COPY router router
-COPY engine_ext engine_ext
-COPY scripts/compile_router.py scripts/compile_router.py
-RUN HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 /build-compiled/bin/pip wheel --no-cache-dir --no-deps \
-        --no-build-isolation --wheel-dir /wheels-compiled .
-
 FROM ${PYTHON_IMAGE} AS router-install
 COPY constraints.txt /
-COPY --from=compiled-wheel /wheels-compiled /wheels-compiled
+COPY --from=wheel /wheels /wheels
 RUN python -m venv /opt/disagg && \
-    wheel=$(echo /wheels-compiled/*.whl) && \
+    wheel=$(echo /wheels/*.whl) && \
     /opt/disagg/bin/pip install --no-cache-dir --only-binary :all: --constraint /constraints.txt \
         "${wheel}[dns,kubernetes,otel]" && \
     /opt/disagg/bin/pip check

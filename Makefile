@@ -6,10 +6,8 @@
 # make test-vllm      10 min: the connector inside vLLM's CPU builds (3 GB to install)
 # make test-k8s       3 min: the chart, discovery, gateways on a real API server
 # make test-clients   30 s: OpenAI's, Anthropic's and other clients
-# make test-compiled  2 min: the router's tests with the hot path compiled (needs gcc)
 # make test-nightly   hours: all of the above, what CI leaves out, all of it in the newest vLLM
 # make test-lowest    the router's tests with the lowest versions that pyproject.toml admits
-# make compiled       1 min: this checkout in build/compiled, with the router's hot path compiled
 # make simulate       ten thousand seeds of the simulated engines
 # make soak           thousands of requests while engines are killed and frozen
 # make chaos          4 min: failure drills under load, and what clients see of each
@@ -23,7 +21,7 @@ STAMP := $(VENV)/.installed
 # Of vLLM, beside the build; the last one is the newest.
 RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.txt)
 
-.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-lowest compiled test-compiled simulate soak chaos check docs install clean help
+.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-lowest simulate soak chaos check docs install clean help
 
 help:
 	@sed -n '/^# make\|^# Times/s/^# //p' Makefile
@@ -62,7 +60,6 @@ test-vllm-nightly: $(STAMP)
 		--ignore tests/vllm/test_releases.py --ignore tests/vllm/test_layouts.py --timeout 600 $(ARGS)
 
 test-nightly: check docs test-all test-vllm-nightly test-k8s test-clients simulate soak chaos
-	@$(MAKE) test-compiled FAST=
 
 test-k8s: $(STAMP)
 	PYTHON="$(BIN)/python" scripts/install_helm
@@ -75,24 +72,6 @@ test-clients: $(STAMP)
 
 test-lowest:
 	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)
-
-compiled: $(STAMP)
-	@$(BIN)/python scripts/compile_router.py build/compiled
-
-# The tests that send whole requests. A plan is tested with doubles, which compiled functions do
-# not take.
-COMPILED := $(addprefix tests/unit/router/,server conversations openai proxy http_client test_front.py \
-	test_exact_json.py test_hostile.py test_large_events.py test_preempted.py test_resume.py \
-	test_stalled.py test_traces.py)
-
-# FAST= runs the slow ones, too.
-FAST = -m "not slow and not nightly"
-
-test-compiled: compiled
-	@scripts/install_redis
-	@cd build/compiled && VENV="$(abspath $(VENV))" scripts/test $(COMPILED) \
-		tests/smoke --ignore tests/unit/router/proxy/test_plan.py $(FAST) \
-		-n 2 --dist loadfile $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m tests.unit.engine_ext.simulation.run $(ARGS)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from router.commands.console import CommandParser
@@ -84,7 +83,7 @@ def parser() -> CommandParser:
     )
     general = made.add_argument_group("General")
     general.add_argument("-h", "--help", action="help", help="Show this and exit.")
-    text = f"{PROGRAM} {version(PROGRAM)}{' (compiled)' if _is_compiled() else ''}"
+    text = f"{PROGRAM} {version(PROGRAM)}"
     general.add_argument("--version", action="version", version=text, help="Show it and exit.")
     groups = {"General": general}
     for name in Settings.model_fields:
@@ -96,12 +95,6 @@ def parser() -> CommandParser:
         options = _options(current) | {"help": argparse.SUPPRESS}
         made.add_argument(flag_of(name), dest=name, **options)
     return made
-
-
-def _is_compiled() -> bool:
-    """Return True for a build of scripts/compile_router.py, without importing its modules."""
-    found = find_spec("router.http_client.engine_answer")
-    return found is not None and not str(found.origin).endswith(".py")
 
 
 def _spellings(name: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Base classes of a request's records: msgspec Structs, at a third of a dataclass's cost.
 
-Options stand here and are inherited, for a compiled class has none of its own
-(scripts/compile_router.py); mypy wants `frozen` said again.
+A frozen subclass repeats `frozen=True`, because mypy requires it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_the_extras_that_images_have_are_the_projects() -> None:
 def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -> None:
     """The steps of its first stages, in a directory instead of an image's root."""
     sent_to_docker(tmp_path / "context")
-    for name in ("wheel", "compiled-wheel", "router-install"):
+    for name in ("wheel", "router-install"):
         carry_out(STAGES[name], tmp_path)
     program = tmp_path / "opt/disagg/bin/disagg-router"
     done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
@@ -99,8 +99,6 @@ def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -
     packages = {path.name for path in (tmp_path / "opt/disagg/lib").glob("*/site-packages/*")}
     assert not packages & {"torch", "nixl", "pytest"}
     assert "lightkube" in packages  # what discovery needs
-    hot = "import sys; from router.proxy import run; sys.exit(not run.__file__.endswith('.so'))"
-    subprocess.run([program.with_name("python"), "-c", hot], check=True, cwd=tmp_path, timeout=60)
 
 
 def sent_to_docker(context: Path) -> None:
