@@ -87,20 +87,16 @@ class AccessLine(Struct, frozen=True):
             "outcome": record.outcome,
             "flow": record.flow,
         }
-        if record.key:
-            known["key"] = record.key
-        if record.conversation:
-            known["conversation"] = record.conversation
-        if record.prefiller:
-            known["prefiller"] = record.prefiller
-        if record.decoder:
-            known["decoder"] = record.decoder
-        if record.prefill_done is not None:
-            known["prefill_ms"] = _since(record, record.prefill_done)
-        if record.first_byte is not None:
-            known["first_byte_ms"] = _since(record, record.first_byte)
-        if record.ended is not None:
-            known["total_ms"] = _since(record, record.ended)
+        for name in ("key", "conversation", "prefiller", "decoder"):
+            if value := getattr(record, name):
+                known[name] = value
+        for name, moment in (
+            ("prefill_ms", record.prefill_done),
+            ("first_byte_ms", record.first_byte),
+            ("total_ms", record.ended),
+        ):
+            if moment is not None:
+                known[name] = _milliseconds(record, moment)
         for name, number in tokens_of(record)._asdict().items():
             if number is not None:
                 known[f"{name}_tokens"] = number
@@ -111,7 +107,7 @@ class AccessLine(Struct, frozen=True):
         return known
 
 
-def _since(record: Record, moment: float) -> int:
+def _milliseconds(record: Record, moment: float) -> int:
     return int((moment - record.started) * 1000 + 0.5)
 
 
@@ -125,16 +121,13 @@ def _common(r: Record, form: LineFormat) -> str | None:
 
     No value in it needs escaping: ids, endpoints, names of engines and constants.
     """
-    start, prefilled, began, ended = r.started, r.prefill_done, r.first_byte, r.ended
+    prefilled, began, ended = r.prefill_done, r.first_byte, r.ended
     if prefilled is None or began is None or ended is None or r.stage != "done":
         return None
     if r.conversation or r.error or not (r.prefiller and r.decoder):
         return None
     line = form.line(
-        r,
-        int((prefilled - start) * 1000 + 0.5),
-        int((began - start) * 1000 + 0.5),
-        int((ended - start) * 1000 + 0.5),
+        r, _milliseconds(r, prefilled), _milliseconds(r, began), _milliseconds(r, ended)
     )
     if r.key:
         line += form.key % r.key

@@ -25,15 +25,24 @@ Labels = tuple[str | int, ...]
 Reading = tuple[Labels, float]
 
 
-class LocalCounter(Collector):
-    """A counter that one thread increments."""
+class LabelledMetric(Collector):
+    """A metric with a name, a help text and labels, in a registry."""
 
     def __init__(
         self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
     ) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[Labels, int] = {}
         registry.register(self)
+
+
+class LocalCounter(LabelledMetric):
+    """A counter that one thread increments."""
+
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        self._counts: dict[Labels, int] = {}
+        super().__init__(name, text, labels, registry)
 
     def add(self, values: Labels, count: int = 1) -> None:
         """Add `count` for the labels' `values`, in the order of the labels."""
@@ -49,7 +58,7 @@ class LocalCounter(Collector):
         yield family
 
 
-class CallbackMetric(Collector):
+class CallbackMetric(LabelledMetric):
     """A gauge or counter whose samples `read` returns whenever the metric is collected.
 
     `read` yields the labels' values, in the order of the labels, and the sample's value. Use it for
@@ -65,9 +74,8 @@ class CallbackMetric(Collector):
         is_counter: bool = False,
     ) -> None:
         self._family = CounterMetricFamily if is_counter else GaugeMetricFamily
-        self._name, self._text, self._labels = name, text, labels
         self.read: Callable[[], Iterable[Reading]] = lambda: ()
-        registry.register(self)
+        super().__init__(name, text, labels, registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         family = self._family(self._name, self._text, labels=self._labels)
@@ -116,24 +124,8 @@ class HistogramSeries:
         family.add_metric(labels, buckets, self._sum)
 
 
-class LocalHistogram(HistogramSeries, Collector):
-    """A histogram without labels."""
-
-    def __init__(
-        self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        super().__init__(bounds)
-        self._name, self._text = name, text
-        registry.register(self)
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text)
-        self.add_samples(family, [])
-        yield family
-
-
-class LabelledHistogram(Collector):
-    """A histogram with labels. The caller sees to it that the labels have few values."""
+class LocalHistogram(LabelledMetric):
+    """A histogram; its caller sees to it that the labels have few values."""
 
     def __init__(
         self,
@@ -143,12 +135,11 @@ class LabelledHistogram(Collector):
         bounds: Sequence[float],
         registry: CollectorRegistry,
     ) -> None:
-        self._name, self._text, self._labels = name, text, labels
         self._bounds = bounds
         self._series: dict[Labels, HistogramSeries] = {}
-        registry.register(self)
+        super().__init__(name, text, labels, registry)
 
-    def series(self, values: Labels) -> HistogramSeries:
+    def series(self, values: Labels = ()) -> HistogramSeries:
         """Return the series of the labels' `values`, in the order of the labels."""
         known = self._series.get(values)
         if known is None:
@@ -215,14 +206,8 @@ class MetricRegistry:
     def histogram(
         self, declaration: str, bounds: Sequence[float], text: str, action: str
     ) -> LocalHistogram:
-        name, _ = self._describe(declaration, "histogram", text, action)
-        return LocalHistogram(name, text, bounds, self.collectors)
-
-    def labelled_histogram(
-        self, declaration: str, bounds: Sequence[float], text: str, action: str
-    ) -> LabelledHistogram:
         name, labels = self._describe(declaration, "histogram", text, action)
-        return LabelledHistogram(name, text, labels, bounds, self.collectors)
+        return LocalHistogram(name, text, labels, bounds, self.collectors)
 
     def _describe(
         self, declaration: str, kind: str, text: str, action: str

@@ -32,27 +32,27 @@ class Metrics:
             "Time from sending a prefill leg to its complete answer.",
             "Prompts became longer, or prefill engines are overloaded: look at "
             "engine_requests_in_flight of prefill engines, and add engines.",
-        )
+        ).series()
         self.ttft_seconds = made.histogram(
             "time_to_first_byte_seconds",
             LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
             "Users wait this long for the first token. Find the part that grew: queue_seconds, "
             "prefill_seconds or decode_first_byte_seconds.",
-        )
+        ).series()
         self.decode_first_byte_seconds = made.histogram(
             "decode_first_byte_seconds",
             LATENCY_BUCKETS_S,
             "Time from sending a decode leg to the first byte of its body.",
             "The KV transfer is slow, or requests wait in the decode engine: look at the engine's "
             "own metrics (docs/engine.md) and at engine_requests_in_flight of decode engines.",
-        )
+        ).series()
         self.request_seconds = made.histogram(
             "request_seconds",
             LATENCY_BUCKETS_S,
             "End-to-end latency: time from the arrival of a request to the end of its answer.",
             "Mostly the length of answers. model_request_seconds has the latency by model.",
-        )
+        ).series()
         self.workers = made.gauge(
             "workers",
             "Worker processes whose metrics are in this answer.",
@@ -74,7 +74,7 @@ class Metrics:
             LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot, whether they got one or not.",
             "As queue_depth. Near --queue-timeout the router is about to reject requests.",
-        )
+        ).series()
         self.refusals = made.local_counter(
             "refusals{reason}",
             "Requests and connections that the router rejected because of its own limits.",

@@ -40,28 +40,28 @@ class ModelMetrics:
             "A growing share of failed, engine_error or broken_stream for one model or group alone "
             "is caused by its engines: look at upstream_errors and their logs.",
         )
-        self._first_byte = registry.labelled_histogram(
+        self._first_byte = registry.histogram(
             "model_time_to_first_byte_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
             "Compare with prefill_seconds and model_queue_seconds: prefill engines are slow or "
             "few, or requests wait for a slot. Add prefill engines, or shorten prompts by reuse.",
         )
-        self._whole = registry.labelled_histogram(
+        self._whole = registry.histogram(
             "model_request_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "End-to-end latency of successful requests.",
             "Check whether answers became longer (completion tokens) or decode engines slower "
             "(model_inter_token_seconds).",
         )
-        self._between = registry.labelled_histogram(
+        self._between = registry.histogram(
             "model_inter_token_seconds{model,group}",
             ITL_BUCKETS_S,
             "Mean inter-token latency (ITL) of a streamed answer with usage.",
             "Decode engines have too large batches, or compute prompts themselves (see "
             "decode_only): add decode engines, or lower max_engine_requests.",
         )
-        self._queue = registry.labelled_histogram(
+        self._queue = registry.histogram(
             "model_queue_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot at an engine.",

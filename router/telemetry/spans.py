@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -109,19 +108,6 @@ def _resource() -> Resource:
     )
 
 
-class SpanPart(NamedTuple):
-    """A span without the attributes that all spans of a request share. Times as in a Record."""
-
-    name: str
-    span_id: int
-    start: float
-    end: float
-    kind: SpanKind
-    attributes: Attributes
-    error: str = ""
-    first_byte: float | None = None
-
-
 def spans_of(
     record: Record, unix_offset_ns: int, resource: Resource, scope: InstrumentationScope
 ) -> Iterator[ReadableSpan]:
@@ -130,70 +116,70 @@ def spans_of(
     assert trace is not None
     flags = TraceFlags(trace.flags)
     state = TraceState.from_header([trace.state]) if trace.state else None
+    own = SpanContext(trace.trace_id, trace.span_id, False, flags, state)
 
     def at(moment: float) -> int:
         return unix_offset_ns + int(moment * 1e9)
 
-    def context_of(span_id: int) -> SpanContext:
-        return SpanContext(trace.trace_id, span_id, False, flags, state)
-
-    own, above = context_of(trace.span_id), None
-    if trace.parent is not None:
-        above = SpanContext(trace.trace_id, trace.parent.span_id, True, flags, state)
-    for part in parts_of(record, trace):
-        is_own = part.span_id == trace.span_id
-        events = [] if part.first_byte is None else [Event(FIRST_BYTE, {}, at(part.first_byte))]
-        yield ReadableSpan(
-            part.name,
-            own if is_own else context_of(part.span_id),
-            above if is_own else own,
+    def span(
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        kind: SpanKind,
+        times: tuple[float, float],
+        attributes: Attributes,
+        error: str = "",
+        first_byte: float | None = None,
+    ) -> ReadableSpan:
+        start, end = times
+        return ReadableSpan(
+            name,
+            context,
+            parent,
             resource,
-            part.attributes,
-            events,
-            kind=part.kind,
-            status=Status(StatusCode.ERROR, part.error) if part.error else Status(),
-            start_time=at(part.start),
-            end_time=at(max(part.start, part.end)),
+            attributes,
+            [] if first_byte is None else [Event(FIRST_BYTE, {}, at(first_byte))],
+            kind=kind,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=at(start),
+            end_time=at(max(start, end)),
             instrumentation_scope=scope,
         )
 
+    def child(span_id: int) -> SpanContext:
+        return SpanContext(trace.trace_id, span_id, False, flags, state)
 
-def parts_of(record: Record, trace: Trace) -> Iterator[SpanPart]:
-    """Yield the parts of an ended request, children first."""
     ended = record.ended if record.ended is not None else record.started
     if record.queued is not None:
-        admitted = record.admitted if record.admitted is not None else ended
-        yield SpanPart("queue", new_id(64), record.queued, admitted, SpanKind.INTERNAL, {})
-    first = trace.legs[0].started if trace.legs else None
-    if first is not None:
+        times = record.queued, record.admitted if record.admitted is not None else ended
+        yield span("queue", child(new_id(64)), own, SpanKind.INTERNAL, times, {})
+    if trace.legs:
         since = record.admitted if record.admitted is not None else trace.began
-        yield SpanPart("choose", new_id(64), since, first, SpanKind.INTERNAL, _choice(record))
+        times = since, trace.legs[0].started
+        choice = _known({"disagg.flow": record.flow, "disagg.group": record.group})
+        yield span("choose", child(new_id(64)), own, SpanKind.INTERNAL, times, choice)
     for leg in trace.legs:
-        end = leg.ended if leg.ended is not None else ended  # a push may outlast the request
-        yield SpanPart(
-            leg.role,
-            leg.span_id,
-            leg.started,
-            end,
-            SpanKind.CLIENT,
-            _of_leg(record, leg),
-            _short(f"{leg.kind}: {leg.error}") if leg.error else "",
-            leg.first_byte,
+        # A push may outlast the request.
+        times = leg.started, leg.ended if leg.ended is not None else ended
+        error = _short(f"{leg.kind}: {leg.error}") if leg.error else ""
+        attributes = _of_leg(record, leg)
+        context = child(leg.span_id)
+        yield span(
+            leg.role, context, own, SpanKind.CLIENT, times, attributes, error, leg.first_byte
         )
-    yield SpanPart(
+    parent = None
+    if trace.parent is not None:
+        parent = SpanContext(trace.trace_id, trace.parent.span_id, True, flags, state)
+    yield span(
         f"POST {record.endpoint}",
-        trace.span_id,
-        record.started,
-        ended,
+        own,
+        parent,
         SpanKind.SERVER,
+        (record.started, ended),
         _of_request(record, trace),
         "" if record.outcome in GOOD else _short(record.error or record.outcome),
         record.first_byte,
     )
-
-
-def _choice(record: Record) -> Attributes:
-    return _known({"disagg.flow": record.flow, "disagg.group": record.group})
 
 
 def _of_request(record: Record, trace: Trace) -> Attributes:

@@ -19,13 +19,14 @@ VALUES = st.floats(0, 3) | st.sampled_from(BOUNDS)
 
 @given(st.lists(st.lists(VALUES, max_size=20), max_size=4))
 def test_a_histogram_is_the_same_however_often_it_sorts(batches: list[list[float]]) -> None:
-    histogram = LocalHistogram("x", "text", BOUNDS, CollectorRegistry())
+    histogram = LocalHistogram("x", "text", (), BOUNDS, CollectorRegistry())
+    series = histogram.series()
     expected = [0] * (len(BOUNDS) + 1)
     for batch in batches:
         for value in batch:
-            histogram.observe(value)
+            series.observe(value)
             expected[bisect_left(BOUNDS, value)] += 1
-        histogram.fold()
+        series.fold()
     samples = {
         sample.labels.get("le", sample.name): sample.value
         for family in histogram.collect()
