@@ -5,18 +5,19 @@ Whatever a client of a real service would call a failure is one here.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-import httpx
-
+from router.commands.bench.load import Client, drive, request_bytes
 from tests.integration.oracle import (
     Answer,
     Prompt,
@@ -28,7 +29,7 @@ from tests.integration.oracle import (
 )
 from tests.integration.processes import Server, wait_for
 
-PATIENCE = 60.0
+ANSWER_TIMEOUT_S = 60.0
 LASTING = 500
 """Tokens: seconds of a stream."""
 
@@ -61,16 +62,17 @@ class Load:
 
     def __init__(self, url: str, scripts: Sequence[Script], clients: int) -> None:
         self.outcomes: list[Outcome] = []
-        self._url = url
+        parts = urlsplit(url)
+        host, port = str(parts.hostname), int(parts.port or 80)
+        self._clients = [Client(host, port) for _ in range(clients)]
         self._scripts = itertools.cycle(scripts)
         self._numbers = itertools.count()
-        self._clients = clients
         self._over = Event()
-        self._threads = ThreadPoolExecutor(clients)
-        self._working: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1)
+        self._working: Future[float] | None = None
 
     def __enter__(self) -> Self:
-        self._working = [self._threads.submit(self._work) for _ in range(self._clients)]
+        self._working = self._thread.submit(asyncio.run, self._drive())
         return self
 
     def __exit__(
@@ -80,10 +82,9 @@ class Load:
         traceback: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._threads.shutdown()
-        if kind is None:
-            for client in self._working:
-                client.result()
+        self._thread.shutdown()
+        if kind is None and self._working is not None:
+            self._working.result()
 
     @property
     def troubles(self) -> list[str]:
@@ -100,36 +101,43 @@ class Load:
 
         wait_for(have_come, f"{answers} more answers", seconds, 0.05)
 
-    def _work(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
-            while not self._over.is_set():
-                script, name = next(self._scripts), f"talk-{next(self._numbers)}"
-                talk = {"conversation_id": name} if len(script) > 1 else {}
-                for turn in script:
-                    outcome = _asked(client, turn, talk)
-                    self.outcomes.append(outcome)
-                    if outcome.trouble or self._over.is_set():
-                        break
+    async def _drive(self) -> float:
+        try:
+            return await drive(self._clients, self._until_over(), self._hold)
+        finally:
+            for client in self._clients:
+                client.close()
+
+    def _until_over(self) -> Iterator[Script]:
+        while not self._over.is_set():
+            yield next(self._scripts)
+
+    async def _hold(self, client: Client, script: Script) -> None:
+        name = f"talk-{next(self._numbers)}"
+        talk = {"conversation_id": name} if len(script) > 1 else {}
+        for turn in script:
+            outcome = await _asked(client, turn, talk)
+            self.outcomes.append(outcome)
+            if outcome.trouble or self._over.is_set():
+                break
 
 
-def _asked(client: httpx.Client, turn: Turn, talk: Mapping[str, str]) -> Outcome:
-    began = time.monotonic()
+async def _asked(client: Client, turn: Turn, talk: Mapping[str, str]) -> Outcome:
+    body = {**body_of(turn.prompt, turn.fields), **talk}
+    request = request_bytes("/v1/completions", json.dumps(body).encode())
+    exchange = await client.send(request, ANSWER_TIMEOUT_S)
+    text = exchange.body.decode(errors="replace")
     try:
-        answer = _answer(client, {**body_of(turn.prompt, turn.fields), **talk})
+        if exchange.problem or exchange.status != 200:
+            raise ValueError(f"{exchange.problem} {exchange.status} {text[:500]}")
+        is_stream = body.get("stream")
+        answer = Answer.in_events(text) if is_stream else Answer.in_body(json.loads(text))
         found = differences([turn.expected], [answer])
         trouble = f"wrong: {found[0]}" if found else ""
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
-    return Outcome(turn, began, time.monotonic(), trouble and f"{turn.fields} {talk}: {trouble}")
-
-
-def _answer(client: httpx.Client, body: dict[str, Any]) -> Answer:
-    """Raises whatever a client may meet."""
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        text = response.read().decode()
-    if response.status_code != 200:
-        raise ValueError(f"{response.status_code} {text[:500]}")
-    return Answer.in_events(text) if body.get("stream") else Answer.in_body(json.loads(text))
+    trouble = trouble and f"{turn.fields} {talk}: {trouble}"
+    return Outcome(turn, exchange.started, exchange.ended, trouble)
 
 
 def scripts(oracle: Server, count: int, seed: int = 0) -> list[Script]:

@@ -1,36 +1,35 @@
 """Clients: some leave at once, some after a while, most wait for their answer and judge it."""
 
 import asyncio
+import json
 import random
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
+from router.commands.bench.load import REFUSED, TIMEOUT, Client, Exchange, request_bytes
 from tests.integration.legs import decode_body, prefill_body
 from tests.integration.oracle import Answer, differences
 from tests.integration.processes import Server
 from tests.soak.fleet import Fleet
 
 TOKENS = 4
-PATIENCE = 60.0
+MAX_WAIT_S = 60.0
 """Longer than anything may take that a client waits for, frozen engines included."""
-HASTE = (0.0, 0.3)
-RESTLESSNESS = (2.0, 8.0)
+HASTY_WAIT_S = (0.0, 0.3)
+RESTLESS_WAIT_S = (2.0, 8.0)
 HASTY_SHARE = RESTLESS_SHARE = 0.1
-DAWDLING = 0.05
+MAX_LEG_DELAY_S = 0.05
 """Seconds by which the legs of a push are apart, at most."""
 
 
 @dataclass
 class Load:
-    client: httpx.AsyncClient
     fleet: Fleet
     right: dict[str, Answer]
     router: Server | None
-    """None: both legs are sent by hand, at once."""
+    """None: the load sends both legs itself, at once."""
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     outcomes: "Counter[str]" = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -42,45 +41,47 @@ class Load:
         return sum(self.outcomes.values())
 
     @property
-    def said(self) -> str:
-        """What came of how many requests."""
+    def summary(self) -> str:
         return ", ".join(f"{number} x {what}" for what, number in self.outcomes.most_common())
 
     async def one(self) -> None:
+        """Send one request, wait as long as its client would, and count what came of it."""
         prompt = self.rng.choice(list(self.right))
-        patience = self._patience()
+        wait = self._wait()
         try:
-            async with asyncio.timeout(patience):
-                self._judge(prompt, await self._ask(prompt))
+            async with asyncio.timeout(wait):
+                exchange = await self._ask(prompt)
         except TimeoutError:
-            self.outcomes["the client left" if patience < PATIENCE else "hung"] += 1
-        except httpx.TransportError:
-            self.outcomes["no connection"] += 1
-
-    def _patience(self) -> float:
-        kind = self.rng.random()
-        if kind < HASTY_SHARE:
-            return self.rng.uniform(*HASTE)
-        if kind < HASTY_SHARE + RESTLESS_SHARE:
-            return self.rng.uniform(*RESTLESSNESS)
-        return PATIENCE
-
-    def _judge(self, prompt: str, response: httpx.Response) -> None:
-        self.outcomes[str(response.status_code)] += 1
-        if response.status_code == 200:
-            answer = Answer.in_body(response.json())
+            self.outcomes["the client left" if wait < MAX_WAIT_S else "hung"] += 1
+            return
+        assert exchange.problem != TIMEOUT
+        if exchange.problem:
+            refused = exchange.problem == REFUSED or not exchange.status
+            self.outcomes["no connection" if refused else exchange.problem] += 1
+            return
+        self.outcomes[str(exchange.status)] += 1
+        if exchange.status == 200:
+            answer = Answer.in_body(json.loads(exchange.body))
             self.wrong += differences([self.right[prompt]], [answer])
             self.num_while_frozen += self.fleet.frozen is not None
 
-    async def _ask(self, prompt: str) -> httpx.Response:
-        if self.router is not None:
-            body = decode_body(prompt, {}, TOKENS)
-            del body["kv_transfer_params"]
-            return await self.client.post(f"{self.router.url}/v1/completions", json=body)
-        return await self._push(prompt)
+    def _wait(self) -> float:
+        kind = self.rng.random()
+        if kind < HASTY_SHARE:
+            return self.rng.uniform(*HASTY_WAIT_S)
+        if kind < HASTY_SHARE + RESTLESS_SHARE:
+            return self.rng.uniform(*RESTLESS_WAIT_S)
+        return MAX_WAIT_S
 
-    async def _push(self, prompt: str) -> httpx.Response:
-        """Both legs at once; one that fails takes the other with it, as a router would."""
+    async def _ask(self, prompt: str) -> Exchange:
+        if self.router is None:
+            return await self._push(prompt)
+        body = decode_body(prompt, {}, TOKENS)
+        del body["kv_transfer_params"]
+        return await _post(self.router, body)
+
+    async def _push(self, prompt: str) -> Exchange:
+        """Send both legs at once; one that fails takes the other with it, as a router would."""
         name = uuid.uuid4().hex
         p_name, d_name = self.fleet.pick("p", self.rng), self.fleet.pick("d", self.rng)
         p_body = prefill_body(prompt)
@@ -95,14 +96,23 @@ class Load:
         decoding = asyncio.create_task(self._leg(d_name, d_body, name))
         prefilling = asyncio.create_task(self._leg(p_name, p_body, name))
         try:
-            answer = await prefilling
-            return await decoding if answer.status_code == 200 else answer
+            exchange = await prefilling
+            is_good = exchange.status == 200 and not exchange.problem
+            return await decoding if is_good else exchange
         finally:
             decoding.cancel()
             prefilling.cancel()
             await asyncio.gather(decoding, prefilling, return_exceptions=True)
 
-    async def _leg(self, name: str, body: dict[str, Any], request_id: str) -> httpx.Response:
-        await asyncio.sleep(self.rng.uniform(0, DAWDLING))
-        url = f"{self.fleet.servers[name].url}/v1/completions"
-        return await self.client.post(url, json=body, headers={"x-request-id": request_id})
+    async def _leg(self, name: str, body: dict[str, Any], request_id: str) -> Exchange:
+        await asyncio.sleep(self.rng.uniform(0, MAX_LEG_DELAY_S))
+        return await _post(self.fleet.servers[name], body, ("x-request-id", request_id))
+
+
+async def _post(server: Server, body: dict[str, Any], *headers: tuple[str, str]) -> Exchange:
+    client = Client("127.0.0.1", server.port)
+    request = request_bytes("/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        return await client.send(request, 2 * MAX_WAIT_S)
+    finally:
+        client.close()
