@@ -17,14 +17,14 @@ from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parents[1])
 MODULES = {
-    "router": "router",
-    "transfer": "transfer.command",
-    "multiturn": "latency",
-    "push": "latency",
-    "first-token": "latency",
-    "reconcile": "reconcile",
-    "fleet": "fleet",
-    "chaos": "chaos.command",
+    "router": "scripts.benchmarks.router",
+    "transfer": "scripts.benchmarks.transfer.command",
+    "multiturn": "scripts.benchmarks.latency",
+    "push": "scripts.benchmarks.latency",
+    "first-token": "scripts.benchmarks.latency",
+    "reconcile": "scripts.benchmarks.reconcile",
+    "fleet": "scripts.benchmarks.fleet",
+    "chaos": "tests.chaos.command",
 }
 
 
@@ -34,8 +34,8 @@ def main() -> int:
         print(__doc__, file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else 2
     name, arguments = sys.argv[1], sys.argv[2:]
-    module = importlib.import_module(f"scripts.benchmarks.{MODULES[name]}")
-    if MODULES[name] == "latency":
+    module = importlib.import_module(MODULES[name])
+    if MODULES[name].endswith("latency"):
         arguments = [name, *arguments]
     code: int = module.main(arguments)
     return code

@@ -30,10 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-EQUALITY = ("-m", "scripts.benchmarks.transfer.equality")
+EQUALITY = ("-m", "tests.gpu.equality")
 LONG = "100,16000"
 LONG_VLLM = "33,257,16001"
-"""Whole blocks and a token: scripts/benchmarks/transfer/equality.py says why."""
+"""Whole blocks and a token: tests/gpu/equality.py says why."""
 DOUBTFUL = 3
 """The exit code of bench.py transfer --strict for figures that miss an aim or are noisy."""
 LAST_WORDS = 300

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.chaos.scenarios import SHORT
+from tests.chaos.scenarios import SHORT
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 

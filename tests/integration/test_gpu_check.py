@@ -12,9 +12,9 @@ import pytest
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from scripts import gpu_steps
 from scripts.benchmarks.common import BenchError
-from scripts.benchmarks.transfer import equality
-from scripts.benchmarks.transfer.equality import EngineProcess, Setup
 from scripts.gpu_steps import Step
+from tests.gpu import equality
+from tests.gpu.equality import EngineProcess, Setup
 from tests.integration.processes import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """Check that two engines on one device answer as one engine alone: the oracle for wrong KV.
 
-    python -m scripts.benchmarks.transfer.equality --device cuda
-    python -m scripts.benchmarks.transfer.equality --engine vllm --lengths 33,16001 --mode push
+    python -m tests.gpu.equality --device cuda
+    python -m tests.gpu.equality --engine vllm --lengths 33,16001 --mode push
 
 Imports nothing but the standard library by itself: scripts/gpu_check.sh runs it on bare machines.
 """

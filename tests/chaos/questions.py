@@ -15,10 +15,10 @@ from typing import Any
 from engine_ext.reference.tiny_model import write_tiny_model
 from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, Exchange, request_bytes
 from router.common.child_processes import ChildProcesses
-from scripts.benchmarks.chaos.processes import Engine, EngineFleet, post
-from scripts.benchmarks.chaos.scenarios import Mode
 from scripts.benchmarks.common import free_ports
 from scripts.mock_engine import text_of
+from tests.chaos.processes import Engine, EngineFleet, post
+from tests.chaos.scenarios import Mode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FILLER = 1000

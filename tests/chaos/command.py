@@ -27,8 +27,10 @@ from pathlib import Path
 
 from router.commands.console import CommandParser
 from router.common.child_processes import ChildProcesses
-from scripts.benchmarks.chaos.processes import EngineFleet, RouterCommand, mock_fleet
-from scripts.benchmarks.chaos.questions import (
+from scripts.benchmarks.common import BenchError, describe, plain_options
+from scripts.benchmarks.contestants import OURS, VLLM_ROUTER, install_vllm_router
+from tests.chaos.processes import EngineFleet, RouterCommand, mock_fleet
+from tests.chaos.questions import (
     REAL_CLIENTS,
     REAL_PAUSE_S,
     Oracle,
@@ -36,10 +38,8 @@ from scripts.benchmarks.chaos.questions import (
     mock_questions,
     reference_fleet,
 )
-from scripts.benchmarks.chaos.run import Drill, Outcome
-from scripts.benchmarks.chaos.scenarios import SHORT, Mode, Scenario, scenarios
-from scripts.benchmarks.common import BenchError, describe, plain_options
-from scripts.benchmarks.contestants import OURS, VLLM_ROUTER, install_vllm_router
+from tests.chaos.run import Drill, Outcome
+from tests.chaos.scenarios import SHORT, Mode, Scenario, scenarios
 
 PROGRAM = "bench chaos"
 HEAD = f"{'scenario':<16}{'mode':<10}{'asked':>6}{'ok':>6}{'longest':>9}{'left alone':>15}  errors"

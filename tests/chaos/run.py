@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 
 from router.commands.bench.load import Client, drive
 from router.common.child_processes import ChildProcesses
-from scripts.benchmarks.chaos.processes import (
+from scripts.benchmarks.common import BenchError, usage
+from scripts.mock_engine import Fault
+from tests.chaos.processes import (
     Engine,
     EngineFleet,
     RouterCommand,
     RouterProcess,
     noting_requests,
 )
-from scripts.benchmarks.chaos.questions import OK, WRONG, Questions, judge
-from scripts.benchmarks.chaos.scenarios import Aim, Blow, Mode, Role, Scenario
-from scripts.benchmarks.common import BenchError, usage
-from scripts.mock_engine import Fault
+from tests.chaos.questions import OK, WRONG, Questions, judge
+from tests.chaos.scenarios import Aim, Blow, Mode, Role, Scenario
 
 ANSWER_TIMEOUT_S = 30.0
 BEFORE_S = 0.7
