@@ -44,7 +44,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
     request = _open_record(exchange, gateway)
     task = asyncio.current_task(exchange.loop)
     assert task is not None
-    gateway.running.add(task)
+    gateway.tasks.running.add(task)
     seat: Seat | None = None
     permit: QuotaPermit | None = None
     run: Run | None = None
@@ -57,7 +57,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             key = key_limits.identified(request.exchange, authenticator)
         if reading is None:
             read_request(request, limits, gateway.conversations)
-            if request.alone == SEVERAL and gateway.shares_loads(request.model):
+            if request.alone == SEVERAL and gateway.routes.shares_kv_loads(request.model):
                 share_answers(request)
             check_fields(request, gateway.fleet.snapshot.context_lengths)
         else:
@@ -70,11 +70,11 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
 
         # Plan, after a wait for a place at engines that have limits.
         if gateway.admission is not None:
-            pools = gateway.pools(request.model)
+            pools = gateway.routes.pools(request.model)
             seat = gateway.admission.at_once(request, pools)
             seat = seat or await gateway.admission.wait(request)
         if request.turn is None or request.alone or gateway.conversations is None:
-            plan = make_plan(request, _settled(seat, gateway.route(request)), None, limits)
+            plan = make_plan(request, _settled(seat, gateway.routes.find(request)), None, limits)
         else:
             plan = await _plan_turn(request, request.turn, seat, gateway, gateway.conversations)
         request.record.flow, request.record.group = plan.flow, plan.route.group
@@ -83,7 +83,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         run = Run(request, bodies, plan, gateway, seat)
         await strategies.answer(run)
     except asyncio.CancelledError:
-        if not gateway.interrupted:
+        if not gateway.tasks.is_interrupted:
             if request.record.stage != DONE:
                 _note_disconnect(request.record, gateway)
             raise
@@ -91,7 +91,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
     except Exception as error:
         await _respond_error(request, gateway, error)
     finally:
-        gateway.running.discard(task)
+        gateway.tasks.running.discard(task)
         if run is not None:
             run.close()
         elif seat is not None:
@@ -154,11 +154,11 @@ async def _plan_turn(
     Raises UnknownModelError, NoEngineError.
     """
     limits = gateway.limits
-    gateway.pools(request.model)  # raises before the last turn's entry is taken
+    gateway.routes.pools(request.model)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
-    reuse = find_reuse(turn, gateway.fleet, gateway.load_bound, limits.conversation_unproven)
+    reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, limits.conversation_unproven)
     try:
-        route = _settled(seat, gateway.route(request, reuse.decoder))
+        route = _settled(seat, gateway.routes.find(request, reuse.decoder))
         return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile

@@ -164,7 +164,7 @@ async def _prefill_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None:
-            gateway.spawn(release.late(request, gateway, answer))
+            gateway.tasks.spawn(release.late(request, gateway, answer))
             answer = None
         raise
     finally:
@@ -267,7 +267,7 @@ async def _decode_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None and accept is not None and reuse is not None:
-            gateway.spawn(release.late_turn(request, gateway, engine, answer))
+            gateway.tasks.spawn(release.late_turn(request, gateway, engine, answer))
             answer = None
         raise
     finally:
@@ -450,7 +450,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
     if threshold and capabilities.supports_threshold is None:
         share = await cached_share(answer)
         if capabilities.note_threshold_accepted(threshold, share):
-            run.gateway.spawn(try_threshold(request, engine))
+            run.gateway.tasks.spawn(try_threshold(request, engine))
     return False
 
 

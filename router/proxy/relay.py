@@ -183,7 +183,7 @@ async def _relay_turn(
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
         if tail.params is not None:  # said to its end, which nobody waits for
-            gateway.spawn(keep(tail.params, tail.said()))
+            gateway.tasks.spawn(keep(tail.params, tail.said()))
         elif (
             isinstance(error, asyncio.CancelledError) and answer.is_delivered and not ending.failure
         ):
@@ -206,7 +206,7 @@ async def _finish(gateway: Gateway, keeping: Keeping) -> None:
     """Even if the request is given up meanwhile, where there is a meanwhile."""
     conversations = gateway.conversations
     if conversations is not None and conversations.does_io:
-        await gateway.finish(keeping)
+        await gateway.tasks.finish(keeping)
     else:
         await keeping
 

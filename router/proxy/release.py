@@ -47,7 +47,7 @@ def give_up(run: Run, params: Params | None, cause: BaseException | None) -> Non
         return
     request, gateway = run.request, run.gateway
     if not (isinstance(cause, asyncio.CancelledError) and _has_arrived(request)):
-        gateway.spawn(release(request, gateway, request.record.prefiller, params))
+        gateway.tasks.spawn(release(request, gateway, request.record.prefiller, params))
 
 
 def _was_read(run: Run, params: Params) -> bool:
@@ -102,7 +102,7 @@ async def late_turn(
 async def release(request: Request, gateway: Gateway, name: str, params: Params) -> None:
     """Tells the prefiller of that `name`, itself or through a decoder, that nobody will read. Never
     raises. The params are held beyond their request, so they have to find room."""
-    reservation = Reservation(gateway.answers)
+    reservation = Reservation(gateway.memory.answers)
     try:
         has_room = reservation.resize(len(params.raw))
         outcome = await _release(request, gateway, name, params) if has_room else "failed"
@@ -134,7 +134,7 @@ def give_up_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
     """Nobody will pull this turn's KV: its decoder frees it before its time."""
     decoder = gateway.fleet.find_alive(entry.decoder)
     if decoder is not None and decoder.capabilities.supports_release:
-        gateway.spawn(_release_turn(request, gateway, decoder, entry.params))
+        gateway.tasks.spawn(_release_turn(request, gateway, decoder, entry.params))
 
 
 async def _release_turn(request: Request, gateway: Gateway, decoder: Engine, params: Body) -> None:

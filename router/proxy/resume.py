@@ -169,7 +169,9 @@ class ResumeState:
     def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway
         return ResumeBuffer(
-            gateway.resume_memory, decoder.capabilities.render_hashes, gateway.limits.max_resumes
+            gateway.memory.resume_buffers,
+            decoder.capabilities.render_hashes,
+            gateway.limits.max_resumes,
         )
 
     # After a decode engine has failed or returned the answer.

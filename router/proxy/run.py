@@ -60,7 +60,7 @@ class Run:
         self.groups_left = NO_GROUPS
         self.resume = ResumeState(request, gateway)
         # Memory of large answers, which is released when the request ends.
-        self.answers_held = AnswersHeld(gateway.answers)
+        self.answers_held = AnswersHeld(gateway.memory.answers)
 
         # Failures so far.
         self.failed: list[Engine] = []

@@ -62,7 +62,7 @@ def change_group(run: Run) -> bool:
     """
     run.groups_left |= {run.route.group}
     try:
-        found = run.gateway.route(run.request, but=run.groups_left)
+        found = run.gateway.routes.find(run.request, but=run.groups_left)
     except (NoEngineError, UnknownModelError):
         return False
     if not found.decoders:
@@ -137,7 +137,7 @@ def _usable(run: Run, role: EngineRole) -> list[Engine]:
     """Return the group's engines of a role that have not failed this request, best first."""
     route = run.route
     order = route.prefillers if role is PREFILL else route.decoders
-    known = (*order, *run.gateway.others(run.request, route, role))
+    known = (*order, *run.gateway.routes.others(run.request, route, role))
     fit = [engine for engine in known if engine.is_usable and engine.role.plays(role)]
     usable = [engine for engine in fit if engine not in run.failed]
     buffer = run.resume.continued

@@ -252,7 +252,7 @@ async def _push_legs(run: Run, prefiller: Engine, decoder: Engine, push: Push) -
             prefilling.cancel()
             raise
         if is_answered and not prefilling.done():  # its KV was read, so it is about to end
-            run.gateway.spawn(_end(prefilling, PUSH_LEG_END_TIMEOUT_S))
+            run.gateway.tasks.spawn(_end(prefilling, PUSH_LEG_END_TIMEOUT_S))
         else:
             await _end(prefilling)
             if not is_answered and not prefilling.cancelled() and not _has_failed(prefilling):

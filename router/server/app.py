@@ -96,8 +96,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     ]
     conversations = _conversations(settings, store)
     gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
-    metrics.in_flight.set_function(lambda: len(gateway.running))
-    metrics.held_bodies.set_function(lambda: gateway.held.size)
+    metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
+    metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
     dashboard = DashboardHub(gateway, registry) if settings.ui else None
     state = RouterState(

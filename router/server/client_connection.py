@@ -305,7 +305,7 @@ class RouterProtocol(asyncio.Protocol):
             self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
         # During a shutdown, requests that were received are answered, and later ones go elsewhere.
         reader = self._reader
-        is_ending = self.gateway.draining or self._is_shutting_down
+        is_ending = self.gateway.tasks.is_draining or self._is_shutting_down
         if reader.next_is_invalid if reader.requests else is_ending:
             writer.keep_alive = False
         return (self._default_lines,) if writer.keep_alive else (self._default_lines, CLOSE)
@@ -323,7 +323,7 @@ class RouterProtocol(asyncio.Protocol):
             self._continue()
 
     def _release_body(self) -> None:
-        self.gateway.held.size -= self._body_size
+        self.gateway.memory.bodies.size -= self._body_size
         self._body_size = 0
 
     def _continue(self) -> None:
@@ -398,7 +398,7 @@ class RouterProtocol(asyncio.Protocol):
             self._unread_until = self.deadline = NEVER
 
     def _count_unread(self, size: int) -> None:
-        self.gateway.answers.size += size - self._unread
+        self.gateway.memory.answers.size += size - self._unread
         self._unread = size
 
     # The connection.

@@ -221,7 +221,7 @@ class DialectExchange(Before):
         self.headers = dialect.request_headers(front.headers)
         self._dialect = dialect
         self._max_answer_bytes = gateway.limits.max_answer_size
-        self._reservation = Reservation(gateway.answers)
+        self._reservation = Reservation(gateway.memory.answers)
         self._is_ended = False
         # Events that were translated when the answer turned out to have an unsupported end.
         self._unsent = b""

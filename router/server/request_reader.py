@@ -27,8 +27,8 @@ from router.openai.errors import (
     UnknownCodingError,
     too_many_held_bodies,
 )
-from router.proxy.admission import Held
 from router.proxy.exchange import Header
+from router.proxy.gateway import MemoryLimits
 from router.proxy.request_limits import Limits
 from router.server.proxied_endpoints import PROXIED_PATHS
 
@@ -37,10 +37,10 @@ TRANSFER_ENCODING = b"transfer-encoding"
 
 
 class RequestPolicy(Protocol):
-    """What the reader needs to know of the router. `held` counts the body bytes of all requests."""
+    """What the reader needs to know of the router. `memory` has the limit of bodies."""
 
     limits: Limits
-    held: Held
+    memory: MemoryLimits
 
     def identify(self, headers: Sequence[Header]) -> ApiKey | str | None:
         """Return the API key of a request, the reason why it has none ("missing" or "incorrect"),
@@ -154,7 +154,7 @@ class RequestReader:
 
     def release_body(self, request: IncomingRequest) -> None:
         request.pieces.clear()
-        self._policy.held.size -= request.size
+        self._policy.memory.bodies.size -= request.size
         request.size = 0
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class RequestReader:
 
     def on_body(self, piece: bytes) -> None:
         self._overhead = 0
-        current, held = self._current, self._policy.held
+        current, held = self._current, self._policy.memory.bodies
         if current is None or self.is_closed:
             return
         size = current.size + len(piece)
@@ -231,7 +231,7 @@ class RequestReader:
     ) -> bool:
         """Accept a request with the same head as the one before, if its body fits the limits."""
         endpoint, target = line
-        size, held = len(body), self._policy.held
+        size, held = len(body), self._policy.memory.bodies
         if size > self._policy.limits.max_body_size or not held.has_room(size):
             return False
         held.size += size
@@ -278,7 +278,7 @@ class RequestReader:
             self.refuse(UnauthorizedError(current.caller))
         elif size > policy.limits.max_body_size:
             self.refuse(self._body_too_large())
-        elif not policy.held.has_room(size - current.size):
+        elif not policy.memory.bodies.has_room(size - current.size):
             self.refuse(too_many_held_bodies())
 
     def _head_too_large(self) -> HeadTooLargeError:

@@ -179,7 +179,7 @@ async def ready(request: Request) -> Response:
     reasons = {str(role): why for role, why in gateway.fleet.unavailable_roles().items()}
     if trouble := state.prober.problem():
         reasons["prober"] = trouble
-    if gateway.draining:
+    if gateway.tasks.is_draining:
         reasons["router"] = "shutting down"
     if reasons:
         return JSONResponse({"status": "not ready", "reasons": reasons, **detail}, 503)

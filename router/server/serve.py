@@ -103,16 +103,16 @@ class ShutdownSequence:
             self._gateway.records.flush()
             os._exit(128 + number)
         logger.info("%s: shutting down", number.name)
-        self._gateway.draining = True
+        self._gateway.tasks.is_draining = True
         self._task = asyncio.get_running_loop().create_task(self._proceed())
 
     async def _proceed(self) -> None:
         await asyncio.sleep(self._settings.shutdown_delay)
         self._server.should_exit = True
         await asyncio.sleep(self._settings.shutdown_timeout)
-        if self._gateway.running:
-            logger.warning("ending %d requests that still run", len(self._gateway.running))
-            self._gateway.interrupt()
+        if self._gateway.tasks.running:
+            logger.warning("ending %d requests that still run", len(self._gateway.tasks.running))
+            self._gateway.tasks.interrupt()
         for connection in tuple(self._server.server_state.connections):
             if isinstance(connection, RouterProtocol):
                 connection.end()

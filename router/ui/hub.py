@@ -145,7 +145,7 @@ class DashboardHub:
             helpers = [group.create_task(poller.run())]
             if self.other_workers is not None:
                 helpers.append(group.create_task(self.other_workers.run()))
-            while not self._gateway.draining:
+            while not self._gateway.tasks.is_draining:
                 self._update(take_snapshot(), poller)
                 await asyncio.sleep(UPDATE_INTERVAL_S)
             for helper in helpers:

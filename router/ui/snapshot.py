@@ -123,7 +123,7 @@ class SnapshotSource:
             ended=[summarize_request(record, origin) for record in ended],
             missed=missed,
             totals=RequestTotals(
-                requests=outcomes.total(), in_flight=len(self._gateway.running), by=outcomes
+                requests=outcomes.total(), in_flight=len(self._gateway.tasks.running), by=outcomes
             ),
             turns=TurnTotals(
                 outcomes=_by_name(metrics.conversation_turns.counts()),

@@ -84,7 +84,7 @@ class Router:
     async def settled(self) -> None:
         """Every request is over, and what outlived them too."""
         gateway = self.gateway
-        await eventually(lambda: not gateway.running and not gateway._background, 10)
+        await eventually(lambda: not gateway.tasks.running and not gateway.tasks.background, 10)
         assert not any(e.in_flight or e.kv_leases for e in gateway.fleet.engines)
 
     async def knows_its_engines(self) -> None:
@@ -173,10 +173,10 @@ async def running_router(settings: Settings) -> AsyncIterator[Router]:
                 for connection in list(state.connections):
                     connection.transport.abort()
         await eventually(lambda: not state.connections)
-    await eventually(lambda: not router.gateway.running)
+    await eventually(lambda: not router.gateway.tasks.running)
     engines = router.gateway.fleet.engines
     assert all(engine.in_flight == 0 for engine in engines)
     assert all(not engine.admitted and not engine.admitted_tokens for engine in engines)
     assert router.gateway.admission is None or not router.gateway.admission.depth
-    assert not router.gateway.held.size
-    await eventually(lambda: not router.gateway.answers.size)
+    assert not router.gateway.memory.bodies.size
+    await eventually(lambda: not router.gateway.memory.answers.size)

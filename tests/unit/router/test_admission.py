@@ -370,9 +370,9 @@ async def test_who_leaves_in_the_moment_of_its_turn_gives_its_seat_on(
     gateway = router.gateway
     async with asking(router, 1, wait=0):
         await eventually(lambda: gate.held)
-        before = set(gateway.running)
+        before = set(gateway.tasks.running)
         async with asking(router, 1):
-            [waiting] = gateway.running - before
+            [waiting] = gateway.tasks.running - before
             [first] = before
             first.add_done_callback(lambda _: waiting.cancel())
             async with asking(router, 1) as [third]:
@@ -443,7 +443,7 @@ async def test_bodies_are_held_up_to_a_limit_and_more_is_refused_before_it_is_re
     asked = post(body)
     async with router.socket() as slow:
         await slow.send(asked[:-1])
-        await eventually(lambda: router.gateway.held.size > 59_000)
+        await eventually(lambda: router.gateway.memory.bodies.size > 59_000)
         async with router.socket() as other:
             await other.send(asked[:200])
             head, told = await other.answer()
@@ -452,7 +452,7 @@ async def test_bodies_are_held_up_to_a_limit_and_more_is_refused_before_it_is_re
             assert b"ServiceUnavailableError" in told
         await slow.send(asked[-1:])
         assert (await slow.head()).startswith(b"HTTP/1.1 200")
-    await eventually(lambda: not router.gateway.held.size)
+    await eventually(lambda: not router.gateway.memory.bodies.size)
     assert router.metric("refusals_total", reason="bodies") == 1
     assert (await router.complete(prompt="x" * 60_000)).status_code == 200
 
@@ -461,11 +461,11 @@ async def test_a_body_without_a_length_is_bounded_as_it_comes(start_router: Star
     router = await start_router(max_body_size=100_000, max_held_bodies=100_000)
     async with router.socket() as slow, router.socket() as other:
         await slow.send(post(b"x" * 60_000)[:-1])
-        await eventually(lambda: router.gateway.held.size > 59_000)
+        await eventually(lambda: router.gateway.memory.bodies.size > 59_000)
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
         await other.send(head + b"c350\r\n" + b"x" * 50_000 + b"\r\n")
         assert (await other.answer())[0].startswith(b"HTTP/1.1 503")
-        await eventually(lambda: router.gateway.held.size < 61_000)
+        await eventually(lambda: router.gateway.memory.bodies.size < 61_000)
 
 
 async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: MockEngine) -> None:
@@ -476,7 +476,7 @@ async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: M
     async with router.socket() as client:
         await client.send(asked + asked[:-1] + b"}" + b"rubbish\r\n\r\n")
         await client.until_closed()
-    await eventually(lambda: not router.gateway.held.size)
+    await eventually(lambda: not router.gateway.memory.bodies.size)
 
 
 @pytest.mark.slow

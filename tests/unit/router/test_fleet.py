@@ -169,7 +169,7 @@ async def test_liveness_and_readiness(router: Router, p: MockEngine) -> None:
     assert (await router.client.get("/health")).status_code == 200
     p.healthy = True
     await eventually(lambda: not router.gateway.fleet.unavailable_roles())
-    router.gateway.draining = True
+    router.gateway.tasks.is_draining = True
     assert (await router.client.get("/ready")).json()["reasons"] == {"router": "shutting down"}
 
 

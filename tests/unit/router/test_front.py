@@ -209,10 +209,10 @@ async def test_a_body_for_the_application_counts_as_held_until_it_has_answered(
     serve(router, "/waits", waits)
     async with router.socket() as client:
         await client.send(post(b"x" * 1000, "/waits"))
-        await eventually(lambda: router.gateway.held.size == 1000)
+        await eventually(lambda: router.gateway.memory.bodies.size == 1000)
         goes_on.set()
         assert (await client.answer())[1] == b"done"
-        assert router.gateway.held.size == 0
+        assert router.gateway.memory.bodies.size == 0
 
 
 # Clients that disconnect.
@@ -251,7 +251,7 @@ async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_th
             async with router.socket() as client:
                 await client.send(post(body, path, b"content-type: %b\r\n" % TYPES[body]))
                 await eventually(lambda: len(p.requests) + len(d.requests) == number)  # noqa: B023
-            await eventually(lambda: not router.gateway.running)
+            await eventually(lambda: not router.gateway.tasks.running)
         stages = ("prefill", "decode")
         left = [router.metric("client_disconnects_total", stage=stage) for stage in stages]
         assert sum(left) == len(ASKED)

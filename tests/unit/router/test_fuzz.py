@@ -171,7 +171,7 @@ async def test_no_bytes_of_a_client_break_the_router(
     await asyncio.to_thread(check)
     assert not p.failures
     assert not d.failures
-    await eventually(lambda: not impatient.gateway.running)
+    await eventually(lambda: not impatient.gateway.tasks.running)
     assert all(engine.in_flight == 0 for engine in impatient.gateway.fleet.engines)
 
 

@@ -357,7 +357,7 @@ async def test_a_shutdown_in_the_silence_is_told_as_an_event(router: Router, p: 
     p.scripts = [after(asyncio.Event(), usual_prefill)]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
-    router.gateway.interrupt()
+    router.gateway.tasks.interrupt()
     assert error_in(await stream.rest())["code"] == 503
 
 

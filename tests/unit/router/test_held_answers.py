@@ -120,7 +120,7 @@ CASES = {
 @contextlib.contextmanager
 def full(router: Router) -> Iterator[None]:
     """Other answers take all but a little."""
-    others = Reservation(router.gateway.answers)
+    others = Reservation(router.gateway.memory.answers)
     assert others.resize(LIMITS["max_held_answers"] - 900 * KIB)
     try:
         yield
@@ -146,7 +146,7 @@ async def test_large_answer_is_refused_when_there_is_no_room_and_passed_when_the
         require_refusal(refused)
         await router.settled()
         await eventually(
-            lambda: router.gateway.answers.size <= LIMITS["max_held_answers"] - 900 * KIB
+            lambda: router.gateway.memory.answers.size <= LIMITS["max_held_answers"] - 900 * KIB
         )
         # Small ones do not count.
         p.scripts, d.scripts = [usual_prefill], [usual_decode]
@@ -156,7 +156,7 @@ async def test_large_answer_is_refused_when_there_is_no_room_and_passed_when_the
     answer = await router.client.post(case.path, json=case.body)
     assert answer.status_code == case.status
     await router.settled()
-    await eventually(lambda: not router.gateway.answers.size)
+    await eventually(lambda: not router.gateway.memory.answers.size)
 
 
 @pytest.mark.parametrize("script", [large_prefill, failing(400)])
@@ -165,7 +165,7 @@ async def test_answers_together_go_up_to_the_limit_and_not_beyond(
 ) -> None:
     """Each needs a little more than 1 MiB: four of ten fit, whichever they are."""
     router = await start_router(**LIMITS)
-    memory, arrived, most = router.gateway.answers, asyncio.Barrier(10), 0
+    memory, arrived, most = router.gateway.memory.answers, asyncio.Barrier(10), 0
 
     async def together(request: Received, peer: Peer) -> None:
         await arrived.wait()
@@ -255,12 +255,12 @@ async def test_what_a_client_does_not_read_of_a_whole_answer_counts_until_it_lea
     client = await _stalled(router.port, asked)
     await eventually(lambda: d.requests)
     await router.settled()
-    assert size / 4 < router.gateway.answers.size < 2 * size
-    assert router.metric("held_answer_bytes") == router.gateway.answers.size
+    assert size / 4 < router.gateway.memory.answers.size < 2 * size
+    assert router.metric("held_answer_bytes") == router.gateway.memory.answers.size
     other = await router.client.post("/v1/chat/completions", json={**CHAT, "conversation_id": "d"})
     require_refusal(other)
     client.close()
-    await eventually(lambda: not router.gateway.answers.size)
+    await eventually(lambda: not router.gateway.memory.answers.size)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -288,9 +288,9 @@ async def test_nothing_stays_reserved_when_a_client_leaves_in_the_middle(
     async with router.socket() as client:
         await client.send(post(json.dumps(case.body).encode(), case.path))
         await asyncio.wait_for(half.wait(), 5)
-        await eventually(lambda: router.gateway.answers.size > 600 * KIB)
+        await eventually(lambda: router.gateway.memory.answers.size > 600 * KIB)
     await router.settled()
-    await eventually(lambda: not router.gateway.answers.size)
+    await eventually(lambda: not router.gateway.memory.answers.size)
 
 
 async def test_prefill_answer_that_comes_after_the_end_of_its_request_stays_not_reserved(
@@ -310,7 +310,7 @@ async def test_prefill_answer_that_comes_after_the_end_of_its_request_stays_not_
     answered.set()
     await router.settled()
     assert [leg.path for leg in p.requests] == ["/v1/completions"]
-    assert not router.gateway.answers.size
+    assert not router.gateway.memory.answers.size
 
 
 async def test_limit_of_all_answers_is_not_below_that_of_one(p: MockEngine, d: MockEngine) -> None:

@@ -60,7 +60,7 @@ async def front(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
 async def serves(router: Router) -> None:
     """It is none the worse for it."""
     assert (await router.complete()).status_code == 200
-    await eventually(lambda: router.gateway.held.size == 0)
+    await eventually(lambda: router.gateway.memory.bodies.size == 0)
 
 
 # Requests within requests.

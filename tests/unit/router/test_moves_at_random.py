@@ -123,6 +123,6 @@ async def test_an_answer_is_whole_or_its_client_is_told(
             came += await asyncio.gather(*(asks(router, random) for _ in range(AT_ONCE)))
         await router.settled()
         assert came.count("whole") > REQUESTS / 4
-        assert router.gateway.resume_memory.size == 0
-        assert not router.gateway.running
+        assert router.gateway.memory.resume_buffers.size == 0
+        assert not router.gateway.tasks.running
         assert [(one.in_flight, one.kv_leases, one.admitted) for one in fleet] == [(0, 0, 0)] * 5

@@ -172,7 +172,7 @@ async def test_another_decoder_goes_on(
     assert {engine.breaker.circuit for engine in router.gateway.fleet.engines} == {
         CircuitState.CLOSED
     }
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,7 +231,7 @@ async def test_one_that_has_said_nothing_is_prefilled_anew(
     first, again = legs(p)
     assert again.json["max_tokens"] == first.json["max_tokens"] == 1
     assert [len(legs(d)), len(legs(d2))] == [1, 1]
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ async def test_what_makes_no_sense_is_not_gone_on_with(
     d.scripts = d2.scripts = [hands_back(2, begun)]
     assert await answered(router, stream=False) == WORDS
     assert all("begun" not in params_of(one) for one in legs(p))
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -270,7 +270,7 @@ async def test_an_answer_that_nobody_has_seen_begins_anew_where_nobody_goes_on(
     assert await answered(router, stream=False) == WORDS
     *_, last = (one for one in legs(d, d2) if not params_of(one)["hand_back"])
     assert len(tokens_in(last)) < 2, "it was not told what was handed back"
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_without_room_for_what_was_said_it_begins_anew(
@@ -279,7 +279,7 @@ async def test_without_room_for_what_was_said_it_begins_anew(
     router = await start(max_resume_memory=10)
     d.scripts = d2.scripts = [hands_back(4)]
     assert await answered(router, stream=False) == WORDS
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_a_stream_that_is_not_kept_is_not_to_be_handed_back(
@@ -352,7 +352,7 @@ async def test_engines_that_always_hand_back_are_not_asked_for_ever(
     answer = await router.complete(stream=stream)
     assert answer.status_code == 503, answer.text
     assert len(legs(d, d2)) < 8
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_what_another_router_asked_to_have_back_it_gets(
@@ -450,9 +450,9 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(
     p.scripts, d.scripts = [computes, waits], [hands_back(2)]
     d2.scripts = d.scripts
     asking = asyncio.create_task(router.complete())
-    await eventually(lambda: router.gateway.resume_memory.size > 0)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size > 0)
     asking.cancel()
-    await eventually(lambda: router.gateway.resume_memory.size == 0)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size == 0)
     await router.settled()
 
 
@@ -513,7 +513,7 @@ async def test_in_every_plan(
         assert await answered(router, stream, **fields) == WORDS
     begun = [one for one in legs(d, d2) if len(tokens_in(one)) == 2]
     assert len(begun) == 1
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -536,7 +536,7 @@ async def test_many_at_once_are_each_their_own(start: Start, d: MockEngine, d2: 
     d.scripts = d2.scripts = [hands_back(1 + i % 4) for i in range(20)]
     got = await asyncio.gather(*(answered(router, bool(i % 2)) for i in range(30)))
     assert got == [WORDS] * 30
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 def test_a_resume_buffer_that_takes_what_was_handed_back_counts_it_once() -> None:

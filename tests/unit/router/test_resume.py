@@ -196,7 +196,7 @@ async def test_another_decoder_goes_on(
     kind = {"frozen": "timeout", **broken}.get(how)
     assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="gone_on") == 1
     assert router.metric("requests_total", **_ended(router)) == 1
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_a_request_that_is_wrong_is_refused_once(
@@ -330,7 +330,7 @@ async def test_again_and_again_but_not_for_ever(
         outcomes = {"kind": "broken_answer"}
         assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
         assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
-        assert router.gateway.resume_memory.size == 0
+        assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_only_who_goes_on_is_counted(
@@ -419,7 +419,7 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
     router = await start()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
-    await eventually(lambda: router.gateway.resume_memory.size > 4 * len(PROMPT) + 4)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
     router.gateway.fleet.remove(router.engine(first).name)
     assert texts_of((await asking).text) == WORDS
@@ -434,7 +434,7 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
     router = await start()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
-    await eventually(lambda: router.gateway.resume_memory.size > 4 * len(PROMPT) + 4)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
     assert first._server is not None
     first._server.close()
@@ -484,7 +484,7 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
         answer = await router.stream()
         assert error_in(answer.text)["code"] == 502
         assert answer.text.count('"text"') == 2
-        assert router.gateway.resume_memory.size == 0
+        assert router.gateway.memory.resume_buffers.size == 0
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"suffix": "x"}, {"stream": False}])
@@ -506,8 +506,8 @@ async def test_a_client_that_leaves_leaves_nothing(
     async with router.socket() as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         await client.send(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        await eventually(lambda: router.gateway.resume_memory.size > 0)
-    await eventually(lambda: router.gateway.resume_memory.size == 0)
+        await eventually(lambda: router.gateway.memory.resume_buffers.size > 0)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size == 0)
     assert (await router.stream()).status_code == 200
 
 
@@ -527,7 +527,7 @@ async def test_many_at_once_are_each_their_own(
     answers = await asyncio.gather(*(router.stream() for _ in range(30)))
     assert all(texts_of(answer.text) == WORDS for answer in answers)
     assert not left
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 # The resume buffer by itself.

@@ -99,7 +99,7 @@ async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngin
         answer = await router.stream()
         assert len(legs(d2)) == 1
         assert '"error"' in answer.text
-        assert router.gateway.resume_memory.size == 0
+        assert router.gateway.memory.resume_buffers.size == 0
         for one in (d, d3):
             assert all(b'"spoken"' not in leg.body for leg in legs(one))
 

@@ -128,7 +128,7 @@ async def test_the_first_that_accepts_answers_and_the_others_are_left(
     assert router.metric("decode_first_total", outcome="answered") == 1
     assert not any(engine.failed_probes for engine in router.gateway.fleet.engines)
     assert all(router.engine(engine).breaker.allows_requests for engine in ds)
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
@@ -319,7 +319,7 @@ async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
     assert prefill.json["kv_transfer_params"]["begun"]["spoken"] == 2
     assert router.metric("resumes_total", kind="broken_answer", outcome="gone_on") == 1
     await router.settled()
-    assert router.gateway.resume_memory.size == 0
+    assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_engines_that_are_full_are_not_asked_besides(

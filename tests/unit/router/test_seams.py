@@ -142,11 +142,11 @@ async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
         while before != sent:
             before = sent
             await asyncio.sleep(0.2)
-        held = router.gateway.held.size
+        held = router.gateway.memory.bodies.size
         gate.set()
         for _ in range(50):
             await client.answer()
-        assert router.gateway.held.size <= held + 15
+        assert router.gateway.memory.bodies.size <= held + 15
         feeding.cancel()
 
 

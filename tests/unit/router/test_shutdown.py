@@ -91,7 +91,7 @@ async def test_what_was_asked_ahead_on_a_connection_is_answered_before_it_ends(
     async with router.socket() as client:
         await client.send(post(b'{"prompt": "x"}') * 2)
         await eventually(lambda: p.requests)
-        router.gateway.draining = True
+        router.gateway.tasks.is_draining = True
         gate.set()
         first, _ = await client.answer()
         second, _ = await client.answer()

@@ -29,7 +29,9 @@ async def others() -> AsyncIterator[list[MockEngine]]:
 
 def policy(router: Router, role: EngineRole) -> PrefixAffinity:
     gateway = router.gateway
-    known = (gateway._prefill if role is EngineRole.PREFILL else gateway._decode)["default"]
+    known = (gateway.routes._prefill if role is EngineRole.PREFILL else gateway.routes._decode)[
+        "default"
+    ]
     assert isinstance(known, PrefixAffinity)
     return known
 
@@ -119,10 +121,10 @@ async def test_a_group_whose_last_engine_goes_has_no_policy(
 ) -> None:
     router = await start_router(ps=others)
     await router.complete()
-    assert list(router.gateway._prefill) == ["default"]
+    assert list(router.gateway.routes._prefill) == ["default"]
     for engine in router.gateway.fleet.engines:
         router.gateway.fleet.remove(engine.name)
-    assert not router.gateway._prefill
+    assert not router.gateway.routes._prefill
 
 
 async def test_the_same_engines_are_the_same_tuple_whatever_happened_between(

@@ -344,7 +344,7 @@ async def test_limits_change_while_requests_run(p: MockEngine, d: MockEngine) ->
             "max_connections",
         }
         gateway = here.router.gateway
-        assert (gateway.limits.max_connections, gateway.held.limit) == (7, 4096)
+        assert (gateway.limits.max_connections, gateway.memory.bodies.limit) == (7, 4096)
         asking += [asyncio.create_task(here.router.complete()) for _ in range(2)]
         await eventually(lambda: gateway.admission is not None and gateway.admission.depth == 1)
         assert here.router.metric("queue_depth") == 1

@@ -247,7 +247,7 @@ async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
         await eventually(lambda: authenticator.running("one"))
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
-        await eventually(lambda: not router.gateway.running)
+        await eventually(lambda: not router.gateway.tasks.running)
         own.thaw()
         await eventually(lambda: not authenticator.running("one"))
         await eventually(lambda: own.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")

@@ -305,7 +305,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
         await asyncio.wait_for(asked.wait(), 5)
-    await eventually(lambda: not router.gateway.running)
+    await eventually(lambda: not router.gateway.tasks.running)
     go_on.set()
     await eventually(lambda: router.metric("conversation_kept_total", outcome="kept"))
     await chat(router, AGAIN)

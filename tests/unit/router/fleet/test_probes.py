@@ -70,7 +70,7 @@ async def test_a_frozen_engine_is_found_and_its_legs_end(
             events = answer.aiter_lines()
             assert (await anext(events)).startswith("data:")
             assert engine.in_flight == 1
-            router.gateway._prefill_turn = router.gateway._decode_turn = 0
+            router.gateway.routes._prefill_turn = router.gateway.routes._decode_turn = 0
             unary = asyncio.create_task(router.complete())
             await eventually(lambda: engine.in_flight == 2)
             process.send_signal(signal.SIGSTOP)

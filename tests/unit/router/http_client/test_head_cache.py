@@ -101,7 +101,7 @@ def what_is_found(sent: list[bytes], remembers: bool) -> list[object]:
             reader._head_cache = HeadCache(("", b""))
         if not reader.is_closed:
             reader.feed(piece)
-    state = reader.is_closed, reader.is_receiving, bounds.held.size
+    state = reader.is_closed, reader.is_receiving, bounds.memory.bodies.size
     requests = [
         (r.endpoint, r.method, r.target, r.headers, r.http_1_1, r.keep_alive, r.body, r.size,
          r.is_complete, str(r.refusal))

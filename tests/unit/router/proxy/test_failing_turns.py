@@ -68,7 +68,7 @@ async def test_a_turn_is_offered_again_only_where_nobody_was_asked(
         router = asked.router
         asked.other.usual = prefilling()
         await last_turn(router)
-        router.gateway._prefill_turn = 0  # the first one's again
+        router.gateway.routes._prefill_turn = 0  # the first one's again
         async with FAULTS[kind](asked):
             await next_turn(router, 502 if kind == "answer_too_large" else 200)
         assert offers(asked.ps) == [KEPT]

@@ -269,7 +269,7 @@ async def test_nothing_is_remembered_of_groups_that_are_gone(
                 fleet.note_identity(router.engine(mock))
             await grouped(router, "default-other", f"default-{number:08x}")
             assert (await router.complete(prompt="x" * 50_000)).status_code == 200
-        for policies in (router.gateway._prefill, router.gateway._decode):
+        for policies in (router.gateway.routes._prefill, router.gateway.routes._decode):
             assert policies.keys() <= fleet.groups
 
 
@@ -284,7 +284,7 @@ async def test_a_policy_is_told_how_it_ended_in_the_group_where_it_did(
         await grouped(router, *NAMES)
         d.usual = d2.usual = answering(500, {})
         assert (await router.complete(prompt="x" * 50_000)).status_code == 502
-        policies = router.gateway._decode.values()
+        policies = router.gateway.routes._decode.values()
         assert [engine for policy in policies for engine in vars(policy)["_unanswered"]]
         assert not [
             open_asks

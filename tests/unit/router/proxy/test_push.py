@@ -260,6 +260,6 @@ async def test_client_that_disconnects_just_after_a_decoder_failed_leaves_no_pre
                 await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)
-        for task in router.gateway.running:
+        for task in router.gateway.tasks.running:
             task.cancel()
         await router.settled()

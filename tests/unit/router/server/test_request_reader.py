@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router.http_client.answer_memory import AnswerMemory
 from router.openai.anthropic_messages import MESSAGES_PATH
 from router.openai.errors import (
     BodyTooLargeError,
@@ -20,6 +21,7 @@ from router.openai.errors import (
     shape_of,
 )
 from router.proxy.admission import Held
+from router.proxy.gateway import MemoryLimits
 from router.server.dialect_exchange import CHAT_PATH
 from router.server.proxied_endpoints import COMPLETIONS_PATH
 from router.server.request_reader import IncomingRequest, RequestReader
@@ -32,7 +34,9 @@ class Bounded:
     limits: Any = field(
         default_factory=lambda: SimpleNamespace(max_header_size=1000, max_body_size=100)
     )
-    held: Held = field(default_factory=lambda: Held(150))
+    memory: MemoryLimits = field(
+        default_factory=lambda: MemoryLimits(Held(150), AnswerMemory(0), Held(0))
+    )
     caller: str | None = None
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
@@ -162,13 +166,13 @@ def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
     reader = RequestReader(bounded)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
     reader.feed(head + b"50\r\n" + b"x" * 0x50 + b"\r\n")
-    assert bounded.held.size == 0x50
+    assert bounded.memory.bodies.size == 0x50
     reader.feed(b"50\r\n" + b"x" * 0x50 + b"\r\n0\r\n\r\n" + post())
     (request,) = reader.requests
     assert isinstance(request.refusal, BodyTooLargeError)
     assert not request.keep_alive
     assert reader.is_closed
-    assert bounded.held.size == 0
+    assert bounded.memory.bodies.size == 0
 
 
 def test_an_announced_size_is_refused_before_it_comes() -> None:
@@ -183,20 +187,20 @@ def test_bodies_of_all_requests_have_one_bound() -> None:
     one.feed(post(body=b"x" * 80))
     other.feed(post(body=b"x" * 80)[:-10])
     assert isinstance(other.requests[0].refusal, OverloadError)
-    assert bounded.held.size == 80
+    assert bounded.memory.bodies.size == 80
     taken(one)
-    assert bounded.held.size == 0
+    assert bounded.memory.bodies.size == 0
     RequestReader(bounded).feed(post(body=b"x" * 80))
-    assert bounded.held.size == 80
+    assert bounded.memory.bodies.size == 80
 
 
 def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
     bounded = Bounded()
     reader = RequestReader(bounded)
     reader.feed(post() + post()[:-5])
-    assert bounded.held.size == 2 * len(BODY) - 5
+    assert bounded.memory.bodies.size == 2 * len(BODY) - 5
     reader.close()
-    assert bounded.held.size == 0
+    assert bounded.memory.bodies.size == 0
     assert not reader.requests
     reader.feed(post())
     assert not reader.requests
@@ -249,4 +253,4 @@ def test_a_strangers_body_is_not_waited_for() -> None:
     reader.feed(post()[:-5])
     (request,) = reader.requests
     assert isinstance(request.refusal, UnauthorizedError)
-    assert bounded.held.size == 0
+    assert bounded.memory.bodies.size == 0

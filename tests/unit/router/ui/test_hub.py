@@ -231,7 +231,7 @@ async def test_a_router_that_ends_waits_for_nobody_who_looks(start_router: Start
     router = await start_router(ui=True)
     async with looking(router) as events:
         await until(events, "snapshot")
-        router.gateway.draining = True
+        router.gateway.tasks.is_draining = True
         async with asyncio.timeout(5):
             assert [name async for name, _ in events if name == "snapshot"] == []
 
