@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -102,16 +102,6 @@ def _add_call(calls: list[Json], part: Json) -> None:
 def _longer(text: object, more: str) -> str:
     """Append to a text; a value of another type is replaced."""
     return text + more if isinstance(text, str) else more
-
-
-def events_in(raw: bytes) -> Iterator[Json]:
-    """Yield the JSON objects of an event stream's data lines."""
-    for line in raw.splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        content = parse_object(line[5:].strip())
-        if content is not None:
-            yield content
 
 
 def parse_object(raw: bytes) -> Json | None:

@@ -243,29 +243,28 @@ def _dump(content: Json, where: str) -> str:
 # Answers.
 
 
-def message_from_answer(answer: AnswerBlocks, name: str, model: str) -> Json:
-    """Return the answer as a message with the id `name`."""
-    reason, sequence = _stop_reason(answer)
-    return {
-        **_opening(name, answer.model or model),
-        "content": [_content(block) for block in answer.blocks],
-        "stop_reason": reason,
-        "stop_sequence": sequence,
-        "usage": _usage(answer),
-    }
-
-
 def anthropic_error(status: int, error: Json) -> Json:
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error.get("message", ""))}}
 
 
-class MessageEvents:
-    """Writes an answer as the events of Anthropic's streams."""
+class MessageOutput:
+    """Writes an answer as a message with the id `name`, whole or as a stream of events."""
 
     def __init__(self, answer: AnswerBlocks, name: str, model: str) -> None:
         self._answer, self._name, self._model = answer, name, model
         self._has_begun = False
+
+    def whole(self) -> Json:
+        answer = self._answer
+        reason, sequence = _stop_reason(answer)
+        return {
+            **_opening(self._name, answer.model or self._model),
+            "content": [_content(block) for block in answer.blocks],
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": _usage(answer),
+        }
 
     def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
         for step in steps:

@@ -224,7 +224,7 @@ def assistant_message(answer: AnswerBlocks) -> Json:
     return {**message, "tool_calls": calls} if calls else message
 
 
-class ResponseEvents:
+class ResponseOutput:
     """Writes an answer as a response with the id `name`, whole or as a stream of events."""
 
     def __init__(self, answer: AnswerBlocks, request: Json, name: str, created: int) -> None:
@@ -233,7 +233,7 @@ class ResponseEvents:
         self._number = 0
         self._has_begun = False
 
-    def response(self, status: str | None = None) -> Json:
+    def whole(self, status: str | None = None) -> Json:
         """Return the response object. `status` is given only while the answer is in progress."""
         answer, request = self._answer, self._request
         reason = answer.finish_reason or ""
@@ -286,13 +286,13 @@ class ResponseEvents:
         if error is not None:
             fields = {"code": "server_error", "message": str(error.get("message", ""))}
             yield self._event("error", **fields, param=error.get("param"))
-        response = self.response()
+        response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 
     def _begin(self) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
-            opening = self.response("in_progress")
+            opening = self.whole("in_progress")
             yield self._event("response.created", response=opening)
             yield self._event("response.in_progress", response=opening)
 

@@ -31,13 +31,12 @@ from router.http_client.errors import BrokenAnswerError
 from router.openai.answers import (
     AnswerChoice,
     Json,
-    events_in,
     parse_object,
     read_choice,
     read_streamed_choice,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
-from router.openai.event_stream import is_broken_off
+from router.openai.event_stream import chunks_in, is_broken_off
 from router.proxy import headers, stream_from_answer
 from router.proxy.answer_check import (
     LongAnswerCheck,
@@ -347,7 +346,7 @@ class Tail:
         """Of an answer that brought params: others leave nothing for the next turn."""
         if self.params is None or self._size > COPY_LIMIT:
             return None
-        return read_streamed_choice(events_in(b"".join(self._copy)))
+        return read_streamed_choice(chunks_in(b"".join(self._copy)))
 
     def _has_room(self) -> bool:
         if self._size <= UNCOUNTED_BYTES:

@@ -23,7 +23,7 @@ from router.http_client.answer_memory import Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
-from router.openai.answers import events_in
+from router.openai.event_stream import chunks_in
 from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import Params, PrefillAnswer
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
@@ -94,7 +94,7 @@ async def late_turn(
         return
     finally:
         answer.close()
-    kept = [event[KV_PARAMS] for event in events_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
+    kept = [event[KV_PARAMS] for event in chunks_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
     if kept and engine.capabilities.supports_release:
         await _release_turn(request, gateway, engine, kept[-1])
 

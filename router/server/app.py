@@ -94,7 +94,13 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         for name, one in certificates.items()
         if one.expires_at is not None
     ]
-    conversations = _conversations(settings, store)
+    conversations = None
+    if store is not None:
+        resolver = ConversationResolver(settings.conversation_ids, settings.tenant_header)
+        conversations = Conversations(store, resolver, settings.conversation_ttl)
+    # In memory, responses have a store of their own, so that they do not evict turns.
+    is_in_memory = settings.conversation_store == "memory"
+    response_store = _memory_store(settings) if is_in_memory else store
     gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
@@ -106,7 +112,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         prober=prober,
         registry=registry,
         stored_responses=ResponseStore(
-            _response_store(settings, store), settings.tenant_header, settings.responses_ttl
+            response_store, settings.tenant_header, settings.responses_ttl
         ),
         signed_store=store if isinstance(store, SignedStore) else None,
         exposition=metrics.exposition,
@@ -154,13 +160,6 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     app.add_middleware(HttpMethodsMiddleware, known=app, origins=settings.cors_origins)
     fastapi_errors.install(app)
     return app
-
-
-def _conversations(settings: Settings, store: Store | None) -> Conversations | None:
-    if store is None:
-        return None
-    resolver = ConversationResolver(settings.conversation_ids, settings.tenant_header)
-    return Conversations(store, resolver, settings.conversation_ttl)
 
 
 def _authenticator(settings: Settings, metrics: Metrics) -> Authenticator | None:
@@ -229,13 +228,23 @@ def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
     if settings.conversation_store == "off":
         return None
     if settings.conversation_store == "memory":
-        memory = MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
+        memory = _memory_store(settings)
         metrics.conversation_entries.set_function(lambda: len(memory))
         return memory
+    from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
+
     errors = metrics.conversation_store_errors
-    redis = StoreBreaker(_redis_store(settings), errors)
+    address, password = settings.conversation_store, settings.store_password()
+    try:
+        redis = RedisStore(address, password, settings.conversation_store_timeout)
+    except ValueError as error:
+        raise SettingsError([f"--conversation-store: {error}"]) from error
     signer = ValueSigner(with_store_keys(settings).store_keys())
-    return SignedStore(redis, signer, errors, settings.conversation_ttl)
+    return SignedStore(StoreBreaker(redis, errors), signer, errors, settings.conversation_ttl)
+
+
+def _memory_store(settings: Settings) -> MemoryStore:
+    return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
 
 
 def with_store_keys(settings: Settings) -> Settings:
@@ -255,26 +264,6 @@ def with_store_keys(settings: Settings) -> Settings:
         )
         keys = [secrets.token_urlsafe(32).encode()]
     return settings.with_store_keys(keys)
-
-
-def _response_store(settings: Settings, store: Store | None) -> Store | None:
-    """Return the store for responses: a separate one in memory, where they would evict turns."""
-    if settings.conversation_store != "memory":
-        return store
-    return MemoryStore(settings.conversation_max_entries, settings.conversation_max_bytes)
-
-
-def _redis_store(settings: Settings) -> Store:
-    from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
-
-    try:
-        return RedisStore(
-            settings.conversation_store,
-            settings.store_password(),
-            settings.conversation_store_timeout,
-        )
-    except ValueError as error:
-        raise SettingsError([f"--conversation-store: {error}"]) from error
 
 
 def _fleet(

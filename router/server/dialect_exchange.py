@@ -12,6 +12,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import orjson
 
@@ -27,20 +28,20 @@ from router.http_client.errors import (
     UpstreamError,
 )
 from router.openai.answer_blocks import AnswerBlocks, BlockStep
-from router.openai.answers import Json, events_in, parse_object
+from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
-    MessageEvents,
+    MessageOutput,
     anthropic_error,
     chat_from_messages,
     count_request_from_messages,
-    message_from_answer,
 )
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
+from router.openai.event_stream import chunks_in
 from router.openai.request_fields import require_text
 from router.openai.responses import (
     MAX_COMPLETION_TOKENS,
     MAX_OUTPUT_TOKENS,
-    ResponseEvents,
+    ResponseOutput,
     assistant_message,
     chat_from_response,
 )
@@ -56,8 +57,23 @@ EVENT_STREAM = b"text/event-stream"
 UNTRANSLATABLE = "an engine's answer cannot be translated to this API"
 
 
+class DialectOutput(Protocol):
+    """Writes an answer in a dialect."""
+
+    def whole(self) -> Json:
+        """Return an unstreamed answer."""
+
+    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
+        """Yield the events for some steps of a streamed answer."""
+
+    def last_events(self) -> Iterator[bytes]:
+        """Yield the last events of a stream, after the answer was closed."""
+
+
 class ApiDialect(ABC):
-    """One request in a dialect, and its answer. `answer` collects what the engine sends."""
+    """One request in a dialect. `answer` collects what the engine sends, and `output` writes it."""
+
+    output: DialectOutput
 
     def __init__(self) -> None:
         self.answer = AnswerBlocks()
@@ -68,24 +84,16 @@ class ApiDialect(ABC):
         """Fill in `request` with the chat completion for `body`. Raises RequestError."""
 
     @abstractmethod
-    def whole_answer(self, content: Json) -> Json:
-        """Return the answer in one piece; `content` is the engine's."""
-
-    @abstractmethod
     def error(self, status: int, error: Json) -> Json:
         """Return the error body for OpenAI's error object."""
-
-    @abstractmethod
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        """Yield the events for some steps of a streamed answer."""
-
-    @abstractmethod
-    def last_events(self) -> Iterator[bytes]:
-        """Yield the last events of a stream, after the answer was closed."""
 
     def request_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
         """Return the request's headers as a client of chat completions would send them."""
         return headers
+
+    def whole_answer(self, content: Json) -> Json:
+        """Return an unstreamed answer; `content` is the engine's."""
+        return self.output.whole()
 
     def require_known_finish(self) -> None:
         """Raise UnsupportedFinishError if the dialect cannot express the finish reason of an answer
@@ -100,14 +108,13 @@ class ApiDialect(ABC):
 class MessagesDialect(ApiDialect):
     def __init__(self) -> None:
         super().__init__()
-        self._id, self._model = f"msg_{secrets.token_hex(12)}", ""
-        self._events = MessageEvents(self.answer, self._id, "")
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self.output = MessageOutput(self.answer, self._id, "")
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
         chat = chat_from_messages(body)
         self.is_streamed = bool(body.get("stream"))
-        self._model = str(body.get("model", ""))
-        self._events = MessageEvents(self.answer, self._id, self._model)
+        self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
         _take_chat(request, gateway, chat)
 
     def request_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
@@ -121,9 +128,6 @@ class MessagesDialect(ApiDialect):
         key = next(value for name, value in headers if name == X_API_KEY)
         return [*rest, (AUTHORIZATION, b"Bearer " + key)]
 
-    def whole_answer(self, content: Json) -> Json:
-        return message_from_answer(self.answer, self._id, self._model)
-
     def error(self, status: int, error: Json) -> Json:
         return anthropic_error(status, error)
 
@@ -131,12 +135,6 @@ class MessagesDialect(ApiDialect):
         if self.answer.has_unknown_finish:
             reason = self.answer.finish_reason
             raise UnsupportedFinishError(f"the answer ended for the reason {reason!r}")
-
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        return self._events.events(steps)
-
-    def last_events(self) -> Iterator[bytes]:
-        return self._events.last_events()
 
 
 class CountTokensDialect(MessagesDialect):
@@ -156,10 +154,9 @@ class ResponsesDialect(ApiDialect):
     def __init__(self, stored: ResponseStore) -> None:
         super().__init__()
         self._stored, self._tenant = stored, ""
-        self._id = f"resp_{secrets.token_hex(16)}"
-        self._events = ResponseEvents(self.answer, {}, self._id, 0)
+        self._id = self._root = f"resp_{secrets.token_hex(16)}"
+        self.output = ResponseOutput(self.answer, {}, self._id, 0)
         self._history: list[Json] = []
-        self._root = self._id
         self._is_stored = False
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
@@ -175,13 +172,10 @@ class ResponsesDialect(ApiDialect):
         self._is_stored = body.get("store") is not False
         echoed = {name: value for name, value in body.items() if name != "input"}
         write({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
-        self._events = ResponseEvents(self.answer, echoed, self._id, int(time.time()))
+        self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()))
         if previous is not None:
             chat.setdefault("conversation_id", self._root)
         _take_chat(request, gateway, chat)
-
-    def whole_answer(self, content: Json) -> Json:
-        return self._events.response()
 
     def error(self, status: int, error: Json) -> Json:
         message = str(error.get("message", "")).replace(MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS)
@@ -190,17 +184,11 @@ class ResponsesDialect(ApiDialect):
             param = MAX_OUTPUT_TOKENS
         return {"error": {**error, "message": message, "param": param}}
 
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        return self._events.events(steps)
-
-    def last_events(self) -> Iterator[bytes]:
-        return self._events.last_events()
-
     async def store(self) -> None:
         if self._is_stored and self.answer.error is None and not self.answer.has_unknown_finish:
             messages = [*self._history, assistant_message(self.answer)]
-            kept = StoredResponse(self._root, messages, self._events.response())
-            await self._stored.keep(self._tenant, self._id, kept)
+            response = StoredResponse(self._root, messages, self.output.whole())
+            await self._stored.keep(self._tenant, self._id, response)
 
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
@@ -293,10 +281,11 @@ class DialectExchange(Before):
         if dialect.is_streamed:
             if dialect.answer.error is not None:
                 raise self._untranslatable()
-            events = b"".join(dialect.events(steps))
+            output = dialect.output
+            events = b"".join([*output.events(steps), *output.last_events()])
             await dialect.store()
             given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
-            await self._front.respond(status, given, events + b"".join(dialect.last_events()))
+            await self._front.respond(status, given, events)
             return
         try:
             whole = dumps(dialect.whole_answer(content))
@@ -330,14 +319,14 @@ class DialectExchange(Before):
             return block
         dialect = self._dialect
         events: list[bytes] = []
-        for content in events_in(block):
-            events += dialect.events(dialect.answer.add(content))
+        for content in chunks_in(block):
+            events += dialect.output.events(dialect.answer.add(content))
         return b"".join(events)
 
     def _close(self) -> bytes:
         dialect = self._dialect
-        closing = b"".join(dialect.events(dialect.answer.close()))
-        return closing + b"".join(dialect.last_events())
+        closing = b"".join(dialect.output.events(dialect.answer.close()))
+        return closing + b"".join(dialect.output.last_events())
 
     async def _end(self, events: bytes) -> None:
         if self._is_ended:

@@ -1,8 +1,8 @@
-"""Where things are, for people: `/` and `/docs`. Without scripts, and without other hosts."""
+"""The index of endpoints (`/`) and their documentation (`/docs`); works without other hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -12,16 +12,24 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 router = APIRouter(tags=["Operations"])
 METHODS = ("get", "post", "put", "patch", "delete")
-STYLE = """\
-:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-code{font-family:ui-monospace,monospace}
-table{border-collapse:collapse}
-th,td{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}
-section{border-top:1px solid;margin-top:1.5rem}"""
+PAGE = """\
+<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{title}</title><style>
+:root{{color-scheme:light dark}}
+body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+code{{font-family:ui-monospace,monospace}}
+table{{border-collapse:collapse}}
+th,td{{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}}
+section{{border-top:1px solid;margin-top:1.5rem}}
+</style></head><body><main><h1>{title}</h1>{body}
+<p><a href="/docs">Endpoints in detail</a>, <a href="/openapi.json">the same for machines</a>,
+<a href="/metrics">metrics</a>. Version {version}.</p></main></body></html>
+"""
 
 
 class Operation(NamedTuple):
+    """One method of one path. `content` is its OpenAPI object."""
+
     method: str
     path: str
     summary: str
@@ -29,16 +37,18 @@ class Operation(NamedTuple):
 
 
 @router.head("/", include_in_schema=False)
-@router.get("/", summary="Where things are: JSON, or a page for browsers")
+@router.get("/", summary="Index of the endpoints: JSON, or HTML for browsers")
 async def index(request: Request) -> Response:
-    found = list(operations(request.app.openapi()))
-    if wants_page(request.headers.get("accept", "")):
-        return HTMLResponse(_page("disagg-router", _table(found) + _where()))
-    places = {f"{one.method} {one.path}": one.summary for one in found if one.path != "/"}
+    found = [one for one in _operations(request.app.openapi()) if one.path != "/"]
+    # Browsers ask for HTML by name; curl and API clients accept anything, or JSON.
+    if "text/html" in request.headers.get("accept", "").lower():
+        head = "<thead>" + _row(("Method", "Path", "What"), 'th scope="col"') + "</thead>"
+        rows = "".join(_row((one.method, _link(one), escape(one.summary))) for one in found)
+        return _page("disagg-router", f"<table>{head}<tbody>{rows}</tbody></table>")
     content = {
         "name": "disagg-router",
         "version": version("disagg-router"),
-        "endpoints": places,
+        "endpoints": {f"{one.method} {one.path}": one.summary for one in found},
         "docs": "/docs",
         "openapi": "/openapi.json",
     }
@@ -47,12 +57,11 @@ async def index(request: Request) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    schema = request.app.openapi()
-    sections = "".join(map(_section, operations(schema)))
-    return HTMLResponse(_page("disagg-router: its endpoints", sections + _where()))
+    sections = map(_section, _operations(request.app.openapi()))
+    return _page("disagg-router: its endpoints", "".join(sections))
 
 
-def operations(schema: Mapping[str, Any]) -> Iterator[Operation]:
+def _operations(schema: Mapping[str, Any]) -> Iterator[Operation]:
     for path, methods in schema.get("paths", {}).items():
         for method in METHODS:
             if method in methods:
@@ -60,49 +69,10 @@ def operations(schema: Mapping[str, Any]) -> Iterator[Operation]:
                 yield Operation(method.upper(), path, content.get("summary", ""), content)
 
 
-def wants_page(accept: str) -> bool:
-    """Browsers name HTML; curl and clients of APIs take anything, or JSON."""
-    return "text/html" in accept.lower()
-
-
-def _page(title: str, body: str) -> str:
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    return (
-        f'<!doctype html><html lang="en"><head>{head}<title>{title}</title>'
-        f"<style>{STYLE}</style></head>"
-        f"<body><main><h1>{title}</h1>{body}</main></body></html>\n"
-    )
-
-
-def _where() -> str:
-    return (
-        '<p><a href="/docs">Endpoints in detail</a>, '
-        '<a href="/openapi.json">the same for machines</a>, '
-        f'<a href="/metrics">metrics</a>. Version {escape(version("disagg-router"))}.</p>'
-    )
-
-
-def _table(found: list[Operation]) -> str:
-    rows = "".join(
-        f"<tr><td>{one.method}</td><td>{_linked(one)}</td><td>{escape(one.summary)}</td></tr>"
-        for one in found
-        if one.path != "/"
-    )
-    head = '<tr><th scope="col">Method</th><th scope="col">Path</th><th scope="col">What</th></tr>'
-    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
-
-
-def _linked(one: Operation) -> str:
-    path = escape(one.path)
-    is_link = one.method == "GET" and "{" not in path
-    return f'<a href="{path}"><code>{path}</code></a>' if is_link else _code(one.path)
-
-
 def _section(one: Operation) -> str:
     answers = "".join(
-        f"<tr><td>{escape(str(status))}</td>"
-        f"<td>{escape(str(told.get('description', '')))}</td></tr>"
-        for status, told in one.content.get("responses", {}).items()
+        _row((escape(str(status)), escape(str(answer.get("description", "")))))
+        for status, answer in one.content.get("responses", {}).items()
     )
     return (
         f"<section><h2>{one.method} {_code(one.path)}</h2><p>{escape(one.summary)}</p>"
@@ -111,28 +81,42 @@ def _section(one: Operation) -> str:
 
 
 def _fields(one: Operation) -> str:
-    """Of a JSON body; empty where there is none."""
+    """Return a table of the fields of a JSON body, empty if the operation has none."""
     body = one.content.get("requestBody", {}).get("content", {}).get("application/json", {})
     schema = body.get("schema", {})
+    required = schema.get("required", ())
     rows = "".join(
-        f"<tr><td>{_code(name)}</td><td>{escape(_type(told))}</td>"
-        f"<td>{'required' if name in schema.get('required', ()) else ''}</td></tr>"
-        for name, told in schema.get("properties", {}).items()
+        _row((_code(name), escape(_type(field)), "required" if name in required else ""))
+        for name, field in schema.get("properties", {}).items()
     )
-    more = "<p>Other fields go to the engines as they are.</p>"
+    more = "<p>Other fields are forwarded to the engines.</p>"
     return f"<h3>Body</h3><table><tbody>{rows}</tbody></table>{more}" if rows else ""
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    kinds = schema.get("anyOf")
-    if kinds:
-        return " or ".join(map(_type, kinds))
+    if schema.get("anyOf"):
+        return " or ".join(map(_type, schema["anyOf"]))
     kind = schema.get("type", "any")
     if isinstance(kind, list):
         return " or ".join(kind)
-    return (
-        f"array of {_type(schema['items'])}" if kind == "array" and "items" in schema else str(kind)
+    if kind == "array" and "items" in schema:
+        return f"array of {_type(schema['items'])}"
+    return str(kind)
+
+
+def _page(title: str, body: str) -> HTMLResponse:
+    return HTMLResponse(
+        PAGE.format(title=title, body=body, version=escape(version("disagg-router")))
     )
+
+
+def _row(cells: Iterable[str], tag: str = "td") -> str:
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag[:2]}>" for cell in cells) + "</tr>"
+
+
+def _link(one: Operation) -> str:
+    is_link = one.method == "GET" and "{" not in one.path
+    return f'<a href="{escape(one.path)}">{_code(one.path)}</a>' if is_link else _code(one.path)
 
 
 def _code(text: str) -> str:
