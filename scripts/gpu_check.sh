@@ -1,43 +1,36 @@
 #!/bin/sh
-# On a machine with a CUDA device: two engines on one GPU answer as one alone, by tokens and
-# log-probabilities, pulled and pushed, in the GPU's memory and through host buffers, with prompts of
-# 16,000 tokens: our reference engine, and vLLM with the README's options. Then what transfers take,
-# against a copy within the device and beside a busy thread of Python. One command, ten to thirty
-# minutes; in parts where a machine is lent for less:
+# Check on a machine with a CUDA device that two engines on one GPU answer as one alone, by tokens and
+# log-probabilities: our reference engine and vLLM with the README's options, pulled and pushed, in
+# the GPU's memory and through host buffers, with prompts of 16,000 tokens. Then measure transfers.
+# One command, ten to thirty minutes:
 #
 #     scripts/gpu_check.sh [--without-vllm] [--without-reference] [--without-figures] [--strict]
 #
-# It prints a table, and leaves ${OUT:-build/gpu}/check.json and the engines' logs beside it. Exit
-# codes, and what counts as a failure: scripts/gpu_steps.py --help. vLLM that is not there and cannot be
-# installed is one, unless --without-vllm.
+# It prints a table and leaves ${OUT:-build/gpu}/check.json with the engines' logs beside it. Exit
+# status and failures: scripts/gpu_steps.py --help.
 #
-# What is missing is installed into the environment of $PYTHON, at versions that leave what is
-# installed as it is. Where the system's Python is managed, pip refuses: a new environment is best
-# (python3 -m venv .venv), also for vLLM, which wants a torch of its own (0.33: 2.14.0). Its kernels
-# want a C compiler and Python's headers on the machine, too. PYTHON and OUT are whole paths, or
-# taken from the checkout.
+# What is missing is installed into the environment of $PYTHON, at versions that leave installed
+# packages as they are. pip refuses where the system's Python is managed: make a new environment
+# (python3 -m venv .venv), also for vLLM, which wants a torch of its own (0.33: 2.14.0) and, for its
+# kernels, a C compiler and Python's headers. PYTHON and OUT are absolute, or relative to the checkout.
 #
-# Without network, put wheels into ./.whl beforehand, on a machine with the same Python (or say
-# --python-version 3.12), processor and C library; gigabytes, with vLLM:
+# Without network, put wheels into ./.whl beforehand, on a machine with the same Python (or with
+# --python-version 3.12), processor and C library; with vLLM these are gigabytes:
 #
 #     pip download --only-binary :all: -d .whl nixl==1.5.1 torch msgspec numpy tokenizers safetensors \
 #         jinja2 fastapi uvicorn uvloop httptools orjson prometheus_client 'vllm==0.33.0'
 #
-# Where the GPU machine has torch and vLLM is not wanted, less is enough (nixl-cu12 where torch is for
-# CUDA 12):
+# Where the GPU machine has torch and vLLM is not wanted, use --no-deps for nixl==1.5.1 and
+# nixl-cu13==1.5.1 (nixl-cu12 where torch is for CUDA 12), and leave torch and vLLM out.
 #
-#     pip download --only-binary :all: -d .whl --no-deps nixl==1.5.1 nixl-cu13==1.5.1
-#     pip download --only-binary :all: -d .whl msgspec tokenizers safetensors jinja2 fastapi uvicorn \
-#         uvloop httptools orjson prometheus_client
-#
-# NOT YET RUN on a GPU: none was at hand when this was written. The same steps pass on a CPU:
+# This has NOT YET RUN on a GPU. The same steps pass on a CPU:
 #
 #     DEVICE=cpu scripts/gpu_check.sh --without-vllm
 set -eu
 cd "$(dirname "$0")/.."
 DEVICE="${DEVICE:-cuda}"
 OUT="${OUT:-build/gpu}"
-# All that the steps import, but for nixl: tests/unit/scripts/test_gpu_check.py compares.
+# All that the steps import, except nixl.
 MODULES="torch numpy msgspec tokenizers safetensors jinja2 fastapi starlette pydantic uvicorn uvloop
     httptools orjson prometheus_client"
 NIXL=$(sed -n 's/^nixl==//p' constraints.txt)

@@ -1,13 +1,12 @@
-"""What scripts/gpu_check.sh does once all is installed: steps, each of which is a process with a
-deadline; then a table, and the same as JSON. One that fails keeps none of the others from running.
+"""Run the steps of scripts/gpu_check.sh, each a process with a deadline; print and write results.
 
-What is a failure: an answer that is not that of one engine alone, KV that was not transferred, an
-engine that does not start, figures that could not be measured, and vLLM that is not there. A figure
-that misses its aim, or that is noisy, is told, and is none unless --strict asks for it: aims were
-set on CPUs, and another's load on the machine is no fault of ours.
+A step that fails does not keep the others from running. Failures are: an answer that is not that of
+one engine alone, KV that was not transferred, an engine that does not start, figures that could not
+be measured, and a missing vLLM. A figure that misses its aim or is noisy is reported, and is a
+failure with --strict only: aims were set on CPUs, and the machine may have other work.
 
-Exit codes: 0 all is well, 1 a step failed, 2 wrong options, 3 --strict, and an aim was missed or a
-figure is noisy.
+Exit status: 0 all is well; 1 a step failed; 2 wrong options; 3 with --strict, an aim was missed or
+a figure is noisy.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from typing import Any
 EQUALITY = ("-m", "tests.gpu.equality")
 LONG = "100,16000"
 LONG_VLLM = "33,257,16001"
-"""Whole blocks and a token: tests/gpu/equality.py says why."""
+"""Whole blocks and one token, see tests/gpu/equality.py."""
 DOUBTFUL = 3
-"""The exit code of bench.py transfer --strict for figures that miss an aim or are noisy."""
-LAST_WORDS = 300
+"""Exit status of `bench.py transfer --strict` when a figure misses its aim or is noisy."""
+MAX_SUMMARY = 300
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Step:
     name: str
     arguments: tuple[str, ...]
     seconds: float
-    """After which it is ended, and has failed."""
+    """The deadline: the step is ended after it, and has failed."""
     may_doubt: bool = False
-    """By the exit code DOUBTFUL."""
+    """The step may end with the exit status DOUBTFUL."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,9 @@ class Done:
     """ok, failed, or doubtful: figures that miss an aim or are noisy."""
     seconds: float
     said: str
+    """The last line of its output."""
     answer: str = ""
-    """All that it wrote to stdout."""
+    """Its standard output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(options: argparse.Namespace, done: Sequence[Done]) -> None:
-    """After each step: the next may be the last of all."""
+    """Write the results so far, after each step: the machine may be taken away."""
     summary: dict[str, Any] = {"device": options.device, "steps": [asdict(each) for each in done]}
     bench = options.out / "bench.json"
     if bench.exists():
@@ -94,7 +94,7 @@ def _write(options: argparse.Namespace, done: Sequence[Done]) -> None:
 
 
 def _show(done: Sequence[Done]) -> None:
-    """Answers of several lines in full, then a line for each step."""
+    """Print outputs of several lines in full, then one line for each step."""
     for each in done:
         if "\n" in each.answer.strip():
             print(f"{each.name}\n{each.answer}")
@@ -119,7 +119,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
 def _reference(options: argparse.Namespace) -> list[Step]:
     short = ("--lengths", options.lengths) if options.lengths else ()
     long = ("--lengths", options.lengths or LONG)
-    # What NIXL may touch of a GPU's KV without help; where it cannot, a mirror in host memory.
+    # The device's own memory, and host memory where NIXL cannot read a GPU's.
     own = "cpu" if options.device == "cpu" else "cuda"
     found = [
         _equality(options, "two engines against one", 600, *short),
@@ -134,8 +134,7 @@ def _reference(options: argparse.Namespace) -> list[Step]:
 
 
 def _vllm(options: argparse.Namespace) -> list[Step]:
-    """In float32, which vLLM gives to Triton, and in bfloat16, which it gives to FlashAttention. A
-    CPU computes both alike."""
+    """In float32 vLLM computes with Triton, in bfloat16 with FlashAttention; on a CPU alike."""
     vllm = ("--engine", "vllm", "--lengths", options.lengths or LONG_VLLM)
     dtypes = ("float32",) if options.device == "cpu" else ("float32", "bfloat16")
     return [
@@ -164,7 +163,7 @@ def _figures(options: argparse.Namespace) -> Step:
 
 
 def run(step: Step) -> Done:
-    """What it says of its progress is passed on at once."""
+    """Run a step, and pass its standard error on while it runs."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as answer:
         process = subprocess.Popen(
@@ -190,7 +189,7 @@ def run(step: Step) -> Done:
         late = f"it took longer than {step.seconds:g} s"
         return Done(step.name, "failed", step.seconds, late, told)
     lines = (told if code == 0 else "".join(progress) or told).strip().splitlines()
-    said = lines[-1].strip()[-LAST_WORDS:] if lines else f"exit code {code}"
+    said = lines[-1].strip()[-MAX_SUMMARY:] if lines else f"exit code {code}"
     outcomes = {0: "ok", DOUBTFUL: "doubtful" if step.may_doubt else "failed"}
     return Done(step.name, outcomes.get(code, "failed"), time.monotonic() - started, said, told)
 
@@ -205,7 +204,7 @@ def _pass_on(process: subprocess.Popen[str], kept: deque[str]) -> None:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """Also what a step that failed has left behind."""
+    """Kill what a step has left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

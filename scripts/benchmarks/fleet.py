@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
         options.shape,
         options.decode_policy,
         options.min_remote,
-        options.scatter,
+        options.hedged,
         options.prefill_policy,
     )
-    for shape, decode_policy, min_remote, scatter, prefill_policy in combinations:
+    for shape, decode_policy, min_remote, hedged, prefill_policy in combinations:
         setup = Setup(
             shape=shape,
             prefillers=options.prefillers,
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             bursty=options.bursty,
             min_remote_prefill_tokens=min_remote,
             late=options.count_late,
-            scatter=scatter,
+            hedged=hedged,
             threshold=options.threshold,
             cache_tokens=options.cache_tokens,
             prefill_bound=LoadBound(options.load_factor, options.prefill_floor),
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def line(setup: Setup, outcome: Outcome) -> str:
     fleet = f"{setup.prefillers}+{setup.decoders}"
-    remote = f"x{setup.scatter}" if setup.scatter else setup.min_remote_prefill_tokens or "all"
+    remote = f"x{setup.hedged}" if setup.hedged else setup.min_remote_prefill_tokens or "all"
     jobs = max(1, len(outcome.decode_costs))
     ttft = [1000 * _quantile(outcome.first_tokens, share) for share in (0.5, 0.99)]
     tpot = [1000 * _quantile(outcome.per_token, share) for share in (0.5, 0.99)]
@@ -122,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         "it is not expected to hold; 0: never (0)")  # fmt: skip
     add("--load", type=_positive, default=0.9, metavar="X",
         help="of what the prefillers could do if nothing was cached (0.9)")  # fmt: skip
-    add("--scatter", nargs="+", type=_whole(0, 1000), default=[0], metavar="K",
-        help="decoders that a hedged request asks at once (0)")  # fmt: skip
+    add("--hedged-decoders", "--scatter", dest="hedged", nargs="+", type=_whole(0, 1000),
+        default=[0], metavar="K", help="decoders of a hedged request (0)")  # fmt: skip
     add("--threshold", type=_positive, default=0.5, metavar="SHARE",
         help="of a prompt that a hedged decoder must hold (0.5)")  # fmt: skip
     add("--bursty", action="store_true", help="arrivals come in bursts, not evenly (Poisson)")

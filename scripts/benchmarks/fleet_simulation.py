@@ -37,15 +37,15 @@ class Job:
 
 class Trace(Protocol):
     def arrive(self) -> Job:
-        """Somebody asks for the first time."""
+        """Return the job of a new user."""
 
     def follow(self, job: Job) -> tuple[float, Job] | None:
-        """What is asked after that answer, and how many seconds later."""
+        """Return the job that follows on an answer and the seconds until then, or None."""
 
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation: its chunks are numbered on, so each prompt begins as the last one did."""
+    """A conversation, each of whose prompts begins with the last one."""
 
     name: str
     chunks: list[int]
@@ -63,7 +63,7 @@ class _Shape:
         return None
 
     def job(self, chunks: list[int], tokens: int, output: int) -> Job:
-        """The chunks are made as many as prompt and answer have."""
+        """Return a job; `chunks` is lengthened to what prompt and answer have."""
         while len(chunks) < (tokens + output) // TOKENS_PER_CHUNK:
             chunks.append(next(self.numbers))
         after = tuple(chunks[: (tokens + output) // TOKENS_PER_CHUNK])
@@ -81,8 +81,10 @@ class Uniform(_Shape):
 
 
 class Mooncake(_Shape):
-    """Questions about long documents: half of them about one that was asked about lately. All of a
-    service's prompts begin with the same text; a few services have most of the users."""
+    """Questions about long documents, half of them about a document of recent questions.
+
+    All prompts of a service begin with the same text; a few services have most of the users.
+    """
 
     services = 50
 
@@ -143,36 +145,36 @@ SHAPES: dict[str, type[Uniform | Mooncake | Chat]] = {
 # Engines.
 
 Leg = tuple[Job, RoutingQuery, "Decoder", int]
-"""At a prefiller: whose turn at which decoder it is for, and the tokens it counts for as load."""
+"""A prefill leg: the job, its query, its decoder, and the tokens that it counts for as load."""
 
-PREFILL_RATE = 20_000.0
+PREFILL_TOKENS_PER_S = 20_000.0
 """Tokens a second."""
-BATCH_SECONDS = 0.015
-"""What a batch takes besides its tokens."""
+BATCH_S = 0.015
+"""The fixed time of a batch."""
 BATCH_TOKENS = 8192
 CACHE_TOKENS = 500_000
-STEP_SECONDS = 0.008
-STEP_SECONDS_EACH = 0.00006
-"""What each sequence adds to a step."""
-MOST_DECODING = 256
+STEP_S = 0.008
+STEP_S_EACH = 0.00006
+"""The time that each sequence adds to a step."""
+MAX_DECODING = 256
 
 
 class PrefixCache:
-    """The chunks used last, as many as fit."""
+    """The most recently used chunks (LRU)."""
 
     def __init__(self, tokens: int) -> None:
         self._most = tokens // TOKENS_PER_CHUNK
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def held(self, chunks: Sequence[int]) -> int:
-        """Tokens of the longest beginning that is here."""
+        """Return the tokens of the longest prefix that is cached."""
         for depth, chunk in enumerate(chunks):
             if chunk not in self._chunks:
                 return depth * TOKENS_PER_CHUNK
         return len(chunks) * TOKENS_PER_CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
-        """The end goes first when space is needed: a beginning may be useful to others."""
+        """Evict ends of prompts before their beginnings, which other prompts may share."""
         kept = self._chunks
         for chunk in reversed(chunks):
             if chunk in kept:
@@ -185,7 +187,7 @@ class PrefixCache:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """`busy` is the time it computed; `cached` of the `asked` tokens were in its cache."""
+    """`busy` is the time that it computed; `cached` of the `asked` tokens were in its cache."""
 
     name: str
     cache: PrefixCache
@@ -204,7 +206,7 @@ class Engine:
         self.tokens_in_flight -= tokens
 
     def look_up(self, job: Job) -> int:
-        """Tokens that are cached; the last one is always computed."""
+        """Return how many tokens are cached; the last one is always computed."""
         cached = min(self.cache.held(job.chunks), job.tokens - 1)
         self.asked += job.tokens
         self.cached += cached
@@ -219,7 +221,7 @@ class Prefiller(Engine):
     batch: list[tuple[Leg, int]] = field(default_factory=list)
 
     def start(self) -> float:
-        """Takes a batch, at least one job; the seconds it takes."""
+        """Begin a batch of at least one job, and return its seconds."""
         tokens = 0
         while self.waiting:
             job = self.waiting[0][0]
@@ -228,12 +230,12 @@ class Prefiller(Engine):
             cached = self.look_up(job)
             tokens += job.tokens - cached
             self.batch.append((self.waiting.popleft(), cached))
-        seconds = BATCH_SECONDS + tokens / PREFILL_RATE
+        seconds = BATCH_S + tokens / PREFILL_TOKENS_PER_S
         self.busy += seconds
         return seconds
 
     def finish(self) -> list[tuple[Leg, int]]:
-        """The batch, and what of each prompt was cached."""
+        """End the batch; return its legs, each with the tokens that were cached."""
         done, self.batch = self.batch, []
         for (job, _, _, tokens), _ in done:
             self.cache.add(job.chunks)
@@ -243,8 +245,10 @@ class Prefiller(Engine):
 
 @dataclass(slots=True, eq=False)
 class Decoder(Engine):
-    """All that run share its steps: `steps` is how many it has made, a job ends at a certain one.
-    A prefill of its own stops the steps until it is done."""
+    """An engine whose running jobs share its steps; a job ends after a certain number of them.
+
+    A prefill of its own stops the steps until it is done.
+    """
 
     waiting: deque[Job] = field(default_factory=deque)
     running: list[tuple[float, int, Job]] = field(default_factory=list)
@@ -252,7 +256,7 @@ class Decoder(Engine):
     at: float = 0.0
     stopped_until: float = 0.0
     plan: int = 0
-    """The number of the plan that counts: an older one's end is no end any more."""
+    """The number of the latest planned end; ends that were planned before are void."""
     numbers: count[int] = field(default_factory=count)
 
     def advance(self, now: float) -> None:
@@ -263,20 +267,20 @@ class Decoder(Engine):
         self.at = max(self.at, now)
 
     def step_seconds(self) -> float:
-        return STEP_SECONDS + STEP_SECONDS_EACH * len(self.running)
+        return STEP_S + STEP_S_EACH * len(self.running)
 
     def prefill(self, job: Job, now: float) -> tuple[float, int]:
-        """When its own prefill of the job is done, and how many tokens were cached."""
+        """Prefill a job here; return when that is done, and how many tokens were cached."""
         self.advance(now)
         cached = self.look_up(job)
-        seconds = BATCH_SECONDS + (job.tokens - cached) / PREFILL_RATE
+        seconds = BATCH_S + (job.tokens - cached) / PREFILL_TOKENS_PER_S
         self.stopped_until = max(now, self.stopped_until) + seconds
         self.busy += seconds
         return self.stopped_until, cached
 
     def admit(self, now: float) -> None:
-        """Lets waiting jobs run, as far as there is room; time has been advanced."""
-        while self.waiting and len(self.running) < MOST_DECODING:
+        """Start waiting jobs while there is room; `advance` has been called for `now`."""
+        while self.waiting and len(self.running) < MAX_DECODING:
             job = self.waiting.popleft()
             heapq.heappush(self.running, (self.steps + job.output, next(self.numbers), job))
             job.first_token = max(now, self.stopped_until) + self.step_seconds()
@@ -304,14 +308,14 @@ E = TypeVar("E", bound=Engine)
 
 PREFILL_BOUND = LoadBound(1.5, 2)
 DECODE_BOUND = LoadBound(1.5, 8)
-TRANSFER_SECONDS = 0.003
-LOOK_SECONDS = 0.008
-"""Until a decoder's scheduler has looked into its cache: a step of those that run."""
-TRANSFER_RATE = 400_000.0
+TRANSFER_S = 0.003
+LOOK_S = 0.008
+"""Until a decoder's scheduler has looked into its cache: one step."""
+TRANSFER_TOKENS_PER_S = 400_000.0
 """Tokens a second whose KV is moved."""
-WARM_UP = 0.2
-"""Of the requests; they are not in the times."""
-SAMPLED = 2000
+WARM_UP_SHARE = 0.2
+"""Share of the requests that is not in the figures."""
+SAMPLED_ARRIVALS = 2000
 # Bursty arrivals: mean seconds of a quiet and of a busy time, and their rates beside the mean.
 QUIET, QUIET_RATE = 20.0, 0.5
 BURST, BURST_RATE = 5.0, 3.0
@@ -331,9 +335,9 @@ class Setup:
     bursty: bool = False
     min_remote_prefill_tokens: int = 0
     late: bool = False
-    """Legs count from when they start, not from when their engine is chosen."""
-    scatter: int = 0
-    """Decoders that are asked at once whether they hold `threshold` of a prompt."""
+    """Decode legs count as load once they start, not once their engine is chosen."""
+    hedged: int = 0
+    """Decoders that a hedged request asks whether they hold `threshold` of its prompt."""
     threshold: float = 0.5
     cache_tokens: int = CACHE_TOKENS
     prefill_bound: LoadBound = PREFILL_BOUND
@@ -352,7 +356,7 @@ class Outcome:
     alone: int = 0
     """Jobs that a decoder did by itself."""
     extra: int = 0
-    """Legs at decoders that answered nothing."""
+    """Hedged legs that answered nothing."""
     prefill_costs: list[float] = field(default_factory=list)
     decode_costs: list[float] = field(default_factory=list)
 
@@ -381,21 +385,16 @@ class Simulation:
         self._done = 0
         self._turn = 0
         self._phase_ends, self._rate_now = 0.0, 1.0
-        tokens_a_second = setup.load * setup.prefillers * PREFILL_RATE
+        tokens_a_second = setup.load * setup.prefillers * PREFILL_TOKENS_PER_S
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
 
-    def run(self, tell: Callable[[int], None] = lambda done: None) -> Outcome:
-        """`tell` hears now and then how many jobs are done."""
+    def run(self) -> Outcome:
         self._at(0.0, self._arrive)
         events = self._events
-        for step in count():
-            if not events:
-                return self.outcome
+        while events:
             self._now, _, act, arguments = heapq.heappop(events)
             act(*arguments)
-            if step % 4096 == 0:
-                tell(self._done)
-        raise AssertionError
+        return self.outcome
 
     def _at(self, when: float, act: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
@@ -423,22 +422,22 @@ class Simulation:
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens
-        holder = self._scatter(job, ask) if self.setup.scatter else None
+        holder = self._hedge(job, ask) if self.setup.hedged else None
         if holder is not None:
-            self._at(self._now + LOOK_SECONDS, self._stay, job, ask, holder)
-        elif self.setup.scatter:
-            self._at(self._now + LOOK_SECONDS, self._send, job, ask, decoder)
+            self._at(self._now + LOOK_S, self._stay, job, ask, holder)
+        elif self.setup.hedged:
+            self._at(self._now + LOOK_S, self._send, job, ask, decoder)
         elif least and job.tokens - self._decode_policy.expected_tokens(decoder.name, ask) < least:
             self._stay(job, ask, decoder)
         else:
             self._send(job, ask, decoder)
 
-    def _scatter(self, job: Job, ask: RoutingQuery) -> Decoder | None:
-        """The first that accepts: it lacks least, so its first token is there before others'."""
+    def _hedge(self, job: Job, ask: RoutingQuery) -> Decoder | None:
+        """Return the decoder that accepts first: it lacks least of the prompt."""
         setup = self.setup
         first = self._decode_policy.order(self.decoders, ask)
         others = [one for one in in_turn(self.decoders, self._turn) if one not in first]
-        asked = [*first, *others][: setup.scatter]
+        asked = [*first, *others][: setup.hedged]
         held = {one: one.cache.held(job.chunks) for one in asked}
         able = [one for one in asked if held[one] >= setup.threshold * job.tokens]
         self.outcome.extra += len(asked) - bool(able)
@@ -479,13 +478,13 @@ class Simulation:
             if self.setup.late:
                 decoder.begin(job.tokens)
             missing = job.tokens - decoder.look_up(job)
-            moved = TRANSFER_SECONDS + missing / TRANSFER_RATE
+            moved = TRANSFER_S + missing / TRANSFER_TOKENS_PER_S
             self._at(self._now + moved, self._computed, job, ask, decoder, job.tokens)
         if prefiller.waiting:
             self._at(self._now + prefiller.start(), self._prefilled, prefiller)
 
     def _computed(self, job: Job, ask: RoutingQuery, decoder: Decoder, cached: int) -> None:
-        """`cached` of it the decoder had, or was given."""
+        """`cached` tokens the decoder had, or was given."""
         self._decode_policy.note_cached(decoder.name, ask, cached)
         self._decode(job, decoder)
 
@@ -516,19 +515,19 @@ class Simulation:
 
     def _note(self, job: Job) -> None:
         self._done += 1
-        if self._done > WARM_UP * self.setup.requests:
+        if self._done > WARM_UP_SHARE * self.setup.requests:
             self.outcome.first_tokens.append(job.first_token - job.arrived)
             self.outcome.per_token.append((self._now - job.first_token) / job.output)
 
 
 def _tokens_per_arrival(shape: str, seed: int) -> float:
-    """Of prompts, with all that follows on one arrival."""
+    """Return the prompt tokens of an arrival with all that follows on it."""
     trace = SHAPES[shape](seed, 1)
     tokens = 0
-    for _ in range(SAMPLED):
+    for _ in range(SAMPLED_ARRIVALS):
         job = trace.arrive()
         tokens += job.tokens
         while (following := trace.follow(job)) is not None:
             job = following[1]
             tokens += job.tokens
-    return tokens / SAMPLED
+    return tokens / SAMPLED_ARRIVALS
