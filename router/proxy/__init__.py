@@ -1,1 +1,16 @@
-"""What happens to one request, one file per plan, written once for every front."""
+"""The life of one client request.
+
+`dispatch.serve` is the entrance: it reads a request, plans it, runs it and records it. Start
+reading at `strategies`, which has one function for each way to answer: pull, push, decode_only and
+decode_first.
+
+* Before a strategy runs: `request_parser` fills in a `Request`; `key_limits` and `admission` may
+  refuse it or let it wait; `route_finder` finds engines, and `plan` chooses the strategy.
+* While it runs: `Run` (run) is the state of the request. `selection` names the engine of the next
+  leg, `legs` sends the leg (`leg_bodies` has its body) and judges the answer (`answer_check`),
+  and `relay` passes the answer to the client. `hedging` sends one leg to several engines.
+* After a failure: `retry.decide` says what follows, `recovery` acts on it. `resume` lets another
+  engine continue an answer, `release` frees KV that no engine will read.
+* `Gateway` (gateway) is what all requests share. `Exchange` (exchange) is the client's connection
+  as this room sees it; `heartbeat`, `cors` and `key_limits` wrap it.
+"""
