@@ -32,7 +32,7 @@ from router.http_client.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.http_client.sse import SseReader, end_of_last_event
+from router.http_client.sse import SseReader, end_of_last_event, says_done
 
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
@@ -40,7 +40,6 @@ NO_ROOM = "large answers take all of --max-held-answers"
 # How much of a relayed body is kept for `tail`: the ends of its last blocks.
 LAST_BLOCKS = 4
 LAST_BLOCK_BYTES = 2048
-DONE = b"[DONE]"
 
 
 class AnswerConnection(Protocol):
@@ -302,7 +301,7 @@ class EngineAnswer:
     def is_delivered(self) -> bool:
         """A stream's last event was passed on to a reader that keeps up. Clients disconnect once
         they have it, without waiting for the end of the body."""
-        return self.is_event_stream and not self._stalled and self.tail.rstrip().endswith(DONE)
+        return self.is_event_stream and not self._stalled and says_done(self.tail, True)
 
     def pause(self) -> None:
         """Stop reading from the engine, because the reader's buffers are full."""

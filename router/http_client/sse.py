@@ -154,6 +154,30 @@ def events_in(block: bytes, at_end: bool = False) -> Iterator[SseEvent]:
         start = end
 
 
+def data_in(block: bytes) -> list[bytes]:
+    """Return the data of a block's events that have some, and of one that has not ended."""
+    if block.startswith(b"data: ") and block.find(b"\n") == len(block) - 2 and b"\r" not in block:
+        return [block[6:-2]]  # most blocks are one event of one line
+    events: list[bytes] = []
+    data: bytes | None = None
+    lines = block.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(b"data:"):
+            value = line[6:] if line.startswith(b" ", 5) else line[5:]
+            data = value if data is None else data + b"\n" + value
+        elif not line:
+            if data is not None:
+                events.append(data)
+                data = None
+        elif line == b"data":
+            data = b"" if data is None else data + b"\n"
+        elif line.startswith(_BYTE_ORDER_MARK) and not (number and lines[number - 1]):
+            data = data_of(line)
+    if data is not None:
+        events.append(data)
+    return events
+
+
 def end_of_last_event(block: bytes) -> int:
     """Return the offset behind the last event that ends in the block, 0 if none does. An event that
     ends with LF CR at the end of the block does not count: an LF may follow."""
@@ -172,12 +196,8 @@ def is_between_events(block: bytes) -> bool:
 
 def data_of(event: bytes) -> bytes | None:
     """Return the data of one event: its `data` lines, joined. None if there is no such line."""
-    values = [
-        line[6:] if line[5:6] == b" " else line[5:]
-        for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines()
-        if line.startswith(b"data:") or line == b"data"
-    ]
-    return b"\n".join(values) if values else None
+    data = data_in(event.removeprefix(_BYTE_ORDER_MARK))
+    return data[0] if data else None
 
 
 def with_data(event: bytes, data: bytes) -> bytes:

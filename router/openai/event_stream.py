@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from router.http_client.sse import (
     GAP,
     SseEvent,
+    data_in,
     data_of,
     end_of_last_event,
     events_in,
@@ -40,8 +41,9 @@ def json_events(block: bytes, at_end: bool = False) -> Iterator[tuple[SseEvent, 
 
 def chunks_in(stream: bytes) -> Iterator[Json]:
     """Yield the JSON objects of a stream's events, of one that has not ended, too."""
-    for _, content in json_events(stream, at_end=True):
-        yield content
+    for data in data_in(stream):
+        if (content := parse_object(data)) is not None:
+            yield content
 
 
 def error_in(content: Json) -> object:
@@ -86,4 +88,4 @@ def stream_usage(tail: bytes) -> bytes:
     if (usage and b"\n" not in usage and b"\r" not in usage) or tail.find(b'"usage"') < 0:
         return usage
     # Its event may have several lines of data.
-    return usage_in(b"\n".join(event.data or b"" for event in events_in(tail, at_end=True)))
+    return usage_in(b"\n".join(data_in(tail)))

@@ -10,6 +10,7 @@ from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
 from router.auth.rate_limit import LimitStatus, format_duration
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
+from router.http_client.sse import data_in
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
 from router.proxy.exchange import Before, Exchange, Header, Relayed
 from router.proxy.request import Request
@@ -17,7 +18,6 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
 
-EVENT = b"data: {"
 LIMIT_PREFIX = b"x-ratelimit-"
 # What a request may ask for; the largest that is believed to be meant.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -142,7 +142,7 @@ class RateLimitedExchange(Before):
         await super().relay(status, headers, counted, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
-        self._permit.events += tail.count(EVENT)
+        self._permit.events += num_chunks(tail)
         await super().finish(tail)
 
     def _told(self, headers: Sequence[Header]) -> list[Header]:
@@ -181,5 +181,14 @@ class EventCounter:
         self._permit = permit
 
     def write(self, block: bytes, last: bool) -> None:
-        self._permit.events += block.count(EVENT)
+        self._permit.events += num_chunks(block)
         self._sink.write(block, last)
+
+
+def num_chunks(block: bytes) -> int:
+    """Return how many events of a block are JSON objects."""
+    if block.startswith(b"data: {"):  # most blocks: each chunk is a line, and an empty line
+        num_lines = block.count(b"\n")
+        if num_lines == 2 or num_lines == 2 * block.count(b"data: {"):
+            return num_lines // 2
+    return sum(data.startswith(b"{") for data in data_in(block))

@@ -42,7 +42,7 @@ from router.proxy.answer_check import (
 from router.proxy.leg_bodies import Halves, message_in
 from router.proxy.load_failure import (
     LoadFailure,
-    Watch,
+    LoadFailureWatch,
     failure_in,
     failure_in_whole,
     failure_of_error,
@@ -215,7 +215,7 @@ async def _decode_leg(
         _note_decoder(run, engine, started)
     _note_loading(run, engine, push, started)
     answer: EngineAnswer | None = None
-    watch: Watch | None = None
+    watch: LoadFailureWatch | None = None
     _begin(run, engine, tokens)
     try:
         pinned = trace_line
@@ -490,10 +490,12 @@ def _note_loading(run: Run, decoder: Engine, push: Push | None, moment: float) -
         pairs.note_load_started(run.loads_from, decoder.name, moment)
 
 
-def _watch_for_load_failure(run: Run, decoder: Engine, answer: EngineAnswer) -> Watch | None:
+def _watch_for_load_failure(
+    run: Run, decoder: Engine, answer: EngineAnswer
+) -> LoadFailureWatch | None:
     """Read the report of a failed load from the answer, and remove it from there."""
     if answer.is_event_stream:
-        watch = Watch(partial(_note_load_failure, run, decoder))
+        watch = LoadFailureWatch(partial(_note_load_failure, run, decoder))
         answer.watch = watch.passing
         return watch
     failure, rest = failure_in_whole(answer.peek())

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import orjson
 
 from router.common.exact_json import dumps
 from router.common.structs import FrozenStruct
+from router.http_client.sse import comment_lines, with_data
 from router.openai.answers import parse_object
+from router.openai.event_stream import json_events
 from router.proxy.request import KV_PARAMS
 
 FIELD = "kv_load_failure"
 NEEDLE = FIELD.encode()
 # As a key of an object: no text of a model has it, for quotes in strings are escaped.
 KEY = b'"%b"' % NEEDLE
-COMMENT = re.compile(rb"^: %b ([^\r\n]*)\r?\n" % NEEDLE, re.MULTILINE)
-ERROR_EVENT = re.compile(rb'^data: ?(\{\s*"error"[^\r\n]*)', re.MULTILINE)
+COMMENT = comment_lines(NEEDLE)
 LONGEST = 200
 
 
@@ -67,38 +69,40 @@ def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
         return failure, raw
 
 
-class Watch:
+class LoadFailureWatch:
     """A watch that removes the reports from the events of a stream and passes them on."""
 
     __slots__ = ("_on_failure", "has_ended")
 
     def __init__(self, on_failure: Callable[[LoadFailure], None]) -> None:
         self._on_failure = on_failure
-        # By an error that came of the failure.
+        # True once an error with a report has ended the stream.
         self.has_ended = False
 
     def passing(self, block: bytes) -> bytes:
         if block.find(NEEDLE) < 0:
             return block
-        block = COMMENT.sub(self._comment, block)
-        return ERROR_EVENT.sub(self._error, block) if block.find(KEY) >= 0 else block
+        block = COMMENT.sub(self._read_comment, block)
+        return self._without_reports(block) if block.find(KEY) >= 0 else block
 
-    def _comment(self, found: re.Match[bytes]) -> bytes:
+    def _read_comment(self, found: re.Match[bytes]) -> bytes:
         self._note(failure_in({FIELD: parse_object(found[1])}))
         return b""
 
-    def _error(self, found: re.Match[bytes]) -> bytes:
-        content = parse_object(found[1])
-        error = None if content is None else content.get("error")
-        if not isinstance(error, dict) or FIELD not in error:
-            return found[0]
-        self.has_ended = True
-        self._note(failure_in(error))
-        del error[FIELD]
-        try:
-            return b"data: " + dumps(content)
-        except orjson.JSONEncodeError:
-            return found[0]
+    def _without_reports(self, block: bytes) -> bytes:
+        passes, at = b"", 0
+        for event, content in json_events(block, at_end=True):
+            error = content.get("error")
+            if not isinstance(error, dict) or FIELD not in error:
+                continue
+            self.has_ended = True
+            self._note(failure_in(error))
+            del error[FIELD]
+            with suppress(orjson.JSONEncodeError):  # it can be read, but not written
+                written = with_data(block[event.start : event.end], dumps(content))
+                passes += block[at : event.start] + written
+                at = event.end
+        return passes + block[at:]
 
     def _note(self, failure: LoadFailure | None) -> None:
         if failure is not None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from router.http_client.answer_memory import UNCOUNTED_BYTES, Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
+from router.http_client.sse import events_in, with_data
 from router.openai.answers import (
     AnswerChoice,
     Json,
@@ -36,7 +37,7 @@ from router.openai.answers import (
     read_streamed_choice,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
-from router.openai.event_stream import chunks_in, is_broken_off
+from router.openai.event_stream import chunks_in, is_broken_off, stream_usage
 from router.proxy import headers, stream_from_answer
 from router.proxy.answer_check import (
     LongAnswerCheck,
@@ -54,9 +55,8 @@ from router.proxy.run import Run
 from router.telemetry.token_usage import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.flows")
-NEEDLE = b'"kv_transfer_params"'
-EVENT_END = re.compile(rb"(\r\n\r\n|\n\n|\r\r)")
-COPY_LIMIT = 4 * 1024 * 1024
+PARAMS_KEY = b'"kv_transfer_params"'
+MAX_COPY_BYTES = 4 * 1024 * 1024
 DONE = "done"
 SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
 Keeping = Coroutine[Any, Any, None]
@@ -96,7 +96,8 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
                 note_done(request)
             raise
         finally:
-            request.record.usage = usage_in(answer.tail)
+            usage_of = stream_usage if answer.is_event_stream else usage_in
+            request.record.usage = usage_of(answer.tail)
         if buffer is not None:
             require_end(buffer)
             await exchange.finish(buffer.last)
@@ -170,10 +171,10 @@ async def _relay_turn(
     request.event_stream = request.record.streamed = True
     passed = headers.to_client(answer.headers, request.record.request_id)
     buffer = run.resume.buffer
-    tail = Tail(run.answers_held.reserve())
+    tail = TurnTail(run.answers_held.reserve())
     ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)
     if buffer is not None:
-        if isinstance(buffer.inner, Tail):  # of what another decoder has begun
+        if isinstance(buffer.inner, TurnTail):  # of what another decoder has begun
             tail = buffer.inner
         _write_down(buffer, gateway, tail)
         answer.tap = answer.resume_buffer = buffer
@@ -182,14 +183,14 @@ async def _relay_turn(
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
         if tail.params is not None:  # said to its end, which nobody waits for
-            gateway.tasks.spawn(keep(tail.params, tail.said()))
+            gateway.tasks.spawn(keep(tail.params, tail.choice()))
         elif (
             isinstance(error, asyncio.CancelledError) and answer.is_delivered and not ending.failure
         ):
             note_done(request)
         raise
     finally:
-        request.record.usage = usage_in(tail.end)
+        request.record.usage = stream_usage(tail.end)
     if buffer is not None:
         require_end(buffer)
     elif ending.failure is not None:
@@ -197,7 +198,7 @@ async def _relay_turn(
     _note_stream(gateway, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
-    await _finish(gateway, keep(tail.params, tail.said()))
+    await _finish(gateway, keep(tail.params, tail.choice()))
     await exchange.finish(tail.last)
 
 
@@ -241,7 +242,7 @@ def note_first_byte(run: Run, answer: EngineAnswer) -> None:
         buffer.first_byte = record.first_byte = buffer.first_byte or answer.first_body_at
 
 
-def _write_down(buffer: ResumeBuffer, gateway: Gateway, inner: Tail | None) -> None:
+def _write_down(buffer: ResumeBuffer, gateway: Gateway, inner: TurnTail | None) -> None:
     """What passes from here on."""
     buffer.start_leg(inner)
     cause, buffer.resume_cause = buffer.resume_cause, ""
@@ -308,13 +309,14 @@ def note_no_turns(gateway: Gateway, engine: Engine) -> None:
         )
 
 
-class Tail:
-    """A Tap that takes the params out of what passes, and holds the end back.
+class TurnTail:
+    """An AnswerTap that takes the params out of a turn's stream, and holds the stream's end back.
 
-    Clients stop reading at [DONE], before the body ends. So from the params on, which come with the
-    end of the answer, each block waits for the one after it; and the last one, whatever came, waits
-    as `last` until what it ends is kept. The copy takes memory of answers; where there is no room
-    for it, or it is too large, the turn is kept without what was said.
+    Clients stop reading at [DONE], before the body ends. From the params on, which come with the
+    end of the answer, each block therefore waits for the next one. The last block waits as `last`
+    until the turn is kept. The tap copies what passes, to find out later what the answer was. The
+    copy takes memory that is reserved for answers; if there is none, or the copy is too large, the
+    turn is kept without the answer.
     """
 
     def __init__(self, reservation: Reservation | None = None) -> None:
@@ -325,7 +327,7 @@ class Tail:
         self._size = 0
 
     def passing(self, block: bytes, last: bool) -> bytes:
-        if block.find(NEEDLE) >= 0:
+        if block.find(PARAMS_KEY) >= 0:
             block = self._without_params(block)
         self._size += len(block)
         if self._has_room():
@@ -339,44 +341,41 @@ class Tail:
 
     @property
     def end(self) -> bytes:
-        """About the last that passed."""
+        """About the last bytes that passed."""
         return b"".join(self._copy[-LAST_BLOCKS:])[-USAGE_SEARCH_BYTES:]
 
-    def said(self) -> AnswerChoice | None:
-        """Of an answer that brought params: others leave nothing for the next turn."""
-        if self.params is None or self._size > COPY_LIMIT:
+    def choice(self) -> AnswerChoice | None:
+        """Return the choice of an answer with params. Another leaves nothing for the next turn."""
+        if self.params is None or self._size > MAX_COPY_BYTES:
             return None
         return read_streamed_choice(chunks_in(b"".join(self._copy)))
 
     def _has_room(self) -> bool:
         if self._size <= UNCOUNTED_BYTES:
             return True
-        if self._size > COPY_LIMIT:
+        if self._size > MAX_COPY_BYTES:
             return False
         if self._reservation is None or self._reservation.resize(self._size):
             return True
-        self._size = COPY_LIMIT + 1
+        self._size = MAX_COPY_BYTES + 1
         self._copy.clear()
         self._reservation.release()
         return False
 
     def _without_params(self, block: bytes) -> bytes:
-        pieces = EVENT_END.split(block)
-        ends = [*pieces[1::2], b""]
-        return b"".join(map(self._event, pieces[::2], ends))
-
-    def _event(self, event: bytes, end: bytes) -> bytes:
-        if NEEDLE not in event or not event.startswith(b"data:"):
-            return event + end
-        content = parse_object(event[5:])
-        if content is None or KV_PARAMS not in content:
-            return event + end
-        params = content.pop(KV_PARAMS)
-        if isinstance(params, dict) and params:
-            self.params = params
-        if content.get("choices") == [] and content.get("usage") is None:
-            return b""  # an event for the params alone, which no client expects
-        try:
-            return b"data: " + _written(content) + end
-        except BrokenAnswerError:
-            return b""  # it cannot pass as it is
+        """Take the params from the events that have them."""
+        passes, at = b"", 0
+        for event in events_in(block, at_end=True):
+            content = None if event.data is None else parse_object(event.data)
+            if content is None or KV_PARAMS not in content:
+                continue
+            params = content.pop(KV_PARAMS)
+            if isinstance(params, dict) and params:
+                self.params = params
+            passes += block[at : event.start]
+            at = event.end
+            if content.get("choices") == [] and content.get("usage") is None:
+                continue  # an event for the params alone, which no client expects
+            with suppress(BrokenAnswerError):  # an event that cannot be written cannot pass
+                passes += with_data(block[event.start : event.end], _written(content))
+        return passes + block[at:]

@@ -27,6 +27,7 @@ from router.http_client.errors import (
     BrokenAnswerError,
     UpstreamError,
 )
+from router.http_client.sse import data_in, events_in
 from router.openai.answer_blocks import AnswerBlocks, BlockStep
 from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
@@ -36,7 +37,6 @@ from router.openai.anthropic_messages import (
     count_request_from_messages,
 )
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.event_stream import chunks_in
 from router.openai.request_fields import require_text
 from router.openai.responses import (
     MAX_COMPLETION_TOKENS,
@@ -314,13 +314,19 @@ class DialectExchange(Before):
         await self._front.respond(status, _with_type(headers, b"application/json"), translated)
 
     def _translate(self, block: bytes) -> bytes:
-        """Translate whole events; a comment is passed on."""
-        if block.startswith(b":") and b"\ndata:" not in block:
-            return block
+        """Translate whole events. Comments are passed on if the block begins with one."""
         dialect = self._dialect
         events: list[bytes] = []
-        for content in chunks_in(block):
-            events += dialect.output.events(dialect.answer.add(content))
+        if block.startswith(b":"):
+            events += (
+                block[event.start : event.end]
+                for event in events_in(block)
+                if event.data is None and block.startswith(b":", event.start)
+            )
+        for data in data_in(block):
+            content = parse_object(data)
+            if content is not None:
+                events += dialect.output.events(dialect.answer.add(content))
         return b"".join(events)
 
     def _close(self) -> bytes:

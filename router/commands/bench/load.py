@@ -18,14 +18,14 @@ import orjson
 
 from router.commands.bench.chats import Chat, LoadPlan, Message, chats
 from router.commands.bench.figures import Figures
-from router.http_client.sse import MAX_EVENT_BYTES
+from router.http_client.errors import EventTooLargeError
+from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
 from router.openai.answers import parse_object
 
 C = TypeVar("C")
 J = TypeVar("J")
 
 PATH = "/v1/chat/completions"
-DONE = b"[DONE]"
 MAX_ERROR_TEXT = 200
 # Why there is no whole answer.
 REFUSED = "no connection"
@@ -280,7 +280,7 @@ class ChatStreamReader:
         self.texts: list[str] = []
         self._figures = figures
         self._clock = clock
-        self._rest = b""
+        self._reader = SseReader()
         self._last: float | None = None
         self._usage: dict[str, Any] = {}
         self._is_done = False
@@ -288,11 +288,14 @@ class ChatStreamReader:
 
     def write(self, block: bytes) -> None:
         moment = self._clock()
-        *events, self._rest = (self._rest + block).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            self._problem, self._rest = "an event without end", b""
+        try:
+            events = self._reader.read(block)
+        except EventTooLargeError as error:
+            self._problem, self._reader = str(error), SseReader()
+            return
         for event in events:
-            self._event(event, moment)
+            if event.data is not None:
+                self._read(event.data, moment)
 
     def end(self, moment: float) -> None:
         """Count the answer. Raises ChatError for one that is an error or not complete."""
@@ -305,11 +308,8 @@ class ChatStreamReader:
         figures.completion_tokens += _number(usage, "completion_tokens")
         figures.cached_tokens += _number(usage.get("prompt_tokens_details"), "cached_tokens")
 
-    def _event(self, event: bytes, moment: float) -> None:
-        if not event.startswith(b"data:"):
-            return  # a comment
-        data = event[5:].strip()
-        if data == DONE:
+    def _read(self, data: bytes, moment: float) -> None:
+        if data.startswith(DONE):
             self._is_done = True
             return
         content = parse_object(data)

@@ -12,7 +12,7 @@ import pytest
 from router.conversations.store import MemoryStore
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
-from router.proxy.relay import Tail
+from router.proxy.relay import TurnTail
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.around import Around
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
@@ -250,7 +250,7 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_client_sees_done_only_when_the_answer_is_over(alone: bool) -> None:
     """Then its turn is kept, and the next one, which it may send at once, finds it."""
-    tail = Tail()
+    tail = TurnTail()
     client = b"".join(tail.passing(event, False) for event in stream(SAID, KEPT, alone))
     assert tail.params == KEPT
     assert b"fine" in client

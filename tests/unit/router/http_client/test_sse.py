@@ -14,6 +14,7 @@ from router.http_client.sse import (
     SseEvent,
     SseReader,
     comment_lines,
+    data_in,
     end_of_last_event,
     events_in,
     is_between_events,
@@ -112,6 +113,7 @@ def test_a_block_of_whole_events_has_the_events_of_the_reader(blocks: list[bytes
         passed += whole
     rest = reader.rest()
     events += [event.data for event in events_in(rest, at_end=True)]
+    assert data_in(passed + rest) == [data for data in events if data is not None]
     assert passed + rest == b"".join(blocks)
     assert events == [event.data for event in read_in_blocks(blocks)]
 
