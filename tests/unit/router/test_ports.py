@@ -28,7 +28,7 @@ async def test_metrics_and_the_page_have_ports_of_their_own(
     given = ["--metrics-port=0", "--liveness-port=0", "--ui", "--ui-port=0", *options]
     async with serving_router(p, d, *given) as router, httpx.AsyncClient() as client:
         clients, metrics, liveness, page = (
-            router.url, told(router, "metrics"), told(router, "liveness"), told(router, "page")
+            router.url, told(router, "metrics"), told(router, "liveness"), told(router, "dashboard")
         )  # fmt: skip
         assert len({clients, metrics, liveness, page}) == 4
 
