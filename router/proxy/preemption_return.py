@@ -20,13 +20,13 @@ BACK = (REJECTION, "preempted")
 BACK_FROM_TOOLS = ("tool_calls", "preempted")
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _ReturnedChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
 class _Whole(msgspec.Struct, gc=False):
-    choices: list[_Choice]
+    choices: list[_ReturnedChoice]
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 

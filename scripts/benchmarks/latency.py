@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from router.commands.bench.load import Client, Exchange, request_bytes
+from router.commands.bench.load import Client, LoadExchange, request_bytes
 from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm
 from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, Sample, describe, free_ports, report_progress
@@ -65,7 +65,7 @@ class Server:
     url: str
     model: str = MODEL
 
-    async def ask(self, path: str, body: Body, on_body: Callable[[bytes], object]) -> Exchange:
+    async def ask(self, path: str, body: Body, on_body: Callable[[bytes], object]) -> LoadExchange:
         """Send a request and read its answer. Raises BenchError."""
         client = self._client()
         request = request_bytes(path, json.dumps({"model": self.model, **body}).encode())

@@ -36,7 +36,7 @@ from pathlib import Path
 import orjson
 import uvloop
 
-from router.commands.bench.load import Client, Exchange, drive, request_bytes
+from router.commands.bench.load import Client, LoadExchange, drive, request_bytes
 from scripts.benchmarks.common import (
     BenchError,
     Sample,
@@ -259,7 +259,7 @@ class _Clients:
     number: int
     ports: Sequence[int]
     case: Case
-    exchanges: list[list[Exchange]] = field(default_factory=list)
+    exchanges: list[list[LoadExchange]] = field(default_factory=list)
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -296,7 +296,7 @@ async def _drive(clients: Sequence[_Clients], total: int) -> float:
         raise several.exceptions[0] from None
 
 
-def _first(exchange: Exchange) -> float:
+def _first(exchange: LoadExchange) -> float:
     return (exchange.first_byte or exchange.ended) - exchange.started
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from router.commands.bench.load import Client, Exchange, request_bytes
+from router.commands.bench.load import Client, LoadExchange, request_bytes
 from router.common.child_processes import ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, free_ports
 from scripts.benchmarks.contestants import OURS, our_command, vllm_router_command
@@ -46,7 +46,7 @@ async def post(port: int, path: str, body: bytes = b"") -> Any:
     return json.loads(exchange.body)
 
 
-async def _get(port: int, path: str) -> Exchange:
+async def _get(port: int, path: str) -> LoadExchange:
     client = Client("127.0.0.1", port)
     request = f"GET {path} HTTP/1.1\r\nhost: chaos\r\n\r\n".encode()
     exchange = await client.send(request, CONTROL_TIMEOUT_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext.reference.tiny_model import write_tiny_model
-from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, Exchange, request_bytes
+from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, LoadExchange, request_bytes
 from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.common import free_ports
 from scripts.mock_engine import text_of
@@ -141,7 +141,7 @@ def _body(prompt: str, is_streamed: bool) -> bytes:
     return json.dumps(body).encode()
 
 
-def judge(question: Question, got: Exchange) -> str:
+def judge(question: Question, got: LoadExchange) -> str:
     """Return what an answer is: OK, or one of the words above."""
     if got.problem in PROBLEMS:
         return PROBLEMS[got.problem]

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.commands.bench.load import REFUSED, TIMEOUT, Client, Exchange, request_bytes
+from router.commands.bench.load import REFUSED, TIMEOUT, Client, LoadExchange, request_bytes
 from tests.integration.legs import decode_body, prefill_body
 from tests.integration.oracle import Answer, differences
 from tests.integration.processes import Server
@@ -73,14 +73,14 @@ class Load:
             return self.rng.uniform(*RESTLESS_WAIT_S)
         return MAX_WAIT_S
 
-    async def _ask(self, prompt: str) -> Exchange:
+    async def _ask(self, prompt: str) -> LoadExchange:
         if self.router is None:
             return await self._push(prompt)
         body = decode_body(prompt, {}, TOKENS)
         del body["kv_transfer_params"]
         return await _post(self.router, body)
 
-    async def _push(self, prompt: str) -> Exchange:
+    async def _push(self, prompt: str) -> LoadExchange:
         """Send both legs at once; one that fails takes the other with it, as a router would."""
         name = uuid.uuid4().hex
         p_name, d_name = self.fleet.pick("p", self.rng), self.fleet.pick("d", self.rng)
@@ -104,12 +104,12 @@ class Load:
             prefilling.cancel()
             await asyncio.gather(decoding, prefilling, return_exceptions=True)
 
-    async def _leg(self, name: str, body: dict[str, Any], request_id: str) -> Exchange:
+    async def _leg(self, name: str, body: dict[str, Any], request_id: str) -> LoadExchange:
         await asyncio.sleep(self.rng.uniform(0, MAX_LEG_DELAY_S))
         return await _post(self.fleet.servers[name], body, ("x-request-id", request_id))
 
 
-async def _post(server: Server, body: dict[str, Any], *headers: tuple[str, str]) -> Exchange:
+async def _post(server: Server, body: dict[str, Any], *headers: tuple[str, str]) -> LoadExchange:
     client = Client("127.0.0.1", server.port)
     request = request_bytes("/v1/completions", json.dumps(body).encode(), headers)
     try:

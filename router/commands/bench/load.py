@@ -2,7 +2,7 @@
 
 `disagg-router bench` uses it, and so do the benchmarks and failure drills in `scripts/` and the
 soak tests. A `Client` sends one request at a time over a connection that it keeps. It judges
-nothing: an answer that is cut off, late or no HTTP is an `Exchange` that says so.
+nothing: an answer that is cut off, late or no HTTP is an `LoadExchange` that says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MALFORMED = "malformed HTTP"
 
 
 @dataclass(slots=True)
-class Exchange:
+class LoadExchange:
     """A request and what came back. Times are of `time.monotonic`, in seconds.
 
     `status` is 0 without an answer's head, `first_byte` is 0 without a piece of its body.
@@ -61,7 +61,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._exchange = Exchange(0.0)
+        self._exchange = LoadExchange(0.0)
         self._on_body: Callable[[bytes], object] = bytes
         self._done: asyncio.Future[None] | None = None
         self._latest = 0.0
@@ -100,7 +100,7 @@ class ClientConnection(asyncio.Protocol):
         self._finish("")
 
     async def send(
-        self, request: bytes, exchange: Exchange, on_body: Callable[[bytes], object]
+        self, request: bytes, exchange: LoadExchange, on_body: Callable[[bytes], object]
     ) -> None:
         """Return when the answer has ended, in whatever way."""
         self._exchange, self._on_body, self._latest = exchange, on_body, 0.0
@@ -132,12 +132,12 @@ class Client:
 
     async def send(
         self, request: bytes, timeout: float, on_body: Callable[[bytes], object] | None = None
-    ) -> Exchange:
+    ) -> LoadExchange:
         """Send a whole request and return when its answer has ended, or after `timeout` seconds.
 
-        Pieces of the answer's body go to `on_body`, or else into `Exchange.body`.
+        Pieces of the answer's body go to `on_body`, or else into `LoadExchange.body`.
         """
-        exchange = Exchange(time.monotonic())
+        exchange = LoadExchange(time.monotonic())
         try:
             async with asyncio.timeout(timeout):
                 connection = await self.connect()
