@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from router.auth.api_keys import digest_of
+from router.auth.api_keys import ApiKey, digest_of
+from router.proxy.dispatch import serve
 from router.server.app import build
+from router.server.response_writer import ResponseWriter
 from router.settings import SettingsError
 from router.telemetry.access_log import AccessLine
 from tests.unit.router.conftest import StartRouter
@@ -135,6 +138,8 @@ async def test_what_is_not_clearly_a_key_is_none(
         "/v1/models",
         "/v1/models?x=1",
         "/v1/embeddings",
+        "/v1/messages",
+        "/v1/responses",
         "//v1/completions",
         "/V1/completions",
         "/v1/%63ompletions",
@@ -153,6 +158,78 @@ async def test_every_page_that_is_not_listed_as_open_wants_a_key(
             await client.send(post(body, path).replace(b"POST", method, 1))
             head = await client.head()
             assert head.split(b" ", 2)[1] == b"401", (method, head)
+    assert not p.requests
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/tokenize"])
+async def test_unauthorized_requests_to_all_apis_get_openais_error(
+    start_router: StartRouter, keys: WriteKeys, path: str
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    check_unauthorized(await router.client.post(path, json=BODY))
+    assert router.metric("unauthorized_total", reason="missing") == 1
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("key", [KEY, OTHER])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/messages", "/tokenize", "/v1/models", "/anything"]
+)
+async def test_api_key_is_looked_up_once_for_each_request(
+    start_router: StartRouter,
+    keys: WriteKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    key: str,
+    is_slow: bool,
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    authenticator = router.gateway.authenticator
+    assert authenticator is not None
+    identify, lookups = authenticator.identify, 0
+
+    def count(headers: Sequence[tuple[bytes, bytes]]) -> ApiKey | str:
+        nonlocal lookups
+        lookups += 1
+        return identify(headers)
+
+    monkeypatch.setattr(authenticator, "identify", count)
+    sent = post(json.dumps(BODY).encode(), path, b"authorization: Bearer %b\r\n" % key.encode())
+    async with router.socket() as client:
+        if is_slow:
+            await client.send(sent[:-1])
+            await eventually(lambda: lookups)
+            await client.send(sent[-1:])
+        else:
+            await client.send(sent)
+        head = await client.head()
+    assert (b" 401 " in head.split(b"\r\n")[0]) is (key == OTHER)
+    assert lookups == 1
+
+
+async def test_application_refuses_requests_that_the_server_has_not_authenticated(
+    start_router: StartRouter, keys: WriteKeys
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    transport = httpx.ASGITransport(router.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        check_unauthorized(await client.get("/v1/models", headers=BEARER))
+        assert (await client.get("/health", headers=BEARER)).status_code == 200
+
+
+async def test_proxy_refuses_requests_that_the_server_has_not_authenticated(
+    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    sent: list[bytes] = []
+    connection = SimpleNamespace(
+        send=sent.append, common_lines=lambda writer: (), finish_answer=lambda writer: None
+    )
+    headers = [(b"authorization", b"Bearer %b" % KEY.encode())]
+    loop, body = asyncio.get_running_loop(), json.dumps(BODY).encode()
+    writer = ResponseWriter(loop, connection, 0.0, "/v1/completions", headers, body)
+    await serve(writer, router.gateway)
+    assert sent[0].startswith(b"HTTP/1.1 401 ")
     assert not p.requests
 
 
