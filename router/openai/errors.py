@@ -43,7 +43,7 @@ import orjson
 
 from router.http_client import errors as upstream
 from router.http_client.engine_answer import Headers
-from router.openai.generated_tokens import GeneratedTokens
+from router.openai.answers import GeneratedTokens
 
 
 class ErrorShape(NamedTuple):

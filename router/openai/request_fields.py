@@ -12,10 +12,13 @@ The `require_` functions are for the dialects: they raise a BadRequestError that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from router.common.exact_json import number
+import orjson
+
+from router.common.exact_json import dumps, loads, number
 from router.openai.answers import Json
 from router.openai.errors import BadRequestError
 
@@ -213,3 +216,79 @@ def join_text_parts(parts: list[Json]) -> str | list[Json]:
     if all(part.get("type") == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
+
+
+# Errors of prefill engines about a prompt that is too long. The router asks them for one token, and
+# some say so: "you requested 4097 tokens (4096 in the messages, 1 in the completion)". The numbers
+# for the prompt and the context are right.
+
+# vLLM to 0.14.
+REQUESTED = re.compile(
+    r"you requested \d+ tokens "
+    r"\((?P<prompt>\d+) in the (?P<what>\w+), 1 in the completion\)"
+)
+TOO_LARGE = re.compile(
+    r"'max_tokens' or 'max_completion_tokens' is too large: 1\. (?P<context>[^()]{1,200}?)"
+    r"(?P<prompt>\d+) input tokens \(1 > (?P<left>\d+ - \d+)\)"
+)
+# SGLang.
+IN_ALL = re.compile(
+    r"a total of \d+ tokens: (?P<prompt>\d+) tokens from the input messages and 1 tokens "
+    r"for the completion"
+)
+
+
+def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
+    """Restate an error that mentions the one token of the prefill; return other answers unchanged.
+
+    The length is replaced by the one that the client asked for, or left out if it gave none.
+    """
+    try:
+        content = loads(answer)
+    except orjson.JSONDecodeError:
+        return answer
+    error = content.get("error", content) if isinstance(content, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    if not isinstance(error, dict) or not isinstance(message, str):
+        return answer
+    restated = restate_message(message, _requested_tokens(asked))
+    if restated == message:
+        return answer
+    error["message"] = restated
+    return dumps(content)
+
+
+def restate_message(message: str, max_tokens: int | None) -> str:
+    """`max_tokens` is the length that the client asked for, None if it gave none."""
+    if found := REQUESTED.search(message):
+        count = int(found["prompt"])
+        if max_tokens is None:
+            restated = f"your request has {count} input tokens"
+        else:
+            parts = f"{count} in the {found['what']}, {max_tokens} in the completion"
+            restated = f"you requested {count + max_tokens} tokens ({parts})"
+    elif found := TOO_LARGE.search(message):
+        tail = f"{found['context']}{found['prompt']} input tokens"
+        if max_tokens is None:
+            restated = tail
+        else:
+            head = f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. "
+            restated = f"{head}{tail} ({max_tokens} > {found['left']})"
+    elif found := IN_ALL.search(message):
+        count = int(found["prompt"])
+        if max_tokens is None:
+            restated = f"{count} tokens from the input messages"
+        else:
+            ending = f"{max_tokens} tokens for the completion"
+            parts = f"{count} tokens from the input messages and {ending}"
+            restated = f"a total of {count + max_tokens} tokens: {parts}"
+    else:
+        return message
+    return message[: found.start()] + restated + message[found.end() :]
+
+
+def _requested_tokens(asked: Mapping[str, object]) -> int | None:
+    for name in (MAX_COMPLETION_TOKENS, MAX_TOKENS):
+        if type(given := asked.get(name)) is int:
+            return given
+    return None

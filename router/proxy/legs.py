@@ -29,7 +29,7 @@ from router.openai.errors import (
     EngineUnavailableError,
     LoadFailedError,
 )
-from router.openai.prompt_limit import restate_prompt_limit
+from router.openai.request_fields import restate_prompt_limit
 from router.proxy import headers, release
 from router.proxy.answer_check import (
     cached_share,

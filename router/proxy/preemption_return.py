@@ -9,9 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from router.http_client.engine_answer import EngineAnswer
-from router.openai.answers import Json, choices_of
+from router.openai.answers import Json, choices_of, read_generated_tokens
 from router.openai.errors import PreemptedError
-from router.openai.generated_tokens import read_generated_tokens
 from router.proxy.threshold_probe import REJECTION
 
 NEEDLE = b'"preempted"'

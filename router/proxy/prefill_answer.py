@@ -15,8 +15,12 @@ import orjson
 from router.common.exact_json import dumps, loads
 from router.common.structs import FrozenStruct
 from router.http_client.errors import BrokenAnswerError
-from router.openai.answers import cached_tokens_of, prompt_tokens_of
-from router.openai.generated_tokens import TOKEN_ID_CHARS, read_generated_tokens
+from router.openai.answers import (
+    TOKEN_ID_CHARS,
+    cached_tokens_of,
+    prompt_tokens_of,
+    read_generated_tokens,
+)
 from router.proxy.first_token import LENGTH, STOP, finish_in
 
 Body = dict[str, Any]

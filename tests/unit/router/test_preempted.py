@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.base.begun import EngineResumeState, packed, unpacked
 from router.fleet.circuit_breaker import CircuitState
-from router.openai.generated_tokens import read_generated_tokens
+from router.openai.answers import read_generated_tokens
 from router.proxy.admission import Held
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter

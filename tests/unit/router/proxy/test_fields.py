@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.prompt_limit import restate_message, restate_prompt_limit
-from router.openai.request_fields import find_invalid_field
+from router.openai.request_fields import find_invalid_field, restate_message, restate_prompt_limit
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
