@@ -34,27 +34,27 @@ from router.routing.route import Route
 from router.settings import Settings
 from router.telemetry.metrics import Metrics
 
-PRIORITY = b"x-vllm-priority"
+PRIORITY_HEADER = b"x-vllm-priority"
 INTEGER = re.compile(rb"[+-]?[0-9]{1,18}")
 
 
-class Seat:
+class EngineSlot:
     """One request's place at engines. Tokens count where the prompt is computed."""
 
-    __slots__ = ("_admission", "_decoder", "_group", "_prefiller", "_tokens", "_tokens_at_decoder",
-                 "_visited")  # fmt: skip
+    __slots__ = ("_admission", "_decoder", "_group", "_hedged", "_prefiller", "_tokens",
+                 "_tokens_at_decoder")  # fmt: skip
 
     def __init__(self, admission: Admission, found: Placement, tokens: int, alone: bool) -> None:
         self._admission = admission
         self._tokens, self._tokens_at_decoder = tokens, tokens if alone else 0
         self._group, self._prefiller, self._decoder = found
-        self._visited: set[Engine] = set()
+        self._hedged: set[Engine] = set()
         if self._prefiller is not None:
             _take(self._prefiller, tokens)
         if self._decoder is not None:
             _take(self._decoder, self._tokens_at_decoder)
 
-    def settle(self, route: Route) -> Route:
+    def move_to_route(self, route: Route) -> Route:
         """Moves to the first engines of the route that have room, which then come first. Where
         there are none it stays where it is, unless that is gone."""
         prefillers = self._preferring(route.prefillers, self._prefiller, self._tokens)
@@ -69,57 +69,57 @@ class Seat:
                 prefillers = prefillers or _ahead(self._prefiller, route.prefillers)
                 decoders = decoders or _ahead(self._decoder, route.decoders)
         if self._prefiller is not None and prefillers:
-            self.prefill_at(prefillers[0])
+            self.move_prefill_to(prefillers[0])
         if decoders:
-            self.decode_at(decoders[0])
+            self.move_decode_to(decoders[0])
         self._group = route.group
         return replace(route, prefillers=prefillers, decoders=decoders)
 
-    def roomiest(self, engines: Sequence[Engine]) -> Engine | None:
+    def first_with_room(self, engines: Sequence[Engine]) -> Engine | None:
         """Of those that may still be asked: the first with room, else the first."""
-        room = self._admission.room
-        with_room = (engine for engine in engines if room.fits(engine, self._tokens))
+        limits = self._admission.limits
+        with_room = (engine for engine in engines if limits.fits(engine, self._tokens))
         return next(with_room, None) or next(iter(engines), None)
 
-    def prefill_at(self, engine: Engine) -> None:
-        left, self._prefiller = self._prefiller, engine
-        self._move(left, engine, self._tokens)
+    def move_prefill_to(self, engine: Engine) -> None:
+        previous, self._prefiller = self._prefiller, engine
+        self._move(previous, engine, self._tokens)
 
-    def decode_at(self, engine: Engine) -> None:
-        left, self._decoder = self._decoder, engine
-        self._move(left, engine, self._tokens_at_decoder)
+    def move_decode_to(self, engine: Engine) -> None:
+        previous, self._decoder = self._decoder, engine
+        self._move(previous, engine, self._tokens_at_decoder)
 
-    def prefilled(self) -> None:
+    def release_prefiller(self) -> None:
         """No prefiller is needed any more."""
-        left, self._prefiller = self._prefiller, None
-        if left is not None:
-            self._give_back(left, self._tokens)
+        previous, self._prefiller = self._prefiller, None
+        if previous is not None:
+            self._give_back(previous, self._tokens)
 
-    def visit(self, engine: Engine) -> bool:
+    def reserve_hedged(self, engine: Engine) -> bool:
         """Takes a place at one more decoder, for a leg beside others, if there is room for it and
         nobody waits."""
         if engine is self._decoder:
             return True
-        room, tokens = self._admission.room, self._tokens_at_decoder
-        if self._admission.depth or not room.fits(engine, tokens):
+        limits, tokens = self._admission.limits, self._tokens_at_decoder
+        if self._admission.depth or not limits.fits(engine, tokens):
             return False
         _take(engine, tokens)
-        self._visited.add(engine)
+        self._hedged.add(engine)
         return True
 
-    def depart(self, engines: Iterable[Engine]) -> None:
+    def release_hedged(self, engines: Iterable[Engine]) -> None:
         """Of those that were visited."""
-        left = self._visited.intersection(engines)
-        self._visited -= left
-        for engine in left:
+        previous = self._hedged.intersection(engines)
+        self._hedged -= previous
+        for engine in previous:
             self._give_back(engine, self._tokens_at_decoder)
 
-    def leave(self) -> None:
-        self.prefilled()
-        self.depart(self._visited)
-        left, self._decoder = self._decoder, None
-        if left is not None:
-            self._give_back(left, self._tokens_at_decoder)
+    def release(self) -> None:
+        self.release_prefiller()
+        self.release_hedged(self._hedged)
+        previous, self._decoder = self._decoder, None
+        if previous is not None:
+            self._give_back(previous, self._tokens_at_decoder)
 
     def _preferring(
         self, order: Sequence[Engine], held: Engine | None, tokens: int
@@ -127,22 +127,22 @@ class Seat:
         """The order with an engine first that has room; None where there is none in it."""
         if held is None or not order or order[0] is held:
             return order
-        room = self._admission.room
+        limits = self._admission.limits
         for engine in order:
-            if engine is held or room.fits(engine, tokens):
+            if engine is held or limits.fits(engine, tokens):
                 return order if engine is order[0] else _ahead(engine, order)
         return None
 
-    def _move(self, left: Engine | None, engine: Engine, tokens: int) -> None:
-        if left is not engine:
+    def _move(self, previous: Engine | None, engine: Engine, tokens: int) -> None:
+        if previous is not engine:
             _take(engine, tokens)
-            if left is not None:
-                self._give_back(left, tokens)
+            if previous is not None:
+                self._give_back(previous, tokens)
 
     def _give_back(self, engine: Engine, tokens: int) -> None:
         engine.admitted -= 1
         engine.admitted_tokens -= tokens
-        self._admission.has_room()
+        self._admission.admit_waiting()
 
 
 def _take(engine: Engine, tokens: int) -> None:
@@ -158,24 +158,24 @@ def _only(engine: Engine | None) -> Sequence[Engine]:
     return () if engine is None else (engine,)
 
 
-class Waiter(QueueTicket):
+class QueuedRequest(QueueTicket):
     """`outcome` is a seat, or why there is none."""
 
-    __slots__ = ("_admission", "deadline", "outcome", "since")
+    __slots__ = ("_admission", "deadline", "outcome", "queued_at")
 
-    def __init__(self, request: Request, whose: str, priority: int, admission: Admission) -> None:
-        super().__init__(whose, priority, request.tokens, request.model, bool(request.alone))
-        self.since = now()
-        self.deadline = min(self.since + admission.timeout, request.latest)
-        self.outcome: asyncio.Future[Seat | RequestError]
+    def __init__(self, request: Request, tenant: str, priority: int, admission: Admission) -> None:
+        super().__init__(tenant, priority, request.tokens, request.model, bool(request.alone))
+        self.queued_at = now()
+        self.deadline = min(self.queued_at + admission.timeout, request.latest)
+        self.outcome: asyncio.Future[EngineSlot | RequestError]
         self.outcome = request.exchange.loop.create_future()
         self._admission = admission
 
     def expire(self) -> None:
-        self._admission.expired(self)
+        self._admission.expire_queued(self)
 
 
-def has_limits(settings: Settings) -> bool:
+def has_engine_limits(settings: Settings) -> bool:
     return bool(settings.max_engine_requests or settings.max_engine_prefill_tokens)
 
 
@@ -183,9 +183,9 @@ class Admission:
     """`room` is what one engine has, in this process's eyes: other routers have their own."""
 
     def __init__(self, settings: Settings, fleet: Fleet, metrics: Metrics) -> None:
-        self.room = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
+        self.limits = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
-        self._queue: AdmissionQueue[Waiter] = AdmissionQueue(settings.queue_size)
+        self._queue: AdmissionQueue[QueuedRequest] = AdmissionQueue(settings.queue_size)
         self._resolver = ConversationResolver((), settings.tenant_header)
         self._heeds_priorities = settings.queue_priorities
         self._fleet = fleet
@@ -193,45 +193,45 @@ class Admission:
         self._deadlines = Deadlines()
         # How long who was let in last had to wait: so will who comes back.
         self._latest_wait = 0.0
-        fleet.on_new_snapshot = self.has_room
+        fleet.on_new_snapshot = self.admit_waiting
         metrics.queue_depth.set_function(lambda: self._queue.depth)
 
     def tune(self, settings: Settings) -> None:
         """Who waits goes on waiting for as long as it was told to, or is let in now."""
-        self.room = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
+        self.limits = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue.size = settings.queue_size
         self._heeds_priorities = settings.queue_priorities
-        self.has_room()
+        self.admit_waiting()
 
     @property
     def depth(self) -> int:
         return self._queue.depth
 
-    def at_once(self, request: Request, pools: Sequence[GroupPool]) -> Seat | None:
+    def admit_at_once(self, request: Request, pools: Sequence[GroupPool]) -> EngineSlot | None:
         """A seat for a request that need not wait. No coroutine: see `wait`."""
         if self._queue.depth:
             return None
         tokens, alone = request.tokens, bool(request.alone)
-        found = find_placement(pools, tokens, alone, self.room)
-        return None if found is None else Seat(self, found, tokens, alone)
+        found = find_placement(pools, tokens, alone, self.limits)
+        return None if found is None else EngineSlot(self, found, tokens, alone)
 
-    async def wait(self, request: Request) -> Seat:
+    async def wait_for_slot(self, request: Request) -> EngineSlot:
         """Raises OverloadError, TenantOverloadError."""
         headers = request.exchange.headers
         priority = priority_of(headers, request.body) if self._heeds_priorities else 0
-        waiter = Waiter(request, self._resolver.tenant_of(headers), priority, self)
-        request.record.stage, request.record.queued = "queue", waiter.since
-        self._queue.add(waiter)
-        if not self._queue.is_stuck(waiter, self._fleet.snapshot.pools(request.model)):
-            self.has_room()
-        self._shed(waiter)
-        if not waiter.outcome.done():
-            self._deadlines.watch(waiter)
+        queued = QueuedRequest(request, self._resolver.tenant_of(headers), priority, self)
+        request.record.stage, request.record.queued = "queue", queued.queued_at
+        self._queue.add(queued)
+        if not self._queue.is_stuck(queued, self._fleet.snapshot.pools(request.model)):
+            self.admit_waiting()
+        self._shed(queued)
+        if not queued.outcome.done():
+            self._deadlines.watch(queued)
         try:
-            outcome = await waiter.outcome
+            outcome = await queued.outcome
         except asyncio.CancelledError:
-            self._leave(waiter)
+            self._cancel(queued)
             raise
         finally:
             request.record.admitted = now()
@@ -239,22 +239,22 @@ class Admission:
             raise outcome
         return outcome
 
-    def has_room(self) -> None:
+    def admit_waiting(self) -> None:
         """Perhaps: lets in whom it is enough for."""
         queue = self._queue
-        while queue.depth and (found := queue.next(self._fleet.snapshot.pools, self.room)):
-            waiter, where = found
-            if waiter.outcome.done():
+        while queue.depth and (found := queue.next(self._fleet.snapshot.pools, self.limits)):
+            queued, where = found
+            if queued.outcome.done():
                 continue  # its client left in this moment
-            self._latest_wait = now() - waiter.since
-            self._tell(waiter, Seat(self, where, waiter.tokens, waiter.decode_only))
+            self._latest_wait = now() - queued.queued_at
+            self._resolve(queued, EngineSlot(self, where, queued.tokens, queued.decode_only))
 
-    def expired(self, waiter: Waiter) -> None:
-        if self._queue.remove(waiter):
-            text = f"no engine had room for this request in {now() - waiter.since:.0f} s"
-            self._tell(waiter, OverloadError(text, "queue_timeout", self._retry_after()))
+    def expire_queued(self, queued: QueuedRequest) -> None:
+        if self._queue.remove(queued):
+            text = f"no engine had room for this request in {now() - queued.queued_at:.0f} s"
+            self._resolve(queued, OverloadError(text, "queue_timeout", self._retry_after()))
 
-    def _shed(self, newcomer: Waiter) -> None:
+    def _shed(self, newcomer: QueuedRequest) -> None:
         shed = self._queue.shed(newcomer)
         if shed is None:
             return
@@ -270,24 +270,24 @@ class Admission:
             error = TenantOverloadError(text, "tenant_share", seconds)
         else:
             error = OverloadError("too many requests wait already", "queue_full", seconds)
-        self._tell(shed.ticket, error)
+        self._resolve(shed.ticket, error)
 
-    def _tell(self, waiter: Waiter, outcome: Seat | RequestError) -> None:
-        self._deadlines.drop(waiter)
-        if waiter.outcome.done():
+    def _resolve(self, queued: QueuedRequest, outcome: EngineSlot | RequestError) -> None:
+        self._deadlines.drop(queued)
+        if queued.outcome.done():
             return
-        self._metrics.queue_seconds.observe(now() - waiter.since)
-        waiter.outcome.set_result(outcome)
+        self._metrics.queue_seconds.observe(now() - queued.queued_at)
+        queued.outcome.set_result(outcome)
 
-    def _leave(self, waiter: Waiter) -> None:
+    def _cancel(self, queued: QueuedRequest) -> None:
         """Its task was cancelled, perhaps with the outcome already there."""
-        self._deadlines.drop(waiter)
-        self._queue.remove(waiter)
-        if waiter.outcome.cancelled() or not waiter.outcome.done():
+        self._deadlines.drop(queued)
+        self._queue.remove(queued)
+        if queued.outcome.cancelled() or not queued.outcome.done():
             return
-        outcome = waiter.outcome.result()
-        if isinstance(outcome, Seat):
-            outcome.leave()
+        outcome = queued.outcome.result()
+        if isinstance(outcome, EngineSlot):
+            outcome.release()
 
     def _retry_after(self) -> int:
         return max(1, math.ceil(min(self._latest_wait, self.timeout)))
@@ -296,13 +296,13 @@ class Admission:
 def priority_of(headers: Sequence[Header], body: Mapping[str, object]) -> int:
     """As vLLM has it: lower goes first. What makes no sense is left for the engine to refuse."""
     for name, value in headers:
-        if name == PRIORITY and INTEGER.fullmatch(value):
+        if name == PRIORITY_HEADER and INTEGER.fullmatch(value):
             return int(value)
     given = body.get("priority")
     return given if type(given) is int else 0
 
 
-class Held:
+class MemoryBudget:
     """Bytes of request bodies that are held for all requests together; `limit` 0 is none."""
 
     __slots__ = ("limit", "size")

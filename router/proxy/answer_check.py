@@ -44,7 +44,7 @@ from router.openai.event_stream import (
     is_broken_off,
     json_events,
 )
-from router.proxy.leg_bodies import message_in
+from router.proxy.leg_bodies import error_text
 from router.proxy.threshold_probe import is_rejection
 
 ABORT, ERROR = "abort", "error"
@@ -210,7 +210,7 @@ def failure_midway(
     for event, content in json_events(block, at_end):
         failure = failure_of(content, role)
         if isinstance(failure, EngineRejectedError):
-            text = f"the {role} engine ended the answer{message_in(failure.body)}"
+            text = f"the {role} engine ended the answer{error_text(failure.body)}"
             return event.start, RejectedMidStreamError(text)
         if failure is not None:
             return event.start, failure

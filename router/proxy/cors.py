@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from router.proxy.exchange import Before, Exchange, Header
+from router.proxy.exchange import Exchange, ExchangeWrapper, Header
 
-ANY = "*"
-METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
-EXPOSED = b", ".join(
+ANY_ORIGIN = "*"
+ALLOWED_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
+EXPOSED_HEADERS = b", ".join(
     (
         b"x-request-id",
         b"retry-after",
@@ -24,47 +24,50 @@ EXPOSED = b", ".join(
     )
 )
 # Seconds that a browser may remember what it was told.
-MAX_AGE = b"600"
-NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
-PREFLIGHT = b"access-control-request-method"
-WANTED = b"access-control-request-headers"
+PREFLIGHT_MAX_AGE_S = b"600"
+HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+REQUESTED_METHOD = b"access-control-request-method"
+REQUESTED_HEADERS = b"access-control-request-headers"
 
 
-def allowing(headers: Iterable[Header], origins: Sequence[str]) -> list[Header]:
+def cors_headers(headers: Iterable[Header], origins: Sequence[str]) -> list[Header]:
     """What lets the page that asks read the answer; nothing where it may not."""
     if not origins:
         return []
-    vary: list[Header] = [] if ANY in origins else [(b"vary", b"origin")]
+    vary: list[Header] = [] if ANY_ORIGIN in origins else [(b"vary", b"origin")]
     origin = next((value for name, value in headers if name == b"origin"), None)
-    if origin is None or not (ANY in origins or origin.decode("latin-1") in origins):
+    if origin is None or not (ANY_ORIGIN in origins or origin.decode("latin-1") in origins):
         return vary
-    allowed = b"*" if ANY in origins else origin
+    allowed = b"*" if ANY_ORIGIN in origins else origin
     return [
         (b"access-control-allow-origin", allowed),
-        (b"access-control-expose-headers", EXPOSED),
+        (b"access-control-expose-headers", EXPOSED_HEADERS),
         *vary,
     ]
 
 
-def preflight(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]:
+def preflight_headers(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]:
     """What a browser is told that asks whether a page may ask; nothing where it may not."""
     given = dict(headers)
-    found = allowing(headers, origins)
-    if PREFLIGHT not in given or len(found) < 2:
+    found = cors_headers(headers, origins)
+    if REQUESTED_METHOD not in given or len(found) < 2:
         return found
-    found += [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", MAX_AGE)]
-    wanted = given.get(WANTED, b"")
-    if NAMES.fullmatch(wanted):
+    found += [
+        (b"access-control-allow-methods", ALLOWED_METHODS),
+        (b"access-control-max-age", PREFLIGHT_MAX_AGE_S),
+    ]
+    wanted = given.get(REQUESTED_HEADERS, b"")
+    if HEADER_NAMES.fullmatch(wanted):
         found.append((b"access-control-allow-headers", wanted))
     return found
 
 
-class Readable(Before):
+class CorsExchange(ExchangeWrapper):
     """An Exchange whose answers say that a page may read them."""
 
-    def __init__(self, front: Exchange, lines: Sequence[Header]) -> None:
-        super().__init__(front)
+    def __init__(self, inner: Exchange, lines: Sequence[Header]) -> None:
+        super().__init__(inner)
         self._lines = lines
 
-    def _told(self, headers: Sequence[Header]) -> list[Header]:
+    def _client_headers(self, headers: Sequence[Header]) -> list[Header]:
         return [*headers, *self._lines]

@@ -13,15 +13,15 @@ from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
 from router.proxy import headers, key_limits, strategies
-from router.proxy.admission import Seat
-from router.proxy.cors import Readable, allowing
+from router.proxy.admission import EngineSlot
+from router.proxy.cors import CorsExchange, cors_headers
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import Beating
-from router.proxy.leg_bodies import AsSent, Bodies
+from router.proxy.leg_bodies import LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
-from router.proxy.release import give_up_turn
+from router.proxy.release import release_turn
 from router.proxy.request import SEVERAL, Request, next_number
 from router.proxy.request_parser import check_fields, read_request, share_answers
 from router.proxy.run import Run
@@ -45,7 +45,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
     task = asyncio.current_task(exchange.loop)
     assert task is not None
     gateway.tasks.running.add(task)
-    seat: Seat | None = None
+    slot: EngineSlot | None = None
     permit: QuotaPermit | None = None
     run: Run | None = None
     try:
@@ -54,7 +54,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         authenticator, limits = gateway.authenticator, gateway.limits
         key = None
         if authenticator is not None:
-            key = key_limits.identified(request.exchange, authenticator)
+            key = key_limits.identify_key(request.exchange, authenticator)
         if reading is None:
             read_request(request, limits, gateway.conversations)
             if request.alone == SEVERAL and gateway.routes.shares_kv_loads(request.model):
@@ -63,24 +63,24 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         else:
             await reading(request, gateway)
         if key is not None and authenticator is not None:
-            permit = await key_limits.let_in(request, key, authenticator, gateway.metrics)
+            permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
         if limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = Beating(request, limits)
-        bodies = AsSent(request.exchange.body) if request.form else Bodies(request.body)
+        bodies = RawBody(request.exchange.body) if request.form else LegBodies(request.body)
 
         # Plan, after a wait for a place at engines that have limits.
         if gateway.admission is not None:
             pools = gateway.routes.pools(request.model)
-            seat = gateway.admission.at_once(request, pools)
-            seat = seat or await gateway.admission.wait(request)
+            slot = gateway.admission.admit_at_once(request, pools)
+            slot = slot or await gateway.admission.wait_for_slot(request)
         if request.turn is None or request.alone or gateway.conversations is None:
-            plan = make_plan(request, _settled(seat, gateway.routes.find(request)), None, limits)
+            plan = make_plan(request, _settled(slot, gateway.routes.find(request)), None, limits)
         else:
-            plan = await _plan_turn(request, request.turn, seat, gateway, gateway.conversations)
+            plan = await _plan_turn(request, request.turn, slot, gateway, gateway.conversations)
         request.record.flow, request.record.group = plan.flow, plan.route.group
 
         # Run the legs, and relay the answer.
-        run = Run(request, bodies, plan, gateway, seat)
+        run = Run(request, bodies, plan, gateway, slot)
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:
@@ -94,12 +94,12 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         gateway.tasks.running.discard(task)
         if run is not None:
             run.close()
-        elif seat is not None:
-            seat.leave()
+        elif slot is not None:
+            slot.release()
         if isinstance(request.exchange, Beating):
             request.exchange.close()
         if permit is not None and gateway.authenticator is not None:
-            key_limits.leave(request, permit, gateway.authenticator)
+            key_limits.release_permit(request, permit, gateway.authenticator)
         _close_record(request.record, gateway)
 
 
@@ -113,16 +113,16 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
 def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     latest = exchange.arrived + gateway.limits.request_timeout
     if gateway.limits.cors_origins:
-        lines = allowing(exchange.headers, gateway.limits.cors_origins)
-        exchange = Readable(exchange, lines) if lines else exchange
+        lines = cors_headers(exchange.headers, gateway.limits.cors_origins)
+        exchange = CorsExchange(exchange, lines) if lines else exchange
     given = exchange.headers
     if gateway.hides_credentials:
         given = without_credentials(given)
     if gateway.tracer is None:
-        request_id, shared_headers = headers.read(given)
+        request_id, shared_headers = headers.read_client_headers(given)
         record = Record(exchange.endpoint, exchange.arrived, request_id)
     else:
-        request_id, shared_headers = headers.read(without_trace_headers(given))
+        request_id, shared_headers = headers.read_client_headers(without_trace_headers(given))
         record = Record(exchange.endpoint, exchange.arrived, request_id)
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
@@ -145,7 +145,7 @@ def _note_disconnect(record: Record, gateway: Gateway) -> None:
 async def _plan_turn(
     request: Request,
     turn: Turn,
-    seat: Seat | None,
+    slot: EngineSlot | None,
     gateway: Gateway,
     conversations: Conversations,
 ) -> Plan:
@@ -158,16 +158,16 @@ async def _plan_turn(
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, limits.conversation_unproven)
     try:
-        route = _settled(seat, gateway.routes.find(request, reuse.decoder))
+        route = _settled(slot, gateway.routes.find(request, reuse.decoder))
         return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
-            give_up_turn(request, gateway, turn.entry)
+            release_turn(request, gateway, turn.entry)
         raise
 
 
-def _settled(seat: Seat | None, route: Route) -> Route:
-    return route if seat is None else seat.settle(route)
+def _settled(slot: EngineSlot | None, route: Route) -> Route:
+    return route if slot is None else slot.move_to_route(route)
 
 
 async def _respond_error(request: Request, gateway: Gateway, error: Exception) -> None:

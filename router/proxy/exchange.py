@@ -17,7 +17,7 @@ from router.http_client.errors import UpstreamError
 Header = tuple[bytes, bytes]
 
 
-class Relayed(Protocol):
+class BodySource(Protocol):
     """An answer as a front needs it: see router.http_client.engine_answer.Answer."""
 
     @property
@@ -53,7 +53,7 @@ class Exchange(Protocol):
         """Sends a complete answer."""
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         """Sends a head and then the answer's body as it comes, ended when that ends.
 
@@ -68,37 +68,37 @@ class Exchange(Protocol):
         """Cuts an answer that `relay` left open, so that no client can take it for complete."""
 
 
-class Before:
+class ExchangeWrapper:
     """An Exchange before another one, for those that change some of what passes."""
 
-    def __init__(self, front: Exchange) -> None:
-        self.loop: asyncio.AbstractEventLoop = front.loop
-        self.endpoint, self.arrived, self.caller = front.endpoint, front.arrived, front.caller
-        self.headers: Sequence[Header] = front.headers
-        self._front = front
+    def __init__(self, inner: Exchange) -> None:
+        self.loop: asyncio.AbstractEventLoop = inner.loop
+        self.endpoint, self.arrived, self.caller = inner.endpoint, inner.arrived, inner.caller
+        self.headers: Sequence[Header] = inner.headers
+        self._inner = inner
 
     @property
     def body(self) -> bytes:
-        return self._front.body
+        return self._inner.body
 
     @property
     def started(self) -> bool:
-        return self._front.started
+        return self._inner.started
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        await self._front.respond(status, self._told(headers), body)
+        await self._inner.respond(status, self._client_headers(headers), body)
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
-        await self._front.relay(status, self._told(headers), answer, idle, latest)
+        await self._inner.relay(status, self._client_headers(headers), answer, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
-        await self._front.finish(tail)
+        await self._inner.finish(tail)
 
     def abort(self) -> None:
-        self._front.abort()
+        self._inner.abort()
 
-    def _told(self, headers: Sequence[Header]) -> Sequence[Header]:
+    def _client_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
         """What the client is told of an answer's headers."""
         return headers

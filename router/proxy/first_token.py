@@ -20,7 +20,7 @@ from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_
 Body = Mapping[str, object]
 # What a second engine would need to know of the prompt besides its tokens, or says of it, or keeps
 # count of from the answer's first token on: engines refuse to begin with these.
-NEVER = (
+UNSUPPORTED_FIELDS = (
     "echo",
     "suffix",
     "prompt_embeds",
@@ -32,21 +32,21 @@ NEVER = (
 STOP, LENGTH = "stop", "length"
 
 
-def read_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
+def renders_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
     """As one whose `renders` those are. Who tells none is like nobody."""
     return bool(renders) and engine.capabilities.render_hashes == renders
 
 
-def difference(one: Engine, other: Engine) -> str:
+def render_differences(one: Engine, other: Engine) -> str:
     """Names what two engines must share and do not."""
     mine, others = one.capabilities.render_hashes, other.capabilities.render_hashes
     names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
     return ", ".join(sorted(names)) or "nothing that they tell"
 
 
-def may_be_handed(body: Body) -> bool:
+def can_hand_over(body: Body) -> bool:
     """Whether the first token of this request tells another engine all that it needs."""
-    if any(body.get(name) for name in NEVER):
+    if any(body.get(name) for name in UNSUPPORTED_FIELDS):
         return False
     if body.get("n") not in (None, 1):
         return False
@@ -54,7 +54,7 @@ def may_be_handed(body: Body) -> bool:
     if least is not None and type(least) is not int:
         return False
     messages = body.get("messages")
-    return not isinstance(messages, list) or all(map(_is_only_text, messages))
+    return not isinstance(messages, list) or all(map(_has_only_text, messages))
 
 
 def asks_one_token(body: Body) -> bool:
@@ -63,19 +63,19 @@ def asks_one_token(body: Body) -> bool:
     return (body.get(MAX_TOKENS) if most is None else most) == 1
 
 
-def is_number(wanted: object) -> bool:
+def wants_logprobs(wanted: object) -> bool:
     """Of log-probabilities: 0 is one, though it equals False."""
     return wanted is not None and wanted is not False
 
 
-class _Choice(msgspec.Struct):
+class _FinishedChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-_choices = msgspec.json.Decoder(list[_Choice]).decode
+_choices = msgspec.json.Decoder(list[_FinishedChoice]).decode
 
 
-def finish_in(choices: bytes) -> str | None:
+def finish_reason_of(choices: bytes) -> str | None:
     """Of the one choice of a prefiller's answer: why it ended. None where there is not one."""
     try:
         (choice,) = _choices(choices)
@@ -84,7 +84,7 @@ def finish_in(choices: bytes) -> str | None:
     return choice.finish_reason
 
 
-def _is_only_text(message: object) -> bool:
+def _has_only_text(message: object) -> bool:
     """Of what else there is in a message, a decoder would need more than the tokens."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):

@@ -17,8 +17,8 @@ from router.fleet.fleet import Fleet
 from router.http_client.answer_memory import AnswerMemory
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
-from router.proxy.admission import Admission, Held, has_limits
-from router.proxy.request_limits import Limits
+from router.proxy.admission import Admission, MemoryBudget, has_engine_limits
+from router.proxy.request_limits import RequestLimits
 from router.proxy.request_tasks import RequestTasks
 from router.proxy.retry import RetryBudget
 from router.proxy.route_finder import RouteFinder
@@ -41,9 +41,9 @@ class RequestWatch(Protocol):
 class MemoryLimits:
     """What all requests together may hold, each with a limit of its own."""
 
-    bodies: Held
+    bodies: MemoryBudget
     answers: AnswerMemory
-    resume_buffers: Held
+    resume_buffers: MemoryBudget
 
 
 class Gateway:
@@ -66,7 +66,7 @@ class Gateway:
         """Raises SettingsError for an engine's key that cannot be read."""
         self.settings = settings
         self.watch: RequestWatch | None = None
-        self.limits = Limits.of(settings)
+        self.limits = RequestLimits.of(settings)
         self.fleet = fleet
         self.metrics = metrics
         self.conversations = conversations
@@ -81,11 +81,13 @@ class Gateway:
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
         self.budget = RetryBudget()
-        self.admission = Admission(settings, fleet, metrics) if has_limits(settings) else None
+        self.admission = (
+            Admission(settings, fleet, metrics) if has_engine_limits(settings) else None
+        )
         self.memory = MemoryLimits(
-            bodies=Held(settings.max_held_bodies),
+            bodies=MemoryBudget(settings.max_held_bodies),
             answers=AnswerMemory(settings.max_held_answers) if answers is None else answers,
-            resume_buffers=Held(settings.max_resume_memory),
+            resume_buffers=MemoryBudget(settings.max_resume_memory),
         )
         readers: list[RecordReader] = [metrics.by_model.add_records]
         if settings.access_log:
@@ -111,7 +113,7 @@ class Gateway:
         self.memory.resume_buffers.limit = settings.max_resume_memory
         if self.admission is not None:
             self.admission.tune(settings)
-        elif has_limits(settings):
+        elif has_engine_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey | str | None:

@@ -22,7 +22,7 @@ from router.auth.credentials import CREDENTIALS
 from router.proxy.exchange import Header
 
 REQUEST_ID = b"x-request-id"
-SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
+VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
 # Beside Connection itself, which may name more of them.
 HOP_BY_HOP = frozenset(
     (
@@ -40,11 +40,11 @@ HOP_BY_HOP = frozenset(
 CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
 DIGITS = re.compile(rb"[0-9]{1,9}")
-LONGEST_RETRY = 3600
+MAX_RETRY_AFTER_S = 3600
 # Whose headers are remembered, and how many: each may be as large as a head may be.
-MOST_CLIENTS, MOST_KNOWN = 256, 64
-NAME = itemgetter(0)
-LOOKED_AT = frozenset((REQUEST_ID, b"connection"))
+MAX_CACHED_HEADS, MAX_CACHED_HEADERS = 256, 64
+HEADER_NAME = itemgetter(0)
+SPECIAL_HEADERS = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
     REQUEST_ID,
     CONVERSATION_ID,
@@ -73,9 +73,9 @@ NOT_TO_CLIENT = (
 )
 
 
-def read(headers: Sequence[Header]) -> tuple[str, bytes]:
+def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
     """The request's id, the client's own where that is harmless, and the lines both legs share."""
-    find = _known if len(headers) <= MOST_KNOWN else _read
+    find = _read_cached if len(headers) <= MAX_CACHED_HEADERS else _read
     request_id, lines = find(tuple(headers))
     return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
 
@@ -83,21 +83,21 @@ def read(headers: Sequence[Header]) -> tuple[str, bytes]:
 def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
     request_id: str = ""
     kept: Sequence[Header] = headers
-    if not LOOKED_AT.isdisjoint(map(NAME, headers)):
-        request_id, kept = _own_id(headers), _without_hops(headers)
+    if not SPECIAL_HEADERS.isdisjoint(map(HEADER_NAME, headers)):
+        request_id, kept = _client_request_id(headers), _without_connection_headers(headers)
     lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")
     return request_id, b"\r\n".join(lines)
 
 
 # Most clients say the same in front of each request.
-_known = lru_cache(maxsize=MOST_CLIENTS)(_read)
+_read_cached = lru_cache(maxsize=MAX_CACHED_HEADS)(_read)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
     kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
-    if b"connection" in map(NAME, kept):
-        kept = [*_without_hops(kept)]
+    if b"connection" in map(HEADER_NAME, kept):
+        kept = [*_without_connection_headers(kept)]
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
 
@@ -107,17 +107,17 @@ def retry_after(headers: Sequence[Header]) -> int | None:
     given = next((value for name, value in headers if name == b"retry-after"), None)
     if given is None:
         return None
-    return min(int(given), LONGEST_RETRY) if DIGITS.fullmatch(given) else 1
+    return min(int(given), MAX_RETRY_AFTER_S) if DIGITS.fullmatch(given) else 1
 
 
-def _own_id(headers: Sequence[Header]) -> str:
+def _client_request_id(headers: Sequence[Header]) -> str:
     for name, value in headers:
-        if name == REQUEST_ID and SANE_REQUEST_ID.fullmatch(value):
+        if name == REQUEST_ID and VALID_REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
     return ""
 
 
-def _without_hops(headers: Sequence[Header]) -> Sequence[Header]:
+def _without_connection_headers(headers: Sequence[Header]) -> Sequence[Header]:
     """Without Connection headers and those that they nominate."""
     values = [value for name, value in headers if name == b"connection"]
     dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
@@ -125,7 +125,7 @@ def _without_hops(headers: Sequence[Header]) -> Sequence[Header]:
     return [header for header in headers if header[0] not in dropped]
 
 
-def message(
+def leg_message(
     path: str,
     host: str,
     request_id: str,
@@ -139,11 +139,11 @@ def message(
         shared = b"content-type: %b\r\n%b" % (form, shared)
     start, end = content
     own = f"{len(start) + len(end)}\r\nx-request-id: {request_id}\r\n".encode("ascii")
-    return b"".join((_opening(path, host, not form), own, shared, b"\r\n", start, end))
+    return b"".join((_head_start(path, host, not form), own, shared, b"\r\n", start, end))
 
 
 @lru_cache(maxsize=1024)
-def _opening(path: str, host: str, is_json: bool) -> bytes:
+def _head_start(path: str, host: str, is_json: bool) -> bytes:
     lines = (
         f"POST {path} HTTP/1.1",
         f"host: {host}",

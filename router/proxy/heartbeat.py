@@ -22,10 +22,10 @@ from router.openai.answers import parse_object
 from router.openai.errors import error_body, type_of_status
 from router.proxy import headers as head
 from router.proxy import stream_from_answer
-from router.proxy.exchange import Header, Relayed
+from router.proxy.exchange import BodySource, Header
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import Body, Request
-from router.proxy.request_limits import Limits
+from router.proxy.request_limits import RequestLimits
 
 COMMENT = b": heartbeat\n\n"
 EVENT_STREAM_TYPE = b"text/event-stream"
@@ -48,7 +48,7 @@ class Line:
         self._sink: AnswerSink | None = None
         self._early: list[tuple[bytes, bool]] = []
         self._over: asyncio.Future[None] = loop.create_future()
-        self._answer: Relayed | None = None
+        self._answer: BodySource | None = None
         self._is_paused = False
         self._is_between_events = True
 
@@ -81,7 +81,7 @@ class Line:
 
     # The answer's side.
 
-    def carry(self, answer: Relayed | None) -> None:
+    def carry(self, answer: BodySource | None) -> None:
         self._answer = answer
         if answer is not None and self._is_paused:
             answer.pause()
@@ -110,7 +110,7 @@ class Line:
 class Beating:
     """An Exchange before the front's own one. It must be closed when its request is over."""
 
-    def __init__(self, request: Request, limits: Limits) -> None:
+    def __init__(self, request: Request, limits: RequestLimits) -> None:
         front = request.exchange
         self.loop, self.endpoint, self.arrived = front.loop, front.endpoint, front.arrived
         self.headers, self.body, self.caller = front.headers, front.body, front.caller
@@ -136,7 +136,7 @@ class Beating:
             await self._front.respond(status, headers, body)
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         if answer.is_event_stream:
             if not self._is_open:
@@ -193,7 +193,7 @@ class Beating:
             relaying.cancel()
             await asyncio.wait((relaying,))
 
-    async def _carry(self, answer: Relayed, idle: float, latest: float) -> None:
+    async def _carry(self, answer: BodySource, idle: float, latest: float) -> None:
         line, relaying = self._line, self._relaying
         assert line is not None
         assert relaying is not None

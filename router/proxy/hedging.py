@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
-from router.proxy.leg_bodies import Halves
+from router.proxy.leg_bodies import BodyHalves
 from router.proxy.legs import DecodeOutcome, DecodeResult, LegFailure, LegRefusal, decode_leg
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
@@ -44,16 +44,16 @@ def places(run: Run) -> Sequence[Engine]:
 
     Hedged legs are the first ones to be saved when engines fail.
     """
-    able = [engine for engine in run.plan.scatter if engine.is_available]
+    able = [engine for engine in run.plan.hedged_decoders if engine.is_available]
     if len(able) < 2 or not run.gateway.budget.is_left(now()):
         return ()
-    seat = run.seat
-    if seat is None:
+    slot = run.slot
+    if slot is None:
         return able
-    found = [engine for engine in able if seat.visit(engine)]
+    found = [engine for engine in able if slot.reserve_hedged(engine)]
     if len(found) > 1:
         return found
-    seat.depart(found)
+    slot.release_hedged(found)
     return ()
 
 
@@ -62,12 +62,12 @@ class HedgedLegs:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._bodies: dict[Engine, Halves] = {}
+        self._bodies: dict[Engine, BodyHalves] = {}
         self._buffers: dict[Engine, ResumeBuffer | None] = {}
         self._legs: dict[Engine, asyncio.Task[DecodeOutcome]] = {}
         self._winner: Engine | None = None
 
-    def add(self, engine: Engine, body: Halves) -> None:
+    def add(self, engine: Engine, body: BodyHalves) -> None:
         """Add a leg. The resume buffer that its body mentions is the request's if the leg wins."""
         self._bodies[engine] = body
         self._buffers[engine], self._run.resume.buffer = self._run.resume.buffer, None
@@ -89,8 +89,8 @@ class HedgedLegs:
                 task.cancel()
             await asyncio.gather(*self._legs.values(), return_exceptions=True)
             self._count()
-            if self._run.seat is not None:
-                self._run.seat.depart(self._legs)
+            if self._run.slot is not None:
+                self._run.slot.release_hedged(self._legs)
         return self._result()
 
     def _accept(self, engine: Engine) -> None:
@@ -100,9 +100,9 @@ class HedgedLegs:
         for other, leg in self._legs.items():
             if other is not engine:
                 leg.cancel()
-        if self._run.seat is not None:  # its own place first, or another request takes it
-            self._run.seat.decode_at(engine)
-            self._run.seat.depart(self._legs)
+        if self._run.slot is not None:  # its own place first, or another request takes it
+            self._run.slot.move_decode_to(engine)
+            self._run.slot.release_hedged(self._legs)
 
     async def _decided(self) -> None:
         running, latest = set(self._legs.values()), None

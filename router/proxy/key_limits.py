@@ -12,7 +12,7 @@ from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.http_client.sse import data_in
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
-from router.proxy.exchange import Before, Exchange, Header, Relayed
+from router.proxy.exchange import BodySource, Exchange, ExchangeWrapper, Header
 from router.proxy.request import Request
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
@@ -20,13 +20,13 @@ from router.telemetry.token_usage import tokens_of
 
 LIMIT_PREFIX = b"x-ratelimit-"
 # What a request may ask for; the largest that is believed to be meant.
-LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-MOST_TOKENS = 10**9
+LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+MAX_REQUESTED_TOKENS = 10**9
 # Of requests that came to nothing.
-NOTHING = frozenset(("refused", "failed", "engine_error"))
+UNCHARGED_OUTCOMES = frozenset(("refused", "failed", "engine_error"))
 
 
-def identified(exchange: Exchange, authenticator: Authenticator) -> ApiKey:
+def identify_key(exchange: Exchange, authenticator: Authenticator) -> ApiKey:
     """Return the request's API key, and replace the credential in its headers by the key's owner.
 
     The server refuses requests without a valid key; one that reaches the proxy in spite of that
@@ -39,7 +39,7 @@ def identified(exchange: Exchange, authenticator: Authenticator) -> ApiKey:
     return key
 
 
-async def let_in(
+async def admit_request(
     request: Request, key: ApiKey, authenticator: Authenticator, metrics: Metrics
 ) -> QuotaPermit | None:
     """Check a request that was read against its key's models and limits.
@@ -52,33 +52,39 @@ async def let_in(
         raise ForbiddenModelError(request.model)
     if not key.has_limits:
         return None
-    permit = await entered(key, request.tokens + asked_for(request), authenticator, metrics)
-    request.exchange = RateLimitedExchange(request.exchange, permit, lines(permit.decision))
+    permit = await acquire_permit(
+        key, request.tokens + requested_tokens(request), authenticator, metrics
+    )
+    request.exchange = RateLimitedExchange(request.exchange, permit, limit_headers(permit.decision))
     return permit
 
 
-async def entered(
+async def acquire_permit(
     key: ApiKey, tokens: int, authenticator: Authenticator, metrics: Metrics
 ) -> QuotaPermit:
     """Return a permit, which must be released. Raises RateLimitError."""
     came = await authenticator.acquire(key, tokens)
     if isinstance(came, QuotaDecision):
         metrics.rate_limited.labels(key.name, came.refused).inc()
-        raise RateLimitError(_words(key, came), came.refused, came.wait, lines(came))
+        raise RateLimitError(
+            _limit_message(key, came), came.refused, came.wait, limit_headers(came)
+        )
     return came
 
 
-def leave(request: Request, permit: QuotaPermit, authenticator: Authenticator) -> None:
+def release_permit(request: Request, permit: QuotaPermit, authenticator: Authenticator) -> None:
     """Release the permit of an ended request, and count what the request used."""
-    tokens = used(request.record, request.tokens, asked_for(request), permit.events)
+    tokens = count_used_tokens(
+        request.record, request.tokens, requested_tokens(request), permit.events
+    )
     authenticator.release(permit, tokens)
 
 
-def used(record: Record, estimate: int, asked: int, passed: int) -> int:
+def count_used_tokens(record: Record, estimate: int, asked: int, passed: int) -> int:
     """Tokens, as engines told; where they did not, the prompt's as estimated, and as many as events
     of the stream were passed on: a client that asks for no usage uses no less."""
     is_untouched = record.prefill_started is None and record.decode_started is None
-    if is_untouched or record.outcome in NOTHING:
+    if is_untouched or record.outcome in UNCHARGED_OUTCOMES:
         return 0
     prompt, completion, _ = tokens_of(record)
     if completion is None:
@@ -86,27 +92,27 @@ def used(record: Record, estimate: int, asked: int, passed: int) -> int:
     return (estimate if prompt is None else prompt) + completion
 
 
-def asked_for(request: Request) -> int:
+def requested_tokens(request: Request) -> int:
     """Tokens that it may be answered with, 0 where it does not say."""
     body = request.body
-    length = next(filter(None, map(_count, map(body.get, LENGTHS))), 0)
-    return min(length * (_count(body.get("n")) or 1), MOST_TOKENS)
+    length = next(filter(None, map(_count, map(body.get, LENGTH_FIELDS))), 0)
+    return min(length * (_count(body.get("n")) or 1), MAX_REQUESTED_TOKENS)
 
 
 def _count(value: object) -> int:
-    return value if type(value) is int and 0 < value <= MOST_TOKENS else 0
+    return value if type(value) is int and 0 < value <= MAX_REQUESTED_TOKENS else 0
 
 
-def lines(verdict: QuotaDecision) -> list[Header]:
+def limit_headers(verdict: QuotaDecision) -> list[Header]:
     """As OpenAI documents them."""
     told: list[Header] = []
     for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
         if standing is not None:
-            told += _lines(name, standing)
+            told += _headers_of(name, standing)
     return told
 
 
-def _lines(name: str, standing: LimitStatus) -> list[Header]:
+def _headers_of(name: str, standing: LimitStatus) -> list[Header]:
     said = {
         "limit": str(standing.limit),
         "remaining": str(standing.remaining),
@@ -115,7 +121,7 @@ def _lines(name: str, standing: LimitStatus) -> list[Header]:
     return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in said.items()]
 
 
-def _words(key: ApiKey, verdict: QuotaDecision) -> str:
+def _limit_message(key: ApiKey, verdict: QuotaDecision) -> str:
     wait = f"Please try again in {format_duration(verdict.wait)}."
     if verdict.refused == CONCURRENCY:
         return f"Rate limit reached: {key.concurrency} requests at once are running. {wait}"
@@ -127,16 +133,18 @@ def _words(key: ApiKey, verdict: QuotaDecision) -> str:
     )
 
 
-class RateLimitedExchange(Before):
+class RateLimitedExchange(ExchangeWrapper):
     """An Exchange that adds the key's limits to the answer's headers, and counts its events."""
 
-    def __init__(self, front: Exchange, permit: QuotaPermit, lines: Sequence[Header]) -> None:
-        super().__init__(front)
+    def __init__(
+        self, inner: Exchange, permit: QuotaPermit, limit_headers: Sequence[Header]
+    ) -> None:
+        super().__init__(inner)
         self._permit = permit
-        self._lines = lines
+        self._lines = limit_headers
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         counted = CountedAnswer(answer, self._permit) if answer.is_event_stream else answer
         await super().relay(status, headers, counted, idle, latest)
@@ -145,7 +153,7 @@ class RateLimitedExchange(Before):
         self._permit.events += num_chunks(tail)
         await super().finish(tail)
 
-    def _told(self, headers: Sequence[Header]) -> list[Header]:
+    def _client_headers(self, headers: Sequence[Header]) -> list[Header]:
         """Replace the limits that an engine reports, which are those of the router there."""
         return [*(h for h in headers if not h[0].startswith(LIMIT_PREFIX)), *self._lines]
 
@@ -155,7 +163,7 @@ class CountedAnswer:
 
     is_event_stream = True
 
-    def __init__(self, answer: Relayed, permit: QuotaPermit) -> None:
+    def __init__(self, answer: BodySource, permit: QuotaPermit) -> None:
         self._answer = answer
         self._permit = permit
         self.length = answer.length

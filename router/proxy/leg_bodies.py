@@ -14,7 +14,7 @@ import orjson
 from router.common.exact_json import dumps
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
-from router.proxy.prefill_answer import Params
+from router.proxy.prefill_answer import KvParams
 from router.proxy.request import KV_PARAMS, THRESHOLD, Body
 from router.proxy.resume_buffer import ResumeBuffer
 
@@ -29,7 +29,7 @@ PREFILL_PARAMS = {
 }
 # Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
-OWN = frozenset(
+LEG_FIELDS = frozenset(
     (
         "stream",
         "max_tokens",
@@ -48,32 +48,32 @@ NO_THRESHOLD = b'"cache_hit_threshold":0'
 ONE_TOKEN = b'"max_tokens":1,"stream":false,' + NO_THRESHOLD
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
 # The token that it samples is the answer's first: so it is what the client would get.
-ONE_AT_LEAST = b'"min_tokens":1'
+MIN_ONE_TOKEN = b'"min_tokens":1'
 KEEP_BLOCKS = b'"kv_transfer_params":' + dumps(PREFILL_PARAMS)
 
 
 # Bytes of which a copy costs less than a view.
-COPIED = 8192
+MAX_COPIED_BYTES = 8192
 # The two halves of a body, which are put together once: with the head that goes before them.
-Halves = tuple[bytes | memoryview, bytes]
+BodyHalves = tuple[bytes | memoryview, bytes]
 
 
-class Bodies:
+class LegBodies:
     """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
 
     __slots__ = ("_comma", "_own", "_start", "_threshold")
 
     def __init__(self, body: Body) -> None:
-        own = {name: body[name] for name in body if name in OWN}
+        own = {name: body[name] for name in body if name in LEG_FIELDS}
         if own:
             body = body.copy()
             for name in own:
                 del body[name]
         self._threshold = own.pop(THRESHOLD, None)
         self._own = own
-        written = write(body)
+        written = encode_body(body)
         # Up to where a leg's own fields begin; not copied where it is large.
-        self._start = written[:-1] if len(written) < COPIED else memoryview(written)[:-1]
+        self._start = written[:-1] if len(written) < MAX_COPIED_BYTES else memoryview(written)[:-1]
         self._comma = b"," if body else b""
 
     def prefill(
@@ -82,7 +82,7 @@ class Bodies:
         transfer_id: str = "",
         hands_over: bool = False,
         buffer: ResumeBuffer | None = None,
-    ) -> Halves:
+    ) -> BodyHalves:
         """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
         compute. `hands_over`: a decoder is to go on from the token that it samples. `buffer`: of
         what was said, which it computes like the prompt."""
@@ -90,7 +90,7 @@ class Bodies:
             return self._with(self._going_on(buffer))
         fields = [ONE_TOKEN]
         if hands_over and self._own.get(MIN_TOKENS):
-            fields.append(ONE_AT_LEAST)
+            fields.append(MIN_ONE_TOKEN)
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
         if last_turn is None and not transfer_id and not hands_over:
@@ -111,7 +111,9 @@ class Bodies:
             fields.append(b'"max_completion_tokens":%d' % most)
         return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], buffer.begun())]
 
-    def decode(self, params: Params | None, threshold: float = 0.0, whole: bool = False) -> Halves:
+    def decode(
+        self, params: KvParams | None, threshold: float = 0.0, whole: bool = False
+    ) -> BodyHalves:
         """Return the body of a decode leg. `threshold` is the share of the prompt that the decode
         engine must have cached; with 0 the engine must answer. `whole`: without streaming."""
         own = self._own
@@ -120,7 +122,7 @@ class Bodies:
             own.pop("stream_options", None)
         if params is not None and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
-        fields = [write(own)[1:-1]] if own else []
+        fields = [encode_body(own)[1:-1]] if own else []
         if not threshold:
             fields.append(NO_THRESHOLD)
         else:  # as the client has written it, if it is the client's
@@ -130,15 +132,15 @@ class Bodies:
             fields.append(b'"kv_transfer_params":' + params.raw)
         return self._with(fields)
 
-    def passed(self) -> Halves:
+    def passed(self) -> BodyHalves:
         """Return the client's body for an endpoint that is not generation."""
-        return self._with([write(self._own)[1:-1]] if self._own else [])
+        return self._with([encode_body(self._own)[1:-1]] if self._own else [])
 
-    def _with(self, fields: list[bytes]) -> Halves:
+    def _with(self, fields: list[bytes]) -> BodyHalves:
         return self._start, self._comma + b",".join(fields) + b"}" if fields else b"}"
 
 
-class AsSent(Bodies):
+class RawBody(LegBodies):
     """A body that is not written anew."""
 
     __slots__ = ("_raw",)
@@ -146,15 +148,15 @@ class AsSent(Bodies):
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
-    def passed(self) -> Halves:
+    def passed(self) -> BodyHalves:
         return self._raw, b""
 
 
 def _field(name: str, value: Mapping[str, object]) -> bytes:
-    return b'"%s":' % name.encode("ascii") + write(value)
+    return b'"%s":' % name.encode("ascii") + encode_body(value)
 
 
-def write(content: Mapping[str, object]) -> bytes:
+def encode_body(content: Mapping[str, object]) -> bytes:
     """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
     try:
         return dumps(content)
@@ -162,7 +164,7 @@ def write(content: Mapping[str, object]) -> bytes:
         raise BadRequestError(f"the body cannot be forwarded: {error}") from error
 
 
-def message_in(answer: bytes) -> str:
+def error_text(answer: bytes) -> str:
     """What an engine's error object says, as ": text", or nothing."""
     try:
         error = orjson.loads(answer)["error"]

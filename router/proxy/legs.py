@@ -39,7 +39,7 @@ from router.proxy.answer_check import (
     prefilled_word,
     word_of,
 )
-from router.proxy.leg_bodies import Halves, message_in
+from router.proxy.leg_bodies import BodyHalves, error_text
 from router.proxy.load_failure import (
     LoadFailure,
     LoadFailureWatch,
@@ -48,8 +48,8 @@ from router.proxy.load_failure import (
     failure_of_error,
 )
 from router.proxy.preemption_return import handed_back
-from router.proxy.prefill_answer import Params, PrefillAnswer
-from router.proxy.push import Push, rank_chosen_by_client, rank_line
+from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
@@ -65,7 +65,7 @@ SOUND_CONNECTION_IDLE_S = 1.0
 ERROR_BODY_TIMEOUT_S = 1.0
 MAX_ERROR_BODY_BYTES = 256 * 1024
 NOT_LOADED = "the decode engine could not load the KV of this prompt"
-SENT: Halves = (b"", b"")
+SENT: BodyHalves = (b"", b"")
 T = TypeVar("T")
 
 
@@ -96,7 +96,11 @@ DecodeOutcome = DecodeResult | LegFailure | LegRefusal
 
 
 async def prefill_leg(
-    run: Run, engine: Engine, body: Halves, push: Push | None = None, is_offered: bool = False
+    run: Run,
+    engine: Engine,
+    body: BodyHalves,
+    push: PushParams | None = None,
+    is_offered: bool = False,
 ) -> PrefillOutcome:
     """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
@@ -115,16 +119,21 @@ async def prefill_leg(
 
 
 async def _prefill_leg(
-    run: Run, engine: Engine, body: Halves, push: Push | None, is_offered: bool, trace_line: bytes
+    run: Run,
+    engine: Engine,
+    body: BodyHalves,
+    push: PushParams | None,
+    is_offered: bool,
+    trace_line: bytes,
 ) -> PrefillOutcome:
-    request, gateway, seat = run.request, run.gateway, run.seat
+    request, gateway, slot = run.request, run.gateway, run.slot
     record, limits = request.record, gateway.limits
     record.stage, record.prefiller = "prefill", engine.name
     record.first_byte = None  # of a decode engine that has read this
     run.is_read = False
     record.prefill_started = started = now()
-    if seat is not None:
-        seat.prefill_at(engine)
+    if slot is not None:
+        slot.move_prefill_to(engine)
     notes, tokens = run.route.prefill_feedback, request.tokens
     if notes is not None:
         tokens = max(0, tokens - notes.expected_tokens(engine.name))
@@ -152,7 +161,7 @@ async def _prefill_leg(
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
         prefilled = PrefillAnswer(raw)
-        if prefilled.is_none:
+        if prefilled.is_empty:
             raise BrokenAnswerError("an answer without choices")
         _require_answer(run, engine, prefilled_word(raw))
         _note_success(run, engine)
@@ -164,7 +173,7 @@ async def _prefill_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None:
-            gateway.tasks.spawn(release.late(request, gateway, answer))
+            gateway.tasks.spawn(release.release_late_prefill(request, gateway, answer))
             answer = None
         raise
     finally:
@@ -174,9 +183,9 @@ async def _prefill_leg(
 async def decode_leg(
     run: Run,
     engine: Engine,
-    body: Halves,
+    body: BodyHalves,
     threshold: float = 0.0,
-    push: Push | None = None,
+    push: PushParams | None = None,
     accept: Callable[[], None] | None = None,
 ) -> DecodeOutcome:
     """Send the decode leg, relay the answer until the client has all of it, and return the outcome.
@@ -202,14 +211,14 @@ async def decode_leg(
 async def _decode_leg(
     run: Run,
     engine: Engine,
-    body: Halves,
+    body: BodyHalves,
     threshold: float,
-    push: Push | None,
+    push: PushParams | None,
     accept: Callable[[], None] | None,
     trace_line: bytes,
 ) -> DecodeOutcome:
     request, gateway = run.request, run.gateway
-    seat, reuse, started = run.seat, run.plan.reuse, now()
+    slot, reuse, started = run.slot, run.plan.reuse, now()
     notes, tokens = run.route.decode_feedback, request.tokens
     if accept is None:
         _note_decoder(run, engine, started)
@@ -222,7 +231,7 @@ async def _decode_leg(
         if reuse is not None:
             number = reuse.rank_at(engine)
             if number is not None and rank_chosen_by_client(request) is None:
-                pinned = rank_line(number) + trace_line
+                pinned = rank_header_line(number) + trace_line
         message = _message(run, engine, body, push, pinned)
         latest = started + gateway.limits.decode_first_byte_timeout
         if latest > request.latest:
@@ -250,8 +259,8 @@ async def _decode_leg(
         if notes is not None:
             was_given_all = request.record.prefill_done is not None
             notes.answered(engine.name, tokens if was_given_all else None)
-        if seat is not None:
-            seat.prefilled()
+        if slot is not None:
+            slot.release_prefiller()
         if reuse is None:
             await deliver(run, engine, answer)
         else:
@@ -267,7 +276,7 @@ async def _decode_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None and accept is not None and reuse is not None:
-            gateway.tasks.spawn(release.late_turn(request, gateway, engine, answer))
+            gateway.tasks.spawn(release.release_late_turn(request, gateway, engine, answer))
             answer = None
         raise
     finally:
@@ -309,12 +318,14 @@ def _end(run: Run, engine: Engine, tokens: int, answer: EngineAnswer | None) -> 
         run.gateway.fleet.note_trial_abandoned(engine)
 
 
-def _message(run: Run, engine: Engine, body: Halves, push: Push | None, pinned: bytes) -> bytes:
+def _message(
+    run: Run, engine: Engine, body: BodyHalves, push: PushParams | None, pinned: bytes
+) -> bytes:
     request = run.request
     leg_id = request.leg_id() if push is None else push.leg_id
     lines = pinned + request.shared_headers
     endpoint = request.path or request.record.endpoint
-    return headers.message(endpoint, engine.name, leg_id, lines, body, request.form)
+    return headers.leg_message(endpoint, engine.name, leg_id, lines, body, request.form)
 
 
 def _note_success(run: Run, engine: Engine) -> None:
@@ -328,8 +339,8 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
     record, notes, params = request.record, run.route.prefill_feedback, prefilled.params
     record.prefill_done = moment = now()
     record.prefill_usage = prefilled.usage
-    if run.seat is not None:
-        run.seat.prefilled()
+    if run.slot is not None:
+        run.slot.release_prefiller()
     gateway.metrics.prefill_seconds.observe(moment - started)
     if notes is not None:
         notes.answered(engine.name, prefilled.cached_tokens)
@@ -343,7 +354,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
             record.transfer_params = params.raw
 
 
-def _learn(run: Run, engine: Engine, params: Params | None) -> None:
+def _learn(run: Run, engine: Engine, params: KvParams | None) -> None:
     """Note capabilities that an engine's KV transfer params show."""
     gateway, capabilities = run.gateway, engine.capabilities
     if params is None:
@@ -354,8 +365,10 @@ def _learn(run: Run, engine: Engine, params: Params | None) -> None:
         )
         return
     # The params are decoded only until the engine is known to send prefix hashes.
-    speaks = params.speaks_of_proof
-    capabilities.verifies_prefix = speaks and (capabilities.verifies_prefix or params.is_proven)
+    speaks = params.mentions_prefix_proof
+    capabilities.verifies_prefix = speaks and (
+        capabilities.verifies_prefix or params.has_prefix_proof
+    )
     if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
         capabilities.note_kv_params(params.content)
 
@@ -366,8 +379,8 @@ def _note_decoder(run: Run, engine: Engine, started: float) -> None:
     record.stage, record.decoder, record.decode_started = "decode", engine.name, started
     record.first_byte = None  # of this leg, until it has one: the one before may have failed
     run.is_read = False
-    if run.seat is not None:
-        run.seat.decode_at(engine)
+    if run.slot is not None:
+        run.slot.move_decode_to(engine)
     if notes is not None:
         notes.sent(engine.name)
 
@@ -404,7 +417,7 @@ async def _error_answer(
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")
     rejected = EngineRejectedError(status, answer.headers, body) if status < 500 else None
-    text = f"the {engine.role} engine answered {status}{message_in(body)}"
+    text = f"the {engine.role} engine answered {status}{error_text(body)}"
     seconds = headers.retry_after(answer.headers) if status in (429, 503) else None
     if seconds is not None:
         return EngineOverloadedError(text, seconds, rejected)
@@ -481,7 +494,7 @@ def _require_answer(run: Run, engine: Engine, word: Json | None) -> None:
 # KV loads of the decode engine that fail.
 
 
-def _note_loading(run: Run, decoder: Engine, push: Push | None, moment: float) -> None:
+def _note_loading(run: Run, decoder: Engine, push: PushParams | None, moment: float) -> None:
     holder = "" if run.holder is None else run.holder.name
     run.loads_from = holder if push is None else run.request.record.prefiller or ""
     run.load_failure = None

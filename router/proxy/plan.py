@@ -16,31 +16,31 @@ from msgspec.structs import replace
 
 from router.common.structs import FrozenStruct
 from router.fleet.engine import Engine
-from router.proxy.first_token import asks_one_token, may_be_handed, read_alike
+from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.request import PASSED, THRESHOLD, Request
-from router.proxy.request_limits import Limits
-from router.proxy.turn_reuse import Reuse
+from router.proxy.request_limits import RequestLimits
+from router.proxy.turn_reuse import TurnReuse
 from router.routing.load_policies import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 
 # Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
-SHORT = 4096
+MAX_SHORT_BODY_BYTES = 4096
 # Why a decoder alone answers a prompt of which it lacks little.
 SHORT_PROMPT = "short"
 SAME_ENGINE = "same_engine"
-EMBEDS = "prompt_embeds"
+PROMPT_EMBEDS = "prompt_embeds"
 # Why a prefiller alone answers.
-ONE_TOKEN = "one_token"
+ONE_TOKEN_ANSWER = "one_token"
 
 
 class Mode(StrEnum):
-    ALONE = "alone"
+    DECODE_ONLY = "alone"
     PULL = "pull"
     PUSH = "push"
 
 
-ALONE, PULL, PUSH = Mode
+DECODE_ONLY, PULL, PUSH = Mode
 
 
 class Plan(FrozenStruct, frozen=True):
@@ -51,35 +51,37 @@ class Plan(FrozenStruct, frozen=True):
     flow: str
     mode: Mode
     route: Route
-    why_alone: str = ""
+    decode_only_reason: str = ""
     threshold: float = 0.0
-    scatter: Sequence[Engine] = ()
-    was_skipped: bool = False
-    reuse: Reuse | None = None
+    hedged_decoders: Sequence[Engine] = ()
+    skips_threshold: bool = False
+    reuse: TurnReuse | None = None
 
 
-def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> Plan:
+def make_plan(
+    request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
+) -> Plan:
     if request.alone == PASSED:
         if not route.decoders:  # a model that prefillers alone have
             route = replace(route, decoders=route.prefillers, prefillers=())
-        return Plan(PASSED, ALONE, route, PASSED)
+        return Plan(PASSED, DECODE_ONLY, route, PASSED)
     if request.alone:
-        return Plan("decode_only", ALONE, route, request.alone)
+        return Plan("decode_only", DECODE_ONLY, route, request.alone)
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
         # One that is both: nobody hands KV to itself.
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:
-            return Plan("decode_only", ALONE, route, SAME_ENGINE, reuse=reuse)
+            return Plan("decode_only", DECODE_ONLY, route, SAME_ENGINE, reuse=reuse)
         route = replace(route, prefillers=others)
-    if EMBEDS in request.body and _is_work_for_nobody(request, route):
-        return Plan("decode_only", ALONE, route, EMBEDS, reuse=reuse)
+    if PROMPT_EMBEDS in request.body and _needs_one_engine_for_embeds(request, route):
+        return Plan("decode_only", DECODE_ONLY, route, PROMPT_EMBEDS, reuse=reuse)
     if _is_one_token(request, route, limits):
         route = replace(route, decoders=route.prefillers, prefillers=())
-        return Plan("prefill_only", ALONE, route, ONE_TOKEN)
+        return Plan("prefill_only", DECODE_ONLY, route, ONE_TOKEN_ANSWER)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
         name = "decode_only" if request.turn is None else "turn"
-        return Plan(name, ALONE, route, SHORT_PROMPT, reuse=reuse)
-    mode = mode_of(route, limits.transfer_mode)
+        return Plan(name, DECODE_ONLY, route, SHORT_PROMPT, reuse=reuse)
+    mode = choose_mode(route, limits.transfer_mode)
     flow: str = mode
     if request.turn is not None:
         flow = "turn"
@@ -87,25 +89,25 @@ def make_plan(request: Request, route: Route, reuse: Reuse | None, limits: Limit
         flow = "decode_first"
     threshold = request.threshold
     if not threshold and reuse is not None:
-        threshold = _own_threshold(request, reuse, limits)
-    if threshold and (several := _to_scatter(request, route, reuse, limits)):
-        return Plan(flow, mode, route, threshold=threshold, scatter=several, reuse=reuse)
+        threshold = _turn_threshold(request, reuse, limits)
+    if threshold and (several := _choose_hedged_decoders(request, route, reuse, limits)):
+        return Plan(flow, mode, route, threshold=threshold, hedged_decoders=several, reuse=reuse)
     if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
-        return Plan(flow, mode, route, was_skipped=True, reuse=reuse)
+        return Plan(flow, mode, route, skips_threshold=True, reuse=reuse)
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
 
 
-def _is_work_for_nobody(request: Request, route: Route) -> bool:
+def _needs_one_engine_for_embeds(request: Request, route: Route) -> bool:
     """A prefill of embeddings, where an engine gives nothing away, or takes nothing, that no token
     tells of."""
     body = request.body
-    if not body.get(EMBEDS) or "messages" in body:  # as good as not there
+    if not body.get(PROMPT_EMBEDS) or "messages" in body:  # as good as not there
         return False
     first = (*route.prefillers[:1], *route.decoders[:1])
     return any(engine.capabilities.verifies_prefix for engine in first)
 
 
-def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
+def _is_one_token(request: Request, route: Route, limits: RequestLimits) -> bool:
     """The prefiller samples it in any case, and says it as a decoder would."""
     if limits.first_token != "auto" or not route.prefillers or not route.decoders:
         return False
@@ -114,12 +116,14 @@ def _is_one_token(request: Request, route: Route, limits: Limits) -> bool:
         prefiller.capabilities.supports_hand_over
         and request.turn is None
         and asks_one_token(request.body)
-        and may_be_handed(request.body)
-        and read_alike(prefiller, route.decoders[0].capabilities.render_hashes)
+        and can_hand_over(request.body)
+        and renders_alike(prefiller, route.decoders[0].capabilities.render_hashes)
     )
 
 
-def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limits) -> bool:
+def _is_short(
+    request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
+) -> bool:
     """The decoder surely holds so much of the prompt that it is done with the rest sooner by
     itself."""
     if not route.decoders:
@@ -128,11 +132,11 @@ def _is_short(request: Request, route: Route, reuse: Reuse | None, limits: Limit
     tokens = estimate_tokens(request.body)
     held = 0 if notes is None else notes.expected_tokens(decoder.name)
     if reuse is not None and reuse.decoder is decoder:
-        held = max(held, int(reuse.held_share() * tokens))
+        held = max(held, int(reuse.cached_share() * tokens))
     return tokens - held < limits.min_remote_prefill_tokens
 
 
-def mode_of(route: Route, transfer_mode: str) -> Mode:
+def choose_mode(route: Route, transfer_mode: str) -> Mode:
     """By the setting, which may leave it to what the engines say of themselves."""
     if transfer_mode == "pull" or not route.prefillers or not route.decoders:
         return PULL
@@ -145,24 +149,24 @@ def mode_of(route: Route, transfer_mode: str) -> Mode:
     return PUSH
 
 
-def _own_threshold(request: Request, reuse: Reuse, limits: Limits) -> float:
+def _turn_threshold(request: Request, reuse: TurnReuse, limits: RequestLimits) -> float:
     """0 unless the decoder is known to hold most of the prompt, and may be asked."""
     share = limits.decode_first_turns
     if not share or reuse.decoder is None or THRESHOLD in request.body:
         return 0
-    holds_it = reuse.held_share() >= share
+    holds_it = reuse.cached_share() >= share
     return share if holds_it and reuse.decoder.capabilities.supports_threshold else 0
 
 
-def _to_scatter(
-    request: Request, route: Route, reuse: Reuse | None, limits: Limits
+def _choose_hedged_decoders(
+    request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
 ) -> Sequence[Engine]:
     """Decoders to ask at once: streams alone, for of another answer nothing shows who has accepted
     before all of it is computed; and engines that surely know the threshold, for each of the others
     would compute the prompt. Where a decoder holds the last turn it is asked alone."""
     if limits.hedged_decoders < 2 or request.exact or request.body.get("stream") is not True:
         return ()
-    if reuse is not None and reuse.decoder is not None and reuse.held_share():
+    if reuse is not None and reuse.decoder is not None and reuse.cached_share():
         return ()
     others = in_turn(route.all_decoders, request.number)
     order = (*route.decoders, *(one for one in others if one not in route.decoders))
@@ -174,4 +178,4 @@ def _to_scatter(
 def may_reject(request: Request, decoder: Engine) -> bool:
     """It may refuse to answer alone, or the prompt is short enough not to mind."""
     knows = decoder.capabilities.supports_threshold
-    return knows is not False or len(request.exchange.body) <= SHORT
+    return knows is not False or len(request.exchange.body) <= MAX_SHORT_BODY_BYTES

@@ -21,22 +21,22 @@ from router.openai.answers import (
     prompt_tokens_of,
     read_generated_tokens,
 )
-from router.proxy.first_token import LENGTH, STOP, finish_in
+from router.proxy.first_token import LENGTH, STOP, finish_reason_of
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
 NOTHING = (b"null", b"[]")
-PROOF, BEGUN = b'"prefix_proof"', b'"begun"'
+PREFIX_PROOF_KEY, GENERATED_TOKENS_KEY = b'"prefix_proof"', b'"begun"'
 # Base64 of three bytes for each id.
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
 
-class Params(FrozenStruct, frozen=True):
+class KvParams(FrozenStruct, frozen=True):
     """kv_transfer_params: `raw` is a JSON object, and not an empty one. `begins`: a decoder that
     can is to go on from the tokens that they tell."""
 
     raw: bytes
-    begins: bool = False
+    continues_tokens: bool = False
 
     @property
     def content(self) -> Body:
@@ -45,50 +45,50 @@ class Params(FrozenStruct, frozen=True):
         return content if isinstance(content, dict) else {}
 
     @property
-    def speaks_of_proof(self) -> bool:
-        return self.raw.find(PROOF) >= 0
+    def mentions_prefix_proof(self) -> bool:
+        return self.raw.find(PREFIX_PROOF_KEY) >= 0
 
     @property
-    def is_proven(self) -> bool:
+    def has_prefix_proof(self) -> bool:
         """The engine says by hashes which tokens its blocks hold, as ours do."""
-        return self.speaks_of_proof and isinstance(self.content.get("prefix_proof"), dict)
+        return self.mentions_prefix_proof and isinstance(self.content.get("prefix_proof"), dict)
 
     @property
     def fragment(self) -> orjson.Fragment:
         """To be written as a part of a body."""
         return orjson.Fragment(self.raw)
 
-    def retaining(self) -> Params:
+    def with_retain(self) -> KvParams:
         """The decoder is to keep its answer's KV; stock vLLM ignores the key."""
         return with_field(self, b'"retain":true')
 
-    def not_retaining(self) -> Params:
+    def without_retain(self) -> KvParams:
         """Nobody will ask for it. Our decoders keep it where nothing is said, for other proxies."""
         return with_field(self, b'"retain":false')
 
     @property
-    def tells_tokens(self) -> bool:
-        return self.raw.find(BEGUN) >= 0
+    def has_generated_tokens(self) -> bool:
+        return self.raw.find(GENERATED_TOKENS_KEY) >= 0
 
     @property
-    def tells_one_token(self) -> bool:
+    def has_one_token(self) -> bool:
         """In the form that was agreed on, and the prompt's before it."""
         begun = read_generated_tokens(self.raw)
         return begun is not None and len(begun.output_token_ids) == TOKEN_ID_CHARS
 
-    def not_beginning(self) -> Params:
+    def without_generated_tokens(self) -> KvParams:
         """For a decoder that cannot, or that reads ids in another way."""
         content = {name: value for name, value in self.content.items() if name != "begun"}
-        return Params(dumps(content))
+        return KvParams(dumps(content))
 
 
-def with_field(params: Params | None, field: bytes) -> Params:
+def with_field(params: KvParams | None, field: bytes) -> KvParams:
     if params is None:
-        return Params(b"{%s}" % field)
-    return Params(b"%s,%s}" % (params.raw[:-1], field), params.begins)
+        return KvParams(b"{%s}" % field)
+    return KvParams(b"%s,%s}" % (params.raw[:-1], field), params.continues_tokens)
 
 
-RETAIN = Params(b'{"retain":true}')
+RETAIN = KvParams(b'{"retain":true}')
 
 
 class _Answer(msgspec.Struct):
@@ -103,7 +103,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class PrefillAnswer:
     """A prefiller's answer: its params, if it gave any."""
 
-    __slots__ = ("_choices", "_usage", "is_all", "params", "raw")
+    __slots__ = ("_choices", "_usage", "is_whole_answer", "params", "raw")
 
     def __init__(self, answer: bytes) -> None:
         """Raises BrokenAnswerError for what is no JSON object."""
@@ -114,31 +114,31 @@ class PrefillAnswer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
-        self.params = Params(given) if is_some else None
+        self.params = KvParams(given) if is_some else None
         self._usage, self._choices = content.usage, content.choices
         self.raw = answer
-        self.is_all = False
+        self.is_whole_answer = False
 
     def keep_params(self) -> None:
         """Forget all but the params, which alone are needed while a decoder answers."""
         self.raw = b""
         self._usage = self._choices = ABSENT
 
-    def begin(self) -> str:
+    def prepare_hand_over(self) -> str:
         """Makes of what it has sampled the answer's beginning, or all of it (`is_all`), where it
         can be. Says which, for the books."""
-        params, finish = self.params, finish_in(bytes(self._choices))
-        if params is None or not params.tells_tokens:
+        params, finish = self.params, finish_reason_of(bytes(self._choices))
+        if params is None or not params.has_generated_tokens:
             return "not_told"
-        if finish not in (STOP, LENGTH) or not params.tells_one_token:
-            self.params = params.not_beginning()
+        if finish not in (STOP, LENGTH) or not params.has_one_token:
+            self.params = params.without_generated_tokens()
             return "not_told"
-        self.is_all = finish == STOP
-        self.params = Params(params.raw, begins=True)
-        return "ended" if self.is_all else "went_on"
+        self.is_whole_answer = finish == STOP
+        self.params = KvParams(params.raw, continues_tokens=True)
+        return "ended" if self.is_whole_answer else "went_on"
 
     @property
-    def is_none(self) -> bool:
+    def is_empty(self) -> bool:
         """It has neither KV to give nor an answer."""
         return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in NOTHING
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine
-from router.proxy.prefill_answer import Params
+from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
 
 PUSHES = "push"
@@ -21,23 +21,25 @@ PUSHES = "push"
 RANK_HEADER = b"x-data-parallel-rank"
 
 
-class Push(NamedTuple):
+class PushParams(NamedTuple):
     """What the two legs of one attempt share. `pinned`: a header line for the prefiller, of which
     one data-parallel rank is meant; `params` are the decoder's."""
 
     leg_id: str
     transfer_id: str
     pinned: bytes
-    params: Params
+    params: KvParams
 
 
-def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) -> Push | None:
+def make_push(
+    request: Request, prefiller: Engine, decoder: Engine, forced: bool
+) -> PushParams | None:
     """None where these two cannot, or nobody knows where the prefiller is."""
     if not (
         forced or (prefiller.capabilities.supports_push and decoder.capabilities.supports_push)
     ):
         return None
-    found = _rank(request, prefiller)
+    found = _choose_rank(request, prefiller)
     if found is None:
         return None
     at, pinned = found
@@ -53,10 +55,10 @@ def push_of(request: Request, prefiller: Engine, decoder: Engine, forced: bool) 
         # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
         # told that a turn is gone, and keeps each for its whole time, though it be to leave.
         params["proves_prefix"] = True
-    return Push(leg_id, transfer_id, pinned, Params(dumps(params)))
+    return PushParams(leg_id, transfer_id, pinned, KvParams(dumps(params)))
 
 
-def _rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
+def _choose_rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
     """The client's choice, if it made one; else each rank in turn."""
     ranks = prefiller.capabilities.rank_endpoints
     wanted = rank_chosen_by_client(request)
@@ -66,7 +68,7 @@ def _rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | N
     if not ranks:
         return None
     number = sorted(ranks)[request.number % len(ranks)]
-    return ranks[number], b"" if len(ranks) == 1 else rank_line(number)
+    return ranks[number], b"" if len(ranks) == 1 else rank_header_line(number)
 
 
 def rank_chosen_by_client(request: Request) -> bytes | None:
@@ -74,6 +76,6 @@ def rank_chosen_by_client(request: Request) -> bytes | None:
     return next((value for name, value in request.exchange.headers if name == RANK_HEADER), None)
 
 
-def rank_line(number: int) -> bytes:
+def rank_header_line(number: int) -> bytes:
     """Return the header line that names a data-parallel rank."""
     return b"%s: %d\r\n" % (RANK_HEADER, number)

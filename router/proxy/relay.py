@@ -48,7 +48,7 @@ from router.proxy.answer_check import (
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.release import give_up_turn
+from router.proxy.release import release_turn
 from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
@@ -229,7 +229,7 @@ async def _keep(
         left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
-            give_up_turn(request, gateway, entry)
+            release_turn(request, gateway, entry)
     elif params is None:
         note_no_turns(gateway, engine)
     gateway.metrics.conversation_kept.add((kept,))

@@ -8,7 +8,7 @@ from router.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Some fields of Settings, as they are there.
 
     A pydantic model is asked for an attribute at ten times the price of these.
@@ -39,5 +39,5 @@ class Limits:
     without_prefiller_tokens: int
 
     @classmethod
-    def of(cls, settings: Settings) -> Limits:
+    def of(cls, settings: Settings) -> RequestLimits:
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})

@@ -18,7 +18,7 @@ from router.conversations.conversations import Conversations
 from router.openai.errors import BadRequestError, UnsupportedTypeError
 from router.openai.request_fields import find_invalid_field
 from router.proxy.exchange import Header
-from router.proxy.first_token import is_number
+from router.proxy.first_token import wants_logprobs
 from router.proxy.headers import CONVERSATION_STREAM
 from router.proxy.request import (
     CLIENT_PARAMS,
@@ -29,7 +29,7 @@ from router.proxy.request import (
     Body,
     Request,
 )
-from router.proxy.request_limits import Limits
+from router.proxy.request_limits import RequestLimits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN
 
 EXTRA_ARGS = "vllm_xargs"
@@ -58,14 +58,16 @@ NAME = itemgetter(0)
 IDENTITY = (b"", b"identity")
 
 
-def read_request(request: Request, limits: Limits, conversations: Conversations | None) -> None:
+def read_request(
+    request: Request, limits: RequestLimits, conversations: Conversations | None
+) -> None:
     """Read the request's JSON body. Raises BadRequestError, UnsupportedTypeError."""
     check_json(request.exchange.headers)
     take_body(request, parse_body(request.exchange.body), limits, conversations)
 
 
 def take_body(
-    request: Request, body: Body, limits: Limits, conversations: Conversations | None
+    request: Request, body: Body, limits: RequestLimits, conversations: Conversations | None
 ) -> None:
     """Fill the request in from a parsed body. Raises BadRequestError."""
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
@@ -190,9 +192,9 @@ def why_alone(body: Body) -> str:
     if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
         return "prompt_list"
     # 0 counts, too: it asks for the logprob of each prompt token itself.
-    if is_number(body.get("prompt_logprobs")):
+    if wants_logprobs(body.get("prompt_logprobs")):
         return "prompt_logprobs"
-    if body.get("echo") and is_number(body.get("logprobs")):
+    if body.get("echo") and wants_logprobs(body.get("logprobs")):
         return "echo"
     return "" if body.get("n") in (None, 1) else SEVERAL
 

@@ -16,10 +16,15 @@ from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
-from router.proxy.first_token import asks_one_token, difference, may_be_handed, read_alike
+from router.proxy.first_token import (
+    asks_one_token,
+    can_hand_over,
+    render_differences,
+    renders_alike,
+)
 from router.proxy.gateway import Gateway
-from router.proxy.leg_bodies import message_in
-from router.proxy.prefill_answer import Params, with_field
+from router.proxy.leg_bodies import error_text
+from router.proxy.prefill_answer import KvParams, with_field
 from router.proxy.request import AS_SENT, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError
@@ -83,11 +88,11 @@ class ResumeState:
         ):
             return False
         # The text of an answer of one token is not held back.
-        if not may_be_handed(request.body) or asks_one_token(request.body):
+        if not can_hand_over(request.body) or asks_one_token(request.body):
             return False
-        if not read_alike(prefiller, decoder.capabilities.render_hashes):
+        if not renders_alike(prefiller, decoder.capabilities.render_hashes):
             gateway.metrics.handed_over.add(("differ",))
-            what = difference(prefiller, decoder)
+            what = render_differences(prefiller, decoder)
             gateway.throttle.warn(
                 f"prefiller {prefiller.name} and this decoder differ in {what}: it computes "
                 "the first token again",
@@ -108,7 +113,7 @@ class ResumeState:
         self._may_hand_over = False
         gateway.metrics.handed_over.add(("refused",))
         gateway.throttle.warn(
-            f"a decoder did not go on from a prefiller's token{message_in(error.body)}",
+            f"a decoder did not go on from a prefiller's token{error_text(error.body)}",
             decoder.name,
         )
         return True
@@ -116,8 +121,8 @@ class ResumeState:
     # What a decode engine is told and asked to report.
 
     def params_for(
-        self, params: Params | None, decoder: Engine, prefiller: Engine | None, is_hedged: bool
-    ) -> tuple[Params | None, bool]:
+        self, params: KvParams | None, decoder: Engine, prefiller: Engine | None, is_hedged: bool
+    ) -> tuple[KvParams | None, bool]:
         """Return the KV transfer params for a decode leg, and whether the engine may return the
         answer for lack of blocks. The engine of a hedged leg may not.
 
@@ -125,15 +130,15 @@ class ResumeState:
         """
         self.is_used = True
         continued = self.continued
-        if params is not None and params.tells_tokens:
+        if params is not None and params.has_generated_tokens:
             is_meant = (
-                params.begins
+                params.continues_tokens
                 and prefiller is not None
                 and continued is None
                 and decoder.capabilities.supports_resume
-                and read_alike(decoder, prefiller.capabilities.render_hashes)
+                and renders_alike(decoder, prefiller.capabilities.render_hashes)
             )
-            params = params if is_meant else params.not_beginning()
+            params = params if is_meant else params.without_generated_tokens()
         if continued is not None:
             params = with_field(params, b'"begun":' + continued.begun())
         request, capabilities = self._request, decoder.capabilities
@@ -155,9 +160,9 @@ class ResumeState:
         """Return True if another engine could continue what this decode engine begins."""
         request = self._request
         may_move = self._gateway.limits.max_resumes > 0 and not request.alone
-        return may_move and decoder.capabilities.supports_resume and may_be_handed(request.body)
+        return may_move and decoder.capabilities.supports_resume and can_hand_over(request.body)
 
-    def _buffer_for(self, decoder: Engine, params: Params | None) -> ResumeBuffer:
+    def _buffer_for(self, decoder: Engine, params: KvParams | None) -> ResumeBuffer:
         if self.continued is None:
             # A buffer of a failed leg is of no use: this engine may use other token ids.
             self._drop_buffer()
@@ -237,4 +242,4 @@ def can_continue(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool
     """Return True if the engine can continue what another engine has generated."""
     capabilities = engine.capabilities
     reports_ids = role is PREFILL or capabilities.reports_token_ids
-    return capabilities.supports_resume and reports_ids and read_alike(engine, buffer.renders)
+    return capabilities.supports_resume and reports_ids and renders_alike(engine, buffer.renders)

@@ -35,7 +35,7 @@ from router.http_client.sse import (
 )
 from router.openai.answers import TOKEN_ID_CHARS, GeneratedTokens, choices_of, parse_object
 from router.openai.event_stream import ERROR_KEY, FINISH_REASON, ends_inside_event, error_in
-from router.proxy.prefill_answer import PROMPT_IDS, Params, with_field
+from router.proxy.prefill_answer import PROMPT_IDS, KvParams, with_field
 
 # Which ids an engine is asked for: the prompt's, too, unless they are known.
 OUTPUT, ALL = b'"output"', b'"all"'
@@ -140,13 +140,13 @@ class ResumeBuffer:
             return b"{%s%s}" % (ids, self._unsent)
         return b'{%s,"spoken":%d}' % (ids, self.num_tokens)
 
-    def keep_prompt(self, params: Params | None) -> None:
+    def keep_prompt(self, params: KvParams | None) -> None:
         """Record the prompt's ids, if the params have them."""
         found = None if params is None else PROMPT_IDS.search(params.raw)
         if found is not None:
             self._keep_prompt_ids(found[1])
 
-    def asking_for_ids(self, params: Params | None) -> Params:
+    def asking_for_ids(self, params: KvParams | None) -> KvParams:
         """Return the params of a decode leg with the request to report the ids of its tokens."""
         return with_field(params, b'"tell_token_ids":' + (OUTPUT if self._prompt_ids else ALL))
 

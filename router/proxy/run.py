@@ -11,15 +11,15 @@ from router.http_client.answer_memory import AnswerMemory, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
-from router.proxy.leg_bodies import Bodies
+from router.proxy.leg_bodies import LegBodies
 from router.proxy.plan import Plan
-from router.proxy.prefill_answer import RETAIN, Params
+from router.proxy.prefill_answer import RETAIN, KvParams
 from router.proxy.request import Request
 from router.proxy.resume import ResumeState
-from router.proxy.turn_reuse import USED_UP, Offer
+from router.proxy.turn_reuse import SPENT_TURN, TurnOffer
 
 if TYPE_CHECKING:
-    from router.proxy.admission import Seat
+    from router.proxy.admission import EngineSlot
     from router.proxy.gateway import Gateway
     from router.proxy.load_failure import LoadFailure
 
@@ -38,23 +38,23 @@ class Run:
         "answers_held", "bodies", "cannot_load", "failed", "failure", "gateway", "groups_left",
         "holder", "is_fresh", "is_read", "is_turn_spent", "load_failure", "loads_from",
         "may_return", "num_hedged_failures", "offer", "plan", "prefiller", "prompt_tokens",
-        "request", "resume", "route", "seat", "suspects", "unread_turn",
+        "request", "resume", "route", "slot", "suspects", "unread_turn",
     )  # fmt: skip
 
     def __init__(
         self,
         request: Request,
-        bodies: Bodies,
+        bodies: LegBodies,
         plan: Plan,
         gateway: Gateway,
-        seat: Seat | None = None,
+        slot: EngineSlot | None = None,
     ) -> None:
         self.request = request
         self.bodies = bodies
         self.plan = plan
         self.gateway = gateway
         # The request's place at engines that have limits.
-        self.seat = seat
+        self.slot = slot
         # The engines of the group where the request is now. It changes if the group runs out.
         self.route = plan.route
         self.groups_left = NO_GROUPS
@@ -91,16 +91,16 @@ class Run:
         # The last turn of a conversation. A prefill engine can read its KV only once.
         self.unread_turn = None if plan.reuse is None else plan.reuse.turn.entry
         self.is_turn_spent = False
-        self.offer = USED_UP
+        self.offer = SPENT_TURN
 
-    def retaining(self, params: Params | None) -> Params | None:
+    def retaining(self, params: KvParams | None) -> KvParams | None:
         """Return the params with the request that the decode engine retains the answer's KV for
         the next turn, unless the next turn could not find it."""
         reuse = self.plan.reuse
         keeps = reuse is not None and reuse.turn.recalled is not RecallOutcome.STORE_FAILED
         if params is None:
             return RETAIN if keeps else None
-        return params.retaining() if keeps else params.not_retaining()
+        return params.with_retain() if keeps else params.without_retain()
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
@@ -114,7 +114,7 @@ class Run:
         if holder is not None:
             holder.kv_leases -= 1
 
-    def count_turn(self, offer: Offer) -> None:
+    def count_turn(self, offer: TurnOffer) -> None:
         """Record, once per request, what the request reused of the last turn."""
         record, reuse = self.request.record, self.plan.reuse
         if reuse is None or record.conversation:
@@ -130,8 +130,8 @@ class Run:
         """Give back what the request still holds in the router."""
         if self.holder is not None:
             self.stop_holding()
-        if self.seat is not None:
-            self.seat.leave()
+        if self.slot is not None:
+            self.slot.release()
         self.resume.close()
         self.answers_held.release()
         if self.route.has_feedback:

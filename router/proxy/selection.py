@@ -130,7 +130,7 @@ def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine |
         usable = _paired(run, usable, prefiller)
     left = [engine for engine in usable if engine.is_available] or usable
     left = [engine for engine in left if engine not in run.resume.preempted] or left
-    return next(iter(left), None) if run.seat is None else run.seat.roomiest(left)
+    return next(iter(left), None) if run.slot is None else run.slot.first_with_room(left)
 
 
 def _usable(run: Run, role: EngineRole) -> list[Engine]:

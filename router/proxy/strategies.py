@@ -24,7 +24,7 @@ from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
 from router.proxy import release
 from router.proxy.hedging import HedgedLegs, places
-from router.proxy.leg_bodies import Halves
+from router.proxy.leg_bodies import BodyHalves
 from router.proxy.legs import (
     DecodeResult,
     LegFailure,
@@ -33,9 +33,9 @@ from router.proxy.legs import (
     decode_leg,
     prefill_leg,
 )
-from router.proxy.plan import ALONE, PULL, SAME_ENGINE, may_reject
-from router.proxy.prefill_answer import Params, PrefillAnswer
-from router.proxy.push import PUSHES, Push, push_of
+from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
+from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.push import PUSHES, PushParams, make_push
 from router.proxy.recovery import drop, recover, require_engines_alive, suspect
 from router.proxy.relay import deliver_prefilled
 from router.proxy.request import PASSED
@@ -49,14 +49,14 @@ from router.proxy.selection import (
     select_decoder,
     select_prefiller,
 )
-from router.proxy.turn_reuse import USED_UP, Offer
+from router.proxy.turn_reuse import SPENT_TURN, TurnOffer
 
 # Seconds that a prefill engine may take to end a push leg after its KV was read.
 PUSH_LEG_END_TIMEOUT_S = 5.0
 # Seconds after a prefill engine's answer in which its blocks certainly wait without a renewal.
 UNRENEWED_LEASE_S = 20.0
 # Recorded for a turn that needed no prefill engine.
-DECODER_ALONE = Offer("decoder_alone")
+DECODER_ALONE = TurnOffer("decoder_alone")
 
 
 class Decoded(Enum):
@@ -91,10 +91,10 @@ async def answer(run: Run) -> None:
     plan, metrics = run.plan, run.gateway.metrics
     if run.request.record.trace is not None:
         run.request.record.trace.mode = plan.mode
-    if plan.was_skipped:
+    if plan.skips_threshold:
         metrics.decode_first.add(("skipped",))
     notes = run.route.decode_feedback
-    if notes is not None and not plan.scatter:
+    if notes is not None and not plan.hedged_decoders:
         # The policy learns of the engine now: the next request with this prompt may be here
         # before the leg is sent.
         notes.sent(run.route.decoders[0].name)
@@ -103,8 +103,8 @@ async def answer(run: Run) -> None:
             return
         if plan.mode is PULL:
             await pull(run)
-        elif plan.mode is ALONE:
-            await decode_only(run, plan.why_alone)
+        elif plan.mode is DECODE_ONLY:
+            await decode_only(run, plan.decode_only_reason)
         else:
             await push(run)
     finally:
@@ -140,10 +140,10 @@ async def pull(run: Run) -> None:
             continue
         run.prefiller = prefiller
         if hands_over:
-            run.gateway.metrics.handed_over.add((prefilled.begin(),))
-            if prefilled.is_all:  # the one token of the prefill engine is the whole answer
+            run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))
+            if prefilled.is_whole_answer:  # the one token of the prefill engine is the whole answer
                 run.stop_holding()
-                release.give_up(run, prefilled.params, None)
+                release.release_unread(run, prefilled.params, None)
                 return await deliver_prefilled(run, prefilled)
 
         # Decode, on one engine after another, until the client has the answer.
@@ -151,14 +151,14 @@ async def pull(run: Run) -> None:
         try:
             decoded = await _decode(run, run.retaining(prefilled.params))
         except BaseException as cause:
-            release.give_up(run, prefilled.params, cause)
+            release.release_unread(run, prefilled.params, cause)
             raise
         if decoded is Decoded.ANSWERED:
             return None
 
         # No decode engine will read this KV any more. Prefill again, or do without.
         run.stop_holding()
-        release.give_up(run, prefilled.params, None)
+        release.release_unread(run, prefilled.params, None)
         if decoded is Decoded.SAME_ENGINE:
             run.prefiller = None
             return await decode_only(run, SAME_ENGINE)
@@ -218,7 +218,7 @@ async def push(run: Run) -> None:
         decoder = select_decoder(run, prefiller)
         if prefiller is None or decoder is None or decoder is prefiller:
             return await pull(run)
-        params = push_of(run.request, prefiller, decoder, is_forced)
+        params = make_push(run.request, prefiller, decoder, is_forced)
         if params is None:
             return await pull(run)  # the answer of a prefill engine tells where it is
         failed = await _push_legs(run, prefiller, decoder, params)
@@ -231,7 +231,9 @@ async def push(run: Run) -> None:
             return await decode_only(run, "no_pair")
 
 
-async def _push_legs(run: Run, prefiller: Engine, decoder: Engine, push: Push) -> LegFailure | None:
+async def _push_legs(
+    run: Run, prefiller: Engine, decoder: Engine, push: PushParams
+) -> LegFailure | None:
     """Run both legs of a push; the failure of one ends the other. Return None if the client has
     its answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
@@ -258,7 +260,7 @@ async def _push_legs(run: Run, prefiller: Engine, decoder: Engine, push: Push) -
             if not is_answered and not prefilling.cancelled() and not _has_failed(prefilling):
                 prefilled = prefilling.result()
                 assert isinstance(prefilled, PrefillAnswer)
-                release.give_up(run, prefilled.params, None)
+                release.release_unread(run, prefilled.params, None)
     if is_answered:
         return None
     failed_legs = [leg for leg in (prefilling, decoding) if _has_failed(leg)]
@@ -274,12 +276,12 @@ async def _push_legs(run: Run, prefiller: Engine, decoder: Engine, push: Push) -
 
 
 async def _prefill(
-    run: Run, engine: Engine, push: Push | None = None, hands_over: bool = False
+    run: Run, engine: Engine, push: PushParams | None = None, hands_over: bool = False
 ) -> PrefillOutcome:
     """Send the prefill leg, with what the engine may read of the conversation's last turn."""
     reuse, offered = run.plan.reuse, None
     if reuse is not None:
-        run.offer = USED_UP if run.is_turn_spent else reuse.offer(engine)
+        run.offer = SPENT_TURN if run.is_turn_spent else reuse.offer(engine)
         offered = run.offer.params
     transfer_id = "" if push is None else push.transfer_id
     body = run.bodies.prefill(offered, transfer_id, hands_over, run.resume.continued)
@@ -293,7 +295,7 @@ async def _prefill(
     return prefilled
 
 
-async def _decode(run: Run, params: Params | None, threshold: float = 0.0) -> Decoded:
+async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> Decoded:
     """Send the decode leg to one engine after another until one answers, or the strategy has to do
     something else first. `params` are the KV transfer params of `run.prefiller`, if there is one.
     """
@@ -322,8 +324,8 @@ async def _decode(run: Run, params: Params | None, threshold: float = 0.0) -> De
         if isinstance(outcome, LegRefusal):
             if resume.restart_answer():
                 return Decoded.RESUME
-            begins = leg_params is not None and leg_params.begins
-            if not begins or not resume.stop_handing_over(decoder, outcome.error):
+            continues_tokens = leg_params is not None and leg_params.continues_tokens
+            if not continues_tokens or not resume.stop_handing_over(decoder, outcome.error):
                 raise outcome.error
             return Decoded.AFRESH
         what = await recover(run, outcome)
@@ -335,8 +337,8 @@ async def _decode(run: Run, params: Params | None, threshold: float = 0.0) -> De
 
 
 def _params_for(
-    run: Run, params: Params | None, decoder: Engine, is_hedged: bool = False
-) -> Params | None:
+    run: Run, params: KvParams | None, decoder: Engine, is_hedged: bool = False
+) -> KvParams | None:
     """Return the KV transfer params of one decode leg. A hedged leg may lose, so its engine may not
     return the answer for lack of blocks."""
     capabilities, resume = decoder.capabilities, run.resume
@@ -346,7 +348,7 @@ def _params_for(
     return params
 
 
-def _decode_body(run: Run, params: Params | None, threshold: float) -> Halves:
+def _decode_body(run: Run, params: KvParams | None, threshold: float) -> BodyHalves:
     if run.request.alone == PASSED:
         return run.bodies.passed()
     is_whole = run.request.exact and run.plan.reuse is not None
@@ -371,7 +373,7 @@ def _release_unread_turn(run: Run) -> None:
     """Release the retained KV of the last turn if no prefill engine has read it."""
     entry, run.unread_turn = run.unread_turn, None
     if entry is not None:
-        release.give_up_turn(run.request, run.gateway, entry)
+        release.release_turn(run.request, run.gateway, entry)
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

@@ -19,10 +19,10 @@ from router.proxy.request import Body
 from router.routing.load_policies import LoadBound
 
 # Differences that an engine finds by itself when it compares token hashes.
-SEEN_BY_PROOF = ("history", "reasoning", "rendering")
+FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")
 
 
-class Offer(FrozenStruct, frozen=True):
+class TurnOffer(FrozenStruct, frozen=True):
     """What a prefiller is told to pull, None for nothing; the rest is for the books."""
 
     outcome: str
@@ -35,7 +35,7 @@ class Offer(FrozenStruct, frozen=True):
         return held if type(held) is int and 0 < held <= MAX_COUNT else 0
 
 
-class Reuse(FrozenStruct, frozen=True):
+class TurnReuse(FrozenStruct, frozen=True):
     """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
     at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
     only read from, and the conversation goes on elsewhere. `unproven` is the setting
@@ -47,15 +47,15 @@ class Reuse(FrozenStruct, frozen=True):
     reason: str = ""
     decoder: Engine | None = None
     entry: Entry | None = None
-    verdict: ReuseDecision | None = None
+    decision: ReuseDecision | None = None
     group: str = ""
     """Of the decoder that has it."""
 
-    def held_share(self) -> float:
+    def cached_share(self) -> float:
         """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
-        if self.entry is None or self.verdict is None:
+        if self.entry is None or self.decision is None:
             return 0
-        extends = self.verdict.match is ReuseMatch.HIT or self.verdict.reason == "rendering"
+        extends = self.decision.match is ReuseMatch.HIT or self.decision.reason == "rendering"
         return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
 
     def rank_at(self, engine: Engine) -> int | None:
@@ -71,56 +71,62 @@ class Reuse(FrozenStruct, frozen=True):
         number = dp_rank_of(engine_id)
         return number if number in engine.capabilities.rank_endpoints else None
 
-    def offer(self, prefiller: Engine) -> Offer:
+    def offer(self, prefiller: Engine) -> TurnOffer:
         """What this prefiller may pull."""
-        if self.entry is None or self.verdict is None:
-            return Offer(self.outcome, self.reason)
+        if self.entry is None or self.decision is None:
+            return TurnOffer(self.outcome, self.reason)
         if prefiller.group != self.group:
-            return Offer(ReuseMatch.MISMATCH, "group")
-        if self.verdict.reason == "model":
-            return Offer(self.verdict.match, self.verdict.reason)
-        return self._offer(self.entry, self.verdict, prefiller)
+            return TurnOffer(ReuseMatch.MISMATCH, "group")
+        if self.decision.reason == "model":
+            return TurnOffer(self.decision.match, self.decision.reason)
+        return self._offer(self.entry, self.decision, prefiller)
 
-    def _offer(self, entry: Entry, verdict: ReuseDecision, prefiller: Engine) -> Offer:
+    def _offer(self, entry: Entry, decision: ReuseDecision, prefiller: Engine) -> TurnOffer:
         if entry.is_revocable and not prefiller.capabilities.verifies_prefix:
             # It could not find out that the decoder has dropped the turn.
-            return Offer(ReuseMatch.MISMATCH, "unproven")
-        whole = verdict.match is ReuseMatch.HIT
+            return TurnOffer(ReuseMatch.MISMATCH, "unproven")
+        whole = decision.match is ReuseMatch.HIT
         proven = entry.has_prefix_hashes and prefiller.capabilities.verifies_prefix
         if proven and (whole or not self.turn.prompt.has_media):
-            fit = ReuseMatch.CUT if verdict.reason in SEEN_BY_PROOF else verdict.match
-            return Offer(fit, verdict.reason, entry.params)
+            match = ReuseMatch.CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
+            return TurnOffer(match, decision.reason, entry.params)
         if whole and self.unproven == "whole":
-            return Offer(verdict.match, verdict.reason, entry.params)
-        params = None if self.unproven == "off" else truncate_params(entry.params, verdict.tokens)
-        fit = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
-        return Offer(fit, verdict.reason or "unproven", params)
+            return TurnOffer(decision.match, decision.reason, entry.params)
+        params = None if self.unproven == "off" else truncate_params(entry.params, decision.tokens)
+        match = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
+        return TurnOffer(match, decision.reason or "unproven", params)
 
 
 # The last turn's KV is used up, and was of no use.
-USED_UP = Offer("failed")
+SPENT_TURN = TurnOffer("failed")
 
 
-def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Reuse:
+def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> TurnReuse:
     """What recalling the last turn came to."""
     entry = turn.entry
     if entry is None:
-        return Reuse(turn, unproven, turn.recalled)
+        return TurnReuse(turn, unproven, turn.recalled)
     decoder = fleet.find_alive(entry.decoder)
-    if decoder is None or not decoder.role.plays(EngineRole.DECODE) or not _is_same(decoder, entry):
-        return Reuse(turn, unproven, "decoder_gone")
+    if (
+        decoder is None
+        or not decoder.role.plays(EngineRole.DECODE)
+        or not _runs_unchanged(decoder, entry)
+    ):
+        return TurnReuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
     elif decoder.in_flight >= bound.floor and bound.is_overloaded(
         decoder, fleet.usable_engines(EngineRole.DECODE)
     ):
-        return Reuse(turn, unproven, "decoder_overloaded")
-    verdict = decide_reuse(entry, turn.prompt, turn.scope)
-    return Reuse(turn, unproven, verdict.match, verdict.reason, home, entry, verdict, decoder.group)
+        return TurnReuse(turn, unproven, "decoder_overloaded")
+    decision = decide_reuse(entry, turn.prompt, turn.scope)
+    return TurnReuse(
+        turn, unproven, decision.match, decision.reason, home, entry, decision, decoder.group
+    )
 
 
-def _is_same(decoder: Engine, entry: Entry) -> bool:
+def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:
     """Whether it still runs as it did when the last turn ended."""
     known, then = decoder.capabilities.engine_id, entry.engine_id
     if known is not None and then is not None and known != strip_dp_rank(then):

@@ -22,13 +22,13 @@ from router.http_client.deadlines import now
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy import release
-from router.proxy.exchange import Header, Relayed
+from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
-from router.proxy.leg_bodies import Bodies
+from router.proxy.leg_bodies import LegBodies
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
-from router.proxy.plan import PULL, PUSH, Plan, mode_of
+from router.proxy.plan import PULL, PUSH, Plan, choose_mode
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.push import Push, push_of
+from router.proxy.push import PushParams, make_push
 from router.proxy.request import Request, next_number
 from router.proxy.run import Run
 from router.routing.route import Route
@@ -39,21 +39,21 @@ logger = logging.getLogger("disagg_router.fleet")
 T = TypeVar("T")
 LAZY, EAGER = "lazy", "eager"
 # Seconds between two looks at who is new; for one tiny request; and that an engine is kept back.
-LOOK = 0.2
-PATIENCE = 20.0
-LONGEST_COLD = 30.0
+SCAN_INTERVAL_S = 0.2
+WARM_UP_TIMEOUT_S = 20.0
+MAX_COLD_S = 30.0
 # Requests at once, and engines of the other role that a new one is made known to.
-AT_ONCE = 2
-MOST_PARTNERS = 64
+MAX_CONCURRENT_WARM_UPS = 2
+MAX_PARTNERS = 64
 # Pairs that wait: what comes later than these would has met by itself.
-MOST_WAITING = 4096
+MAX_WAITING_PAIRS = 4096
 # Of a prompt: more than two blocks of any usual size, with small ids that every vocabulary has.
-TOKENS = 260
-IDS = range(5, 200)
+PROMPT_TOKENS = 260
+PROMPT_TOKEN_IDS = range(5, 200)
 ENDPOINT = "/v1/completions"
 
 
-class Life(NamedTuple):
+class EngineLife(NamedTuple):
     """An engine from when it was found healthy until it is lost, or becomes another."""
 
     engine: Engine
@@ -62,46 +62,46 @@ class Life(NamedTuple):
     group: str
 
     @property
-    def goes_on(self) -> bool:
+    def is_current(self) -> bool:
         engine = self.engine
         is_up = engine.health is Health.HEALTHY and engine.intent is Intent.SERVING
         return is_up and self == _life_of(engine)
 
 
-def _life_of(engine: Engine) -> Life:
-    return Life(engine, engine.lost_at, engine.role, engine.group)
+def _life_of(engine: Engine) -> EngineLife:
+    return EngineLife(engine, engine.lost_at, engine.role, engine.group)
 
 
-class Pair(NamedTuple):
-    prefiller: Life
-    decoder: Life
-
-    @property
-    def goes_on(self) -> bool:
-        return self.prefiller.goes_on and self.decoder.goes_on
+class EnginePair(NamedTuple):
+    prefiller: EngineLife
+    decoder: EngineLife
 
     @property
-    def may_meet(self) -> bool:
+    def is_current(self) -> bool:
+        return self.prefiller.is_current and self.decoder.is_current
+
+    @property
+    def can_pair(self) -> bool:
         """As things are now: either may have become another while the pair waited."""
         prefiller, decoder = self.prefiller.engine, self.decoder.engine
         plays = prefiller.role.plays(PREFILL) and decoder.role.plays(DECODE)
-        return plays and _may_meet(prefiller, decoder)
+        return plays and _can_pair(prefiller, decoder)
 
 
-class Warmer:
+class EngineWarmer:
     """`mode`: LAZY warms the pairs of engines that come while the router runs. EAGER warms those of
     all, and keeps requests from one that came until it is warm, as long as there is another one to
     ask, and for LONGEST_COLD seconds at most."""
 
-    def __init__(self, gateway: Gateway, mode: str, longest_cold: float = LONGEST_COLD) -> None:
+    def __init__(self, gateway: Gateway, mode: str, max_cold_s: float = MAX_COLD_S) -> None:
         self._gateway = gateway
         self._mode = mode
-        self._longest_cold = longest_cold
+        self._max_cold_s = max_cold_s
         self._random = Random()
-        self._met: set[Life] = set()
-        self._waiting: deque[Pair] = deque()
-        self._running: dict[asyncio.Task[None], Pair] = {}
-        self._cold: dict[Life, float] = {}
+        self._met: set[EngineLife] = set()
+        self._waiting: deque[EnginePair] = deque()
+        self._running: dict[asyncio.Task[None], EnginePair] = {}
+        self._cold: dict[EngineLife, float] = {}
         self._first = frozenset(gateway.fleet.engines)
 
     async def run(self) -> None:
@@ -113,68 +113,68 @@ class Warmer:
                 try:
                     if snapshot is not looked_at:
                         looked_at = snapshot
-                        await self._meet()
-                    self._go_on()
+                        await self._find_new_engines()
+                    self._start_warm_ups()
                 except Exception:
                     logger.exception("engines are not warmed")
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(SCAN_INTERVAL_S)
         finally:
             for task in self._running:
                 task.cancel()
 
-    async def _meet(self) -> None:
+    async def _find_new_engines(self) -> None:
         """Who is new since the last look. Each is a task's step of its own: that a thousand come at
         once must not keep requests waiting."""
         engines = self._gateway.fleet.engines
-        alive = {life for engine in engines if (life := _life_of(engine)).goes_on}
+        alive = {life for engine in engines if (life := _life_of(engine)).is_current}
         new, self._met = alive - self._met, self._met & alive
-        latest = now() + self._longest_cold
+        latest = now() + self._max_cold_s
         self._cold |= {life: latest for life in new if life.engine.is_cold}
-        self._waiting = deque(pair for pair in self._waiting if pair.goes_on)
+        self._waiting = deque(pair for pair in self._waiting if pair.is_current)
         for life in sorted(new, key=lambda life: life.engine.name):
-            if len(self._waiting) < MOST_WAITING:
-                partners = self._met if self._mode == EAGER else self._strangers(life)
+            if len(self._waiting) < MAX_WAITING_PAIRS:
+                partners = self._met if self._mode == EAGER else self._new_partners(life)
                 self._waiting += _pairs(life, partners)
             self._met.add(life)
             await asyncio.sleep(0)
 
-    def _strangers(self, life: Life) -> Iterable[Life]:
+    def _new_partners(self, life: EngineLife) -> Iterable[EngineLife]:
         """Of two that were there when the router started, and have not been lost since, it is taken
         that they know each other."""
         if not self._was_there(life):
             return self._met
         return [other for other in self._met if not self._was_there(other)]
 
-    def _was_there(self, life: Life) -> bool:
+    def _was_there(self, life: EngineLife) -> bool:
         return life.engine in self._first and not life.lost_at
 
-    def _go_on(self) -> None:
-        while self._waiting and len(self._running) < AT_ONCE:
+    def _start_warm_ups(self) -> None:
+        while self._waiting and len(self._running) < MAX_CONCURRENT_WARM_UPS:
             pair = self._waiting.popleft()
-            if pair.goes_on and pair.may_meet:
+            if pair.is_current and pair.can_pair:
                 task = asyncio.get_running_loop().create_task(self._warm(pair))
                 self._running[task] = pair
                 task.add_done_callback(self._running.pop)
         if self._cold:
-            self._let_in()
+            self._admit_warm_engines()
 
-    def _let_in(self) -> None:
+    def _admit_warm_engines(self) -> None:
         """Those that are warm, or have waited long enough."""
         pairs = [*self._waiting, *self._running.values()]
         left = Counter(life for pair in pairs for life in pair)
         for life, latest in list(self._cold.items()):
-            if not left[life] or now() >= latest or not life.goes_on:
+            if not left[life] or now() >= latest or not life.is_current:
                 del self._cold[life]
-                if life.goes_on:
+                if life.is_current:
                     self._gateway.fleet.note_warm(life.engine)
 
-    async def _warm(self, pair: Pair) -> None:
+    async def _warm(self, pair: EnginePair) -> None:
         """Never raises, unless it is cancelled."""
         prefiller, decoder = pair.prefiller.engine, pair.decoder.engine
         started = now()
         try:
-            async with asyncio.timeout(PATIENCE):
-                await self._ask(prefiller, decoder)
+            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                await self._send_legs(prefiller, decoder)
         except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
             outcome = "failed"
             self._gateway.throttle.warn(
@@ -192,25 +192,25 @@ class Warmer:
             )
         self._gateway.metrics.warm_ups.labels(outcome).inc()
 
-    async def _ask(self, prefiller: Engine, decoder: Engine) -> None:
+    async def _send_legs(self, prefiller: Engine, decoder: Engine) -> None:
         gateway, limits = self._gateway, self._gateway.limits
         route = Route(prefiller.group, (prefiller,), (decoder,))
         request = self._request(prefiller, decoder)
-        pushes = mode_of(route, limits.transfer_mode) is PUSH
-        push = push_of(request, prefiller, decoder, forced=True) if pushes else None
+        pushes = choose_mode(route, limits.transfer_mode) is PUSH
+        push = make_push(request, prefiller, decoder, forced=True) if pushes else None
         plan = Plan("warm_up", PULL if push is None else PUSH, route)
-        run = Run(request, Bodies(request.body), plan, gateway)
+        run = Run(request, LegBodies(request.body), plan, gateway)
         try:
             if push is None:
                 prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
                 params = prefilled.params
-                body = run.bodies.decode(None if params is None else params.not_retaining())
+                body = run.bodies.decode(None if params is None else params.without_retain())
                 try:
                     if prefiller.group != decoder.group:
                         raise BrokenAnswerError("they are not of one group any more")
                     _require(await decode_leg(run, decoder, body))
                 except BaseException as cause:
-                    release.give_up(run, params, cause)
+                    release.release_unread(run, params, cause)
                     raise
             else:
                 await _push(run, push)
@@ -222,20 +222,20 @@ class Warmer:
         models = _shared_models(prefiller, decoder)
         body = {
             **({"model": min(models)} if models else {}),
-            "prompt": self._random.choices(IDS, k=TOKENS),
+            "prompt": self._random.choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
             "max_tokens": 1,
             "stream": False,
         }
         moment = now()
-        exchange = Unheard(asyncio.get_running_loop(), moment)
+        exchange = DiscardedExchange(asyncio.get_running_loop(), moment)
         record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
-        line, latest = self._gateway.engine_line, moment + PATIENCE
+        line, latest = self._gateway.engine_line, moment + WARM_UP_TIMEOUT_S
         made = Request(exchange, record, line, latest, next_number())
-        made.body, made.tokens = body, TOKENS
+        made.body, made.tokens = body, PROMPT_TOKENS
         return made
 
 
-class Unheard:
+class DiscardedExchange:
     """An Exchange that nobody waits at the other end of."""
 
     endpoint = ENDPOINT
@@ -252,7 +252,7 @@ class Unheard:
         self.started = True
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         """It asked for no stream."""
         self.started = True
@@ -264,11 +264,11 @@ class Unheard:
         return
 
 
-async def _push(run: Run, push: Push) -> None:
+async def _push(run: Run, push: PushParams) -> None:
     """Run both legs of a push at once. Raises the error of the leg that fails first."""
     (prefiller,), (decoder,) = run.route.prefillers, run.route.decoders
     prefill_body = run.bodies.prefill(None, push.transfer_id)
-    decode_body = run.bodies.decode(push.params.not_retaining())
+    decode_body = run.bodies.decode(push.params.without_retain())
 
     async def prefill() -> PrefillAnswer:
         return _require(await prefill_leg(run, prefiller, prefill_body, push))
@@ -284,7 +284,7 @@ async def _push(run: Run, push: Push) -> None:
     except BaseException as cause:
         is_done = prefilling is not None and prefilling.done() and not prefilling.cancelled()
         if prefilling is not None and is_done and prefilling.exception() is None:
-            release.give_up(run, prefilling.result().params, cause)
+            release.release_unread(run, prefilling.result().params, cause)
         if isinstance(cause, ExceptionGroup):
             raise cause.exceptions[0] from None
         raise
@@ -297,21 +297,21 @@ def _require(outcome: T | LegFailure | LegRefusal) -> T:
     return outcome
 
 
-def _pairs(life: Life, partners: Iterable[Life]) -> Iterable[Pair]:
+def _pairs(life: EngineLife, partners: Iterable[EngineLife]) -> Iterable[EnginePair]:
     """Of engines between which KV may go; those that have the most to do first, for they will meet
     first."""
-    near = [other for other in partners if _may_meet(life.engine, other.engine)]
+    near = [other for other in partners if _can_pair(life.engine, other.engine)]
     near.sort(key=lambda other: (-other.engine.in_flight, other.engine.name))
-    pairs: list[Pair] = []
-    for other in near[:MOST_PARTNERS]:
+    pairs: list[EnginePair] = []
+    for other in near[:MAX_PARTNERS]:
         if life.engine.role.plays(PREFILL) and other.engine.role.plays(DECODE):
-            pairs.append(Pair(life, other))
+            pairs.append(EnginePair(life, other))
         if life.engine.role.plays(DECODE) and other.engine.role.plays(PREFILL):
-            pairs.append(Pair(other, life))
+            pairs.append(EnginePair(other, life))
     return pairs
 
 
-def _may_meet(one: Engine, other: Engine) -> bool:
+def _can_pair(one: Engine, other: Engine) -> bool:
     return one.group == other.group and _shared_models(one, other) != frozenset()
 
 

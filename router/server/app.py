@@ -40,7 +40,7 @@ from router.http_client.deadlines import Deadlines, now
 from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
-from router.proxy.warmup import EAGER, Warmer
+from router.proxy.warmup import EAGER, EngineWarmer
 from router.server import index_page, lora_adapters, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
@@ -132,7 +132,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         try:
             await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
             if settings.warm_up != "off":
-                tasks.append(loop.create_task(Warmer(gateway, settings.warm_up).run()))
+                tasks.append(loop.create_task(EngineWarmer(gateway, settings.warm_up).run()))
             yield {"router": state}
         finally:
             for task in tasks:

@@ -38,7 +38,7 @@ from router.openai.errors import (
 )
 from router.proxy.dispatch import serve
 from router.proxy.gateway import Gateway
-from router.proxy.request_limits import Limits
+from router.proxy.request_limits import RequestLimits
 from router.server import asgi_bridge
 from router.server.proxied_endpoints import GENERATION_PATHS, refuse_proxied, serve_proxied
 from router.server.request_reader import IncomingRequest, RequestReader
@@ -56,7 +56,7 @@ REFUSED_BY_APPLICATION = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def excess(connections: Sized, limits: Limits) -> int:
+def excess(connections: Sized, limits: RequestLimits) -> int:
     """Return by how many connections the limit is exceeded; negative below the limit."""
     return len(connections) - (limits.max_connections or len(connections))
 

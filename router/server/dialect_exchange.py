@@ -45,9 +45,9 @@ from router.openai.responses import (
     assistant_message,
     chat_from_response,
 )
-from router.proxy.exchange import Before, Exchange, Header, Relayed
+from router.proxy.exchange import BodySource, Exchange, ExchangeWrapper, Header
 from router.proxy.gateway import Gateway
-from router.proxy.leg_bodies import write
+from router.proxy.leg_bodies import encode_body
 from router.proxy.request import PASSED, Request
 from router.proxy.request_parser import check_fields, check_json, parse_body, take_body
 from router.routing.prompt_chunks import estimate_tokens
@@ -171,7 +171,7 @@ class ResponsesDialect(ApiDialect):
         self.is_streamed = bool(body.get("stream"))
         self._is_stored = body.get("store") is not False
         echoed = {name: value for name, value in body.items() if name != "input"}
-        write({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
+        encode_body({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
         self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()))
         if previous is not None:
             chat.setdefault("conversation_id", self._root)
@@ -198,15 +198,15 @@ def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
     check_fields(request, gateway.fleet.snapshot.context_lengths)
 
 
-class DialectExchange(Before):
+class DialectExchange(ExchangeWrapper):
     """An Exchange that translates between the server's exchange and the proxy.
 
     It must be released: until then it reserves the memory of the answer that it holds.
     """
 
-    def __init__(self, front: Exchange, dialect: ApiDialect, gateway: Gateway) -> None:
-        super().__init__(front)
-        self.headers = dialect.request_headers(front.headers)
+    def __init__(self, inner: Exchange, dialect: ApiDialect, gateway: Gateway) -> None:
+        super().__init__(inner)
+        self.headers = dialect.request_headers(inner.headers)
         self._dialect = dialect
         self._max_answer_bytes = gateway.limits.max_answer_size
         self._reservation = Reservation(gateway.memory.answers)
@@ -232,7 +232,7 @@ class DialectExchange(Before):
             self._dialect.require_known_finish()
             events += self._close()
             await self._dialect.store()
-            await self._front.respond(status, headers, events)
+            await self._inner.respond(status, headers, events)
             return
         content = parse_object(body)
         if content is None:
@@ -240,7 +240,7 @@ class DialectExchange(Before):
         await self._respond_answer(status, headers, content)
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         if not answer.is_event_stream:
             collected = CollectedAnswer(answer, self._max_answer_bytes, self._reservation)
@@ -248,7 +248,7 @@ class DialectExchange(Before):
             await self.respond(status, headers, collected.body())
             return
         translated = TranslatedStream(answer, self._translate, self._reserve)
-        await self._front.relay(status, headers, translated, idle, latest)
+        await self._inner.relay(status, headers, translated, idle, latest)
         if translated.is_over:  # with heartbeats the proxy does not call `finish`
             try:
                 self._require_supported_end()
@@ -285,7 +285,7 @@ class DialectExchange(Before):
             events = b"".join([*output.events(steps), *output.last_events()])
             await dialect.store()
             given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
-            await self._front.respond(status, given, events)
+            await self._inner.respond(status, given, events)
             return
         try:
             whole = dumps(dialect.whole_answer(content))
@@ -294,7 +294,7 @@ class DialectExchange(Before):
         if dialect.answer.error is not None:
             raise self._untranslatable()
         await dialect.store()
-        await self._front.respond(status, _with_type(headers, b"application/json"), whole)
+        await self._inner.respond(status, _with_type(headers, b"application/json"), whole)
 
     def _untranslatable(self) -> BrokenAnswerError:
         """Forget the answer, of which the client has nothing yet, so that another can follow."""
@@ -311,7 +311,7 @@ class DialectExchange(Before):
         except orjson.JSONEncodeError:
             error = _openai_error(status, UNTRANSLATABLE, b"")
             translated = dumps(self._dialect.error(status, error))
-        await self._front.respond(status, _with_type(headers, b"application/json"), translated)
+        await self._inner.respond(status, _with_type(headers, b"application/json"), translated)
 
     def _translate(self, block: bytes) -> bytes:
         """Translate whole events. Comments are passed on if the block begins with one."""
@@ -340,7 +340,7 @@ class DialectExchange(Before):
         self._is_ended = True
         last = self._close()
         await self._dialect.store()
-        await self._front.finish(events + last)
+        await self._inner.finish(events + last)
 
 
 class TranslatedStream:
@@ -353,7 +353,7 @@ class TranslatedStream:
     length: int | None = None
 
     def __init__(
-        self, answer: Relayed, translate: Callable[[bytes], bytes], reserve: Callable[[], bool]
+        self, answer: BodySource, translate: Callable[[bytes], bytes], reserve: Callable[[], bool]
     ) -> None:
         self._answer, self._translate, self._reserve = answer, translate, reserve
         self._sink: AnswerSink | None = None
@@ -384,7 +384,7 @@ class TranslatedStream:
 class CollectedAnswer:
     """An AnswerSink that collects an unstreamed answer of up to `max_bytes`."""
 
-    def __init__(self, answer: Relayed, max_bytes: int, reservation: Reservation) -> None:
+    def __init__(self, answer: BodySource, max_bytes: int, reservation: Reservation) -> None:
         self._answer, self._max_bytes, self._reservation = answer, max_bytes, reservation
         self._size = 0
         self._pieces: list[bytes] = []

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING
 from router.openai.errors import UnauthorizedError, body_of, error_body, headers_of, shape_of
-from router.proxy.cors import allowing, preflight
+from router.proxy.cors import cors_headers, preflight_headers
 from router.proxy.exchange import Header
 from router.server.router_state import RouterState
 
@@ -84,11 +84,11 @@ class HttpMethodsMiddleware:
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS" and (methods := self._methods(scope)):
             lines: list[Header] = [(b"allow", ", ".join(methods).encode())]
-            lines += preflight(scope["headers"], self._origins)
+            lines += preflight_headers(scope["headers"], self._origins)
             await send({"type": "http.response.start", "status": 204, "headers": lines})
             await send({"type": "http.response.body", "body": b""})
         else:
-            lines = allowing(scope["headers"], self._origins)
+            lines = cors_headers(scope["headers"], self._origins)
             send_with_lines = _adding(send, lines) if lines else send
             if scope["method"] == "HEAD" and "GET" in self._methods(scope):
                 await _answer_head(self._app, scope, receive, send_with_lines)

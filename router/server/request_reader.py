@@ -29,7 +29,7 @@ from router.openai.errors import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import MemoryLimits
-from router.proxy.request_limits import Limits
+from router.proxy.request_limits import RequestLimits
 from router.server.proxied_endpoints import PROXIED_PATHS
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
@@ -39,7 +39,7 @@ TRANSFER_ENCODING = b"transfer-encoding"
 class RequestPolicy(Protocol):
     """What the reader needs to know of the router. `memory` has the limit of bodies."""
 
-    limits: Limits
+    limits: RequestLimits
     memory: MemoryLimits
 
     def identify(self, headers: Sequence[Header]) -> ApiKey | str | None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from router.auth.api_keys import ApiKey
 from router.common.structs import IdentityStruct
-from router.proxy.exchange import Header, Relayed
+from router.proxy.exchange import BodySource, Header
 
 NO_CONTENT = 204  # an answer without a body and without a length (RFC 9110, 8.6)
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
@@ -56,7 +56,7 @@ class ResponseWriter(IdentityStruct):
     started: bool = False
     chunked: bool = False
     head: bytes = b""
-    answer: Relayed | None = None
+    answer: BodySource | None = None
     waiters: list[asyncio.Future[None]] | None = None
 
     # Exchange: called by the proxy.
@@ -71,7 +71,7 @@ class ResponseWriter(IdentityStruct):
         self._end()
 
     async def relay(
-        self, status: int, headers: Sequence[Header], answer: Relayed, idle: float, latest: float
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         if not self.started:  # else this answer continues one that another engine began
             self.open(status, headers, None if answer.is_event_stream else answer.length)

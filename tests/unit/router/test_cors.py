@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.proxy.cors import allowing, preflight
+from router.proxy.cors import cors_headers, preflight_headers
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
@@ -127,12 +127,12 @@ def test_what_is_no_list_of_names_is_not_said_back(wanted: bytes) -> None:
         (b"access-control-request-method", b"POST"),
         (b"access-control-request-headers", wanted),
     ]
-    assert b"access-control-allow-headers" not in dict(preflight(asked, [PAGE]))
+    assert b"access-control-allow-headers" not in dict(preflight_headers(asked, [PAGE]))
 
 
 def test_origins_are_compared_as_a_whole() -> None:
     for origin in (b"https://chat.example.evil", b"http://chat.example", b"null", b"*", b""):
-        found = dict(allowing([(b"origin", origin)], [PAGE]))
+        found = dict(cors_headers([(b"origin", origin)], [PAGE]))
         assert b"access-control-allow-origin" not in found
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.common.exact_json import SLOW_LIMIT, dumps, loads, number
-from router.proxy.prefill_answer import Params
+from router.proxy.prefill_answer import KvParams
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, stream, whole
 from tests.unit.router.harness import Router
@@ -224,7 +224,7 @@ async def test_numbers_of_params_reach_the_decoder(
     p.usual = prefills
     await router.complete()
     assert as_written(d.last.body)["kv_transfer_params"]["x"] == WRITTEN
-    params = Params(filled({"begun": {"a": 1}, "x": HOLE})).not_beginning()
+    params = KvParams(filled({"begun": {"a": 1}, "x": HOLE})).without_generated_tokens()
     assert as_written(params.raw) == {"x": WRITTEN}
 
 

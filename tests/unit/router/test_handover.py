@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.proxy.first_token import may_be_handed
+from router.proxy.first_token import can_hand_over
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -296,7 +296,7 @@ async def test_another_decoder_that_does_not_is_asked_as_of_old(
     ],
 )
 def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
-    assert not may_be_handed(body)
+    assert not can_hand_over(body)
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_handed_over(body: dict[str, Any]) -> None:
-    assert may_be_handed(body)
+    assert can_hand_over(body)

@@ -10,7 +10,7 @@ import pytest
 
 from router.auth.api_keys import digest_of
 from router.openai.errors import BadRequestError
-from router.proxy.passthrough import model_in
+from router.proxy.passthrough import model_of_form
 from router.telemetry.logs import LINES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
@@ -178,7 +178,7 @@ async def test_what_is_no_form_is_refused(router: Router, kind: str, status: int
     ],
 )  # fmt: skip
 def test_a_model_is_found_where_it_is_a_field(form: bytes, model: str | None) -> None:
-    assert model_in(form, b"b") == model
+    assert model_of_form(form, b"b") == model
 
 
 def field(disposition: bytes, value: bytes = b"other") -> bytes:
@@ -211,12 +211,12 @@ LONG_HEAD = b"--b\r\nX: %b\r\nContent-Disposition: form-data; name=model\r\n\r\n
 def test_a_form_that_could_be_read_in_another_way_is_refused(more: bytes) -> None:
     """Or a key might ask for one model, and be served another."""
     with pytest.raises(BadRequestError, match="more than one way"):
-        model_in(MODEL + more + b"--b--\r\n", b"b")
+        model_of_form(MODEL + more + b"--b--\r\n", b"b")
 
 
 def test_a_form_without_an_end_is_refused() -> None:
     with pytest.raises(BadRequestError, match="no end"):
-        model_in(MODEL[:-2], b"b")
+        model_of_form(MODEL[:-2], b"b")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_form_without_an_end_is_refused() -> None:
     ],
 )
 def test_what_clients_send_is_read(more: bytes) -> None:
-    assert model_in(MODEL + more + b"--b--\r\n", b"b") == "m"
+    assert model_of_form(MODEL + more + b"--b--\r\n", b"b") == "m"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from engine_ext.base.begun import EngineResumeState, packed, unpacked
 from router.fleet.circuit_breaker import CircuitState
 from router.openai.answers import read_generated_tokens
-from router.proxy.admission import Held
+from router.proxy.admission import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -540,7 +540,7 @@ async def test_many_at_once_are_each_their_own(start: Start, d: MockEngine, d2: 
 
 
 def test_a_resume_buffer_that_takes_what_was_handed_back_counts_it_once() -> None:
-    room = Held(400)
+    room = MemoryBudget(400)
     buffer = ResumeBuffer(room, {}, 2)
     wire = json.dumps({"begun": told(3)}).encode()
     for _ in range(2):

@@ -13,8 +13,8 @@ from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
 from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
-from router.proxy.admission import Held
-from router.proxy.prefill_answer import Params
+from router.proxy.admission import MemoryBudget
+from router.proxy.prefill_answer import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -544,7 +544,7 @@ FINISH = b'data: {"id":"a","created":1,"finish_reason":"stop"}\n\n'
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_however_it_is_cut_into_blocks(size: int) -> None:
     """Blocks are whole events, some at once."""
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     events = [event(b"x", "AQAA"), event(b"y", "AgAAAwAA"), event(b"z"), FINISH + DONE]
     buffer.start_leg(None)
     passed = b""
@@ -556,7 +556,7 @@ def test_however_it_is_cut_into_blocks(size: int) -> None:
 
 
 def test_a_finish_waits_for_the_end() -> None:
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     assert buffer.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
     assert buffer.passing(DONE, False) == b""
@@ -567,7 +567,7 @@ def test_a_finish_waits_for_the_end() -> None:
 
 def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_module, "MAX_ENDING_BYTES", 1000)
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     more = event(b"x" * 600)
     assert buffer.passing(event(b"y", "AQAA") + FINISH + more, False) == event(b"y")
@@ -576,7 +576,7 @@ def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_waits_behind_a_finish_takes_room() -> None:
-    room = Held(1000)
+    room = MemoryBudget(1000)
     buffer = ResumeBuffer(room, {}, 2)
     buffer.start_leg(None)
     buffer.passing(event(b"y", "AQAA") + FINISH, False)
@@ -592,7 +592,7 @@ def test_what_waits_behind_a_finish_takes_room() -> None:
 
 
 def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     block = event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"", "AQAA")
     assert buffer.passing(block, False) == event(rb"\n: token_ids AQAA\n\"finish_reason\":\"stop\"")
@@ -600,10 +600,10 @@ def test_what_looks_like_a_comment_inside_a_text_is_text() -> None:
 
 
 def test_there_is_room_for_so_many() -> None:
-    room = Held(16)
+    room = MemoryBudget(16)
     one, other = ResumeBuffer(room, {}, 2), ResumeBuffer(room, {}, 2)
     for buffer in (one, other):
-        buffer.keep_prompt(Params(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
+        buffer.keep_prompt(KvParams(b'{"begun":{"prompt_token_ids": "AQAA"}}'))
         buffer.start_leg(None)
         buffer.passing(event(b"x", "AQAA"), False)
         assert buffer.can_resume

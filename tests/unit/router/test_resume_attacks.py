@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine_ext.base.begun import packed
-from router.proxy.admission import Held
+from router.proxy.admission import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router import test_resume
 from tests.unit.router.mock_engine import (
@@ -113,7 +113,7 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
             self.text += block
             return block
 
-    seen, buffer = Seen(), ResumeBuffer(Held(0), {}, 2)
+    seen, buffer = Seen(), ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(seen)
     error = b'data: {"error": {"message": "no"}}\n\n'
     assert buffer.passing(event(b"x", "AQAA") + error, False) == event(b"x")
@@ -124,7 +124,7 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
 @pytest.mark.parametrize("ids", ["AQA", "!!!!", ""])
 def test_ids_that_are_none_are_no_ids(ids: str) -> None:
     """What was not told is said twice, so nobody may go on."""
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     first = b": prompt_token_ids AQAA\n" + event(b"w", "AQAA")
     buffer.passing(first, False)

@@ -49,7 +49,7 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(b"".join(leg_bodies.Bodies(without_params(body)).prefill()))
+    leg = json.loads(b"".join(leg_bodies.LegBodies(without_params(body)).prefill()))
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
@@ -83,10 +83,10 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
         assert (answer.params is not None) == (isinstance(given, dict) and bool(given))
         if answer.params is not None:
             assert answer.params.content == given
-            assert answer.params.retaining().content == {**given, "retain": True}
+            assert answer.params.with_retain().content == {**given, "retain": True}
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         assert answer.prompt_tokens == (tokens if type(tokens) is int else None)
-    assert isinstance(leg_bodies.message_in(orjson.dumps(content)), str)
+    assert isinstance(leg_bodies.error_text(orjson.dumps(content)), str)
 
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
@@ -139,7 +139,7 @@ def test_the_servers_parser_passes_no_header_that_breaks_its_line(line: bytes) -
 def test_headers_nominated_by_connection_stay() -> None:
     given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
     given += [(b"x-two", b"2"), (b"x-three", b"3")]
-    assert headers.read(given)[1] == b"x-three: 3\r\n"
+    assert headers.read_client_headers(given)[1] == b"x-three: 3\r\n"
 
 
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
@@ -173,7 +173,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         body = parse_body(raw)
     except errors.BadRequestError:
         return
-    assert orjson.loads(leg_bodies.write(body)) == body
+    assert orjson.loads(leg_bodies.encode_body(body)) == body
 
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,9 +319,12 @@ def test_a_failure_is_told_in_one_short_line() -> None:
     )
 
 
-@pytest.mark.parametrize("many", [1, headers.MOST_KNOWN + 1])
+@pytest.mark.parametrize("many", [1, headers.MAX_CACHED_HEADERS + 1])
 def test_a_client_that_says_the_same_again_has_the_same_lines_and_another_id(many: int) -> None:
     given = [(b"x-a", b"1")] * many
-    (one, lines), (two, again) = headers.read(given), headers.read(list(given))
+    (one, lines), (two, again) = (
+        headers.read_client_headers(given),
+        headers.read_client_headers(list(given)),
+    )
     assert lines == again == b"x-a: 1\r\n" * many
     assert one != two

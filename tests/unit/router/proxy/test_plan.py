@@ -11,10 +11,10 @@ from router.conversations.conversations import Turn
 from router.fleet.capabilities import EngineCapabilities
 from router.fleet.engine import Engine
 from router.proxy.exchange import Exchange
-from router.proxy.plan import SHORT, Mode, make_plan
+from router.proxy.plan import MAX_SHORT_BODY_BYTES, Mode, make_plan
 from router.proxy.request import Request
-from router.proxy.request_limits import Limits
-from router.proxy.turn_reuse import Reuse
+from router.proxy.request_limits import RequestLimits
+from router.proxy.turn_reuse import TurnReuse
 from router.routing.route import NOWHERE, Route
 from router.settings import Settings
 from router.telemetry.record import Record
@@ -33,20 +33,20 @@ def request(size: int = 10, turn: bool = False, **fields: Any) -> Request:
     return made
 
 
-def limits(**changes: Any) -> Limits:
+def limits(**changes: Any) -> RequestLimits:
     engines: dict[str, Any] = {f"{role}_hosts": ("h",) for role in ("prefiller", "decoder")}
     ports: dict[str, Any] = {"prefiller_ports": (1,), "decoder_ports": (2,)}
-    return Limits.of(Settings(**engines, **ports, **changes))
+    return RequestLimits.of(Settings(**engines, **ports, **changes))
 
 
-class Held(Reuse, frozen=True):
+class Held(TurnReuse, frozen=True):
     """A last turn of which the decoder has so much."""
 
-    def held_share(self) -> float:
+    def cached_share(self) -> float:
         return 0.6
 
 
-def held(at: Engine) -> Reuse:
+def held(at: Engine) -> TurnReuse:
     return Held(cast(Turn, object()), "whole", "entry", decoder=at)
 
 
@@ -57,8 +57,8 @@ def route(*decoders: Engine) -> Route:
 @pytest.mark.parametrize("why", ["n", "prompt_list", "client_params"])
 def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) -> None:
     plan = make_plan(request(alone=why, threshold=0.5), route(decoder()), None, limits())
-    assert (plan.mode, plan.flow, plan.why_alone) == (Mode.ALONE, "decode_only", why)
-    assert (plan.threshold, plan.was_skipped, plan.reuse) == (0, False, None)
+    assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.DECODE_ONLY, "decode_only", why)
+    assert (plan.threshold, plan.skips_threshold, plan.reuse) == (0, False, None)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
     given.prefillers[0].capabilities.verifies_prefix = proves == "prefiller"
     given.decoders[0].capabilities.verifies_prefix = proves == "decoder"
     plan = make_plan(asked, given, None, limits())
-    assert (plan.mode is Mode.ALONE) == is_alone
-    assert plan.why_alone == ("prompt_embeds" if is_alone else "")
+    assert (plan.mode is Mode.DECODE_ONLY) == is_alone
+    assert plan.decode_only_reason == ("prompt_embeds" if is_alone else "")
 
 
 @pytest.mark.parametrize(
@@ -91,23 +91,23 @@ def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
 )
 def test_all_else_is_pulled(fields: dict[str, Any], flow: str) -> None:
     plan = make_plan(request(**fields), route(decoder()), None, limits())
-    assert (plan.mode, plan.flow, plan.why_alone) == (Mode.PULL, flow, "")
+    assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.PULL, flow, "")
 
 
 @pytest.mark.parametrize(
     ("knows", "size", "asks"),
     [
-        (True, 10 * SHORT, True),
-        (None, 10 * SHORT, True),
-        (False, SHORT, True),
-        (False, SHORT + 1, False),
+        (True, 10 * MAX_SHORT_BODY_BYTES, True),
+        (None, 10 * MAX_SHORT_BODY_BYTES, True),
+        (False, MAX_SHORT_BODY_BYTES, True),
+        (False, MAX_SHORT_BODY_BYTES + 1, False),
     ],
 )
 def test_a_decoder_that_ignores_thresholds_is_asked_first_only_for_little(
     knows: bool | None, size: int, asks: bool
 ) -> None:
     plan = make_plan(request(size, threshold=0.5), route(decoder(knows)), None, limits())
-    assert (plan.threshold, plan.was_skipped) == ((0.5, False) if asks else (0, True))
+    assert (plan.threshold, plan.skips_threshold) == ((0.5, False) if asks else (0, True))
 
 
 def test_nobody_is_asked_first_where_there_is_nobody() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.proxy.admission import Held
+from router.proxy.admission import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 
 FIRST = b': prompt_token_ids AAAA\n: token_ids BBBB\ndata: {"id":"a","created":1,"x":"Hel"}\n\n'
@@ -13,7 +13,7 @@ PLAIN = b'data: {"id":"a","created":1,"x":"lo"}\n\n'
 
 
 def after_first() -> ResumeBuffer:
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     assert buffer.passing(FIRST, False) == b'data: {"id":"a","created":1,"x":"Hel"}\n\n'
     return buffer

@@ -14,7 +14,7 @@ from router.fleet.engine_spec import DECODE
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
-from router.proxy.admission import Held
+from router.proxy.admission import MemoryBudget
 from router.proxy.answer_check import StreamValidator, failure_of, first_word
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.mock_engine import event
@@ -165,7 +165,7 @@ def test_a_failure_is_found_however_its_stream_is_cut(
 
 
 def resumable() -> ResumeBuffer:
-    buffer = ResumeBuffer(Held(0), {}, 2)
+    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
     buffer.start_leg(None)
     buffer.passing(b": prompt_token_ids AAAA\n: token_ids BBBB\n\n", False)
     return buffer

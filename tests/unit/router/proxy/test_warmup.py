@@ -12,7 +12,7 @@ from router.fleet.engine import Health
 from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.fleet import Fleet
 from router.proxy import warmup
-from router.proxy.warmup import Warmer
+from router.proxy.warmup import EngineWarmer
 from router.settings import Address
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -65,7 +65,7 @@ async def test_lazy_leaves_alone_who_was_there_and_warms_who_comes(
         assert warm(p)[0].json["kv_transfer_params"]["do_remote_decode"]
         assert warm(d2)[0].json["kv_transfer_params"] == PARAMS | {"retain": False}
         assert warm(p)[0].json["prompt"] == warm(d2)[0].json["prompt"]
-        assert len(warm(p)[0].json["prompt"]) == warmup.TOKENS
+        assert len(warm(p)[0].json["prompt"]) == warmup.PROMPT_TOKENS
         await router.settled()
 
 
@@ -92,11 +92,11 @@ async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
 async def test_an_engine_that_comes_is_not_asked_before_it_is_warm(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    goes_on = asyncio.Event()
+    is_current = asyncio.Event()
 
     async def slowly(request: Received, peer: Peer) -> None:
         if request in warm(d2):
-            await goes_on.wait()
+            await is_current.wait()
         await usual_decode(request, peer)
 
     async with running_engine(usual_decode) as d2:
@@ -109,7 +109,7 @@ async def test_an_engine_that_comes_is_not_asked_before_it_is_warm(
         for _ in range(4):
             assert (await router.complete()).status_code == 200
         assert not asked(d2)
-        goes_on.set()
+        is_current.set()
         await eventually(lambda: not router.engine(d2).is_cold)
         for _ in range(4):
             assert (await router.complete()).status_code == 200
@@ -159,7 +159,7 @@ async def test_a_warm_up_that_hangs_keeps_an_engine_back_for_a_while_only(
     d.usual = hang
     gateway = router.gateway
     gateway.fleet.starts_engines_cold = True
-    warmer = asyncio.create_task(Warmer(gateway, "eager", longest_cold=0.1).run())
+    warmer = asyncio.create_task(EngineWarmer(gateway, "eager", max_cold_s=0.1).run())
     try:
         await lose(router, d)
         await eventually(lambda: warm(d))
@@ -199,7 +199,7 @@ async def test_few_are_warmed_at_once(
     async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
         router = await start_router(ds=[d, d2, d3], warm_up="eager")
         await eventually(lambda: warmed(router) == 3)
-        assert most <= warmup.AT_ONCE
+        assert most <= warmup.MAX_CONCURRENT_WARM_UPS
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -207,22 +207,22 @@ async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
 ) -> None:
     """Whether that comes while it waits, or between its two legs."""
-    goes_on = asyncio.Event()
+    is_current = asyncio.Event()
 
     async def slowly(request: Received, peer: Peer) -> None:
-        await goes_on.wait()
+        await is_current.wait()
         await usual_prefill(request, peer)
 
     p.usual = slowly
     async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
         router = await start_router(ds=[d, d2, d3], warm_up="eager")
-        await eventually(lambda: len(warm(p)) == warmup.AT_ONCE)
+        await eventually(lambda: len(warm(p)) == warmup.MAX_CONCURRENT_WARM_UPS)
         begun = {r.header("x-request-id") for r in warm(p)}
         for mock in (d, d2, d3):
             regroup(router, mock, "green")
         if not late:
             regroup(router, p, "green")
-        goes_on.set()
+        is_current.set()
         await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
         await router.settled()
         legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
@@ -243,7 +243,7 @@ async def test_what_was_prefilled_for_a_push_that_failed_is_released(
         await answering(500, {})(request, peer)
 
     d.scripts = [fails_late]
-    warmer = asyncio.create_task(Warmer(router.gateway, "eager").run())
+    warmer = asyncio.create_task(EngineWarmer(router.gateway, "eager").run())
     try:
         await eventually(lambda: warmed(router, "failed") == 1)
         await router.settled()
@@ -264,14 +264,14 @@ async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
             role = EngineRole.PREFILL if number % 2 else EngineRole.DECODE
             engine = fleet.add(EngineSpec(role, Address(f"h{number}", 1)))
             engine.health = Health.HEALTHY
-    warmer = Warmer(router.gateway, mode)
+    warmer = EngineWarmer(router.gateway, mode)
     router.gateway.fleet, alone = fleet, router.gateway.fleet
-    most_pairs = 2 * warmup.MOST_PARTNERS
+    most_pairs = 2 * warmup.MAX_PARTNERS
     try:
         for life in range(2):
             for engine in fleet.engines:
                 engine.lost_at = float(life)
-            meeting = asyncio.create_task(warmer._meet())
+            meeting = asyncio.create_task(warmer._find_new_engines())
             while not meeting.done():
                 met, waiting = len(warmer._met), len(warmer._waiting)
                 await asyncio.sleep(0)
@@ -280,6 +280,6 @@ async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
                 assert len(warmer._waiting) <= waiting + most_pairs
             await meeting
             assert len(warmer._met) == 1000
-            assert len(warmer._waiting) < warmup.MOST_WAITING + most_pairs
+            assert len(warmer._waiting) < warmup.MAX_WAITING_PAIRS + most_pairs
     finally:
         router.gateway.fleet = alone
