@@ -202,7 +202,7 @@ class Control:
     async def unweigh(self, group: str) -> None:
         async with self._lock:
             if group not in self.state.overrides.weights:
-                raise AdminRequestError(404, f"group {group} was given no weight here")
+                raise AdminRequestError(404, f"the admin API gave group {group} no weight")
             await self._override(self.state.overrides.without_weight(group))
         logger.info("group %s has its configured weight again", group)
 
@@ -231,7 +231,7 @@ class Control:
         if applied:
             logger.info("settings changed: %s", " ".join(map(flag_of, applied)))
         else:
-            logger.info("settings were read again: nothing to change")
+            logger.info("settings reloaded: no changes")
         if late:
             logger.warning("settings that need a restart: %s", " ".join(map(flag_of, late)))
         return ReloadResult(applied=applied, needs_restart=late)
@@ -248,9 +248,9 @@ class Control:
         try:
             await self.reload()
         except SettingsError as error:
-            logger.error("settings stay as they are: %s", "; ".join(error.problems))
+            logger.error("reload failed, settings are unchanged: %s", "; ".join(error.problems))
         except Exception:
-            logger.exception("settings stay as they are, by a fault of ours")
+            logger.exception("reload failed by an internal error, settings are unchanged")
 
     # Steps.
 
@@ -258,7 +258,7 @@ class Control:
         """Return all engines. Raises AdminRequestError where no process answers."""
         found = await self.engines()
         if not found.workers.answered:
-            raise AdminRequestError(503, "no process of the router answers")
+            raise AdminRequestError(503, "no router process answers")
         return found.engines
 
     async def _override(self, overrides: OperatorOverrides) -> list[EngineView]:
@@ -297,7 +297,7 @@ class Control:
         if token is None and self._started.admin_port is not None and not is_loopback(host):
             problems.append(f"no admin token, and the admin API listens on {host}")
         if self._keys and not keys:
-            problems.append("no conversation store key any more: that needs a restart")
+            problems.append("removing the conversation store key needs a restart")
         if problems:
             raise SettingsError(problems)
 

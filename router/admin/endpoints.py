@@ -163,7 +163,7 @@ async def _rejected(_: Request, error: Exception) -> Response:
 
 async def _unusable(_: Request, error: Exception) -> Response:
     assert isinstance(error, SettingsError)
-    return _error(400, "settings stay as they are: " + "; ".join(error.problems))
+    return _error(400, "settings are unchanged: " + "; ".join(error.problems))
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:

@@ -185,7 +185,7 @@ async def follow_control(path: Path, process: WorkerProcess) -> AsyncIterator[No
         async with asyncio.timeout(FIRST_STATE_TIMEOUT_S):
             await has_state.wait()
     except TimeoutError:
-        logger.error("no state from the control of the workers: serving without operators' changes")
+        logger.error("no state from the control of the workers: serving without operator changes")
     try:
         yield
     finally:

@@ -675,7 +675,7 @@ async def test_who_reloads_hears_at_once_that_the_file_is_broken(
         assert told.status_code == 400
         assert "--api-keys-file" in told.json()["error"]["message"]
         router.process.send_signal(signal.SIGHUP)
-        await router.until("settings stay as they are: --api-keys-file")
+        await router.until("settings are unchanged: --api-keys-file")
         assert (await client.get("/v1/models")).status_code == 200
         keys(entry("two", OTHER))
         assert (await client.post(f"{admin}/admin/reload")).status_code == 200

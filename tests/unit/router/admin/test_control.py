@@ -292,14 +292,14 @@ async def test_a_signal_logs_what_is_wrong_and_never_fails(
     control, _, given = control_of([A])
     given["port"] = "x"
     await control._reload_and_log()
-    assert "settings stay as they are: --port" in caplog.text
+    assert "settings are unchanged: --port" in caplog.text
 
     def absurd() -> Settings:
         raise RecursionError("deep")
 
     control._read_again = absurd
     await control._reload_and_log()
-    assert "by a fault of ours" in caplog.text
+    assert "by an internal error" in caplog.text
 
 
 async def test_many_signals_are_not_many_reloads() -> None:

@@ -326,7 +326,7 @@ async def test_a_hangup_reads_settings_again(
         assert await weight() == (6.0, "settings")
         file.write_text("group-weights: {default: -1}\n")
         router.process.send_signal(signal.SIGHUP)
-        await router.until("settings stay as they are: group-weights")
+        await router.until("settings are unchanged: group-weights")
         assert (await api.post("/admin/reload")).status_code == 400
         assert await weight() == (6.0, "settings")
         assert await ask(router) == 200
