@@ -1,0 +1,107 @@
+"""What reads a stream on its way finds the same, whichever line ends and lines of data it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from router.openai.event_stream import chunks_in, stream_usage
+from router.proxy.key_limits import num_chunks
+from router.proxy.load_failure import LoadFailure, LoadFailureWatch
+from router.proxy.relay import TurnTail
+from router.telemetry.record import Tokens
+from router.telemetry.token_usage import tokens_in
+from tests.unit.router.mock_engine import DONE, event
+
+REPORT = {
+    "scope": "pair",
+    "remote_engine_id": "a",
+    "remote_host": "h",
+    "remote_port": 1,
+    "reason": "gone",
+}
+FAILURE = LoadFailure(is_of_pair=True, remote="a at h:1", reason="gone")
+PARAMS = {"remote_block_ids": [[1, 2]], "remote_host": "h"}
+LINE_ENDS = pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+
+
+def lines_of(content: object, before: bytes = b"") -> bytes:
+    """An event with a line of data for each line of indented JSON."""
+    lines = json.dumps(content, indent=1).encode().split(b"\n")
+    return before + b"".join(b"data: " + line + b"\n" for line in lines) + b"\n"
+
+
+def in_one_line(content: object, before: bytes = b"") -> bytes:
+    return before + b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+FORMS = pytest.mark.parametrize("written", [lines_of, in_one_line])
+
+
+@LINE_ENDS
+@FORMS
+def test_a_reported_load_failure_is_removed_from_an_error(
+    written: Callable[..., bytes], line_end: bytes
+) -> None:
+    error = {"error": {"message": "not loaded", "kv_load_failure": REPORT}}
+    block = (event("a") + written(error, b"event: error\n") + DONE).replace(b"\n", line_end)
+    failures: list[LoadFailure] = []
+    watch = LoadFailureWatch(failures.append)
+    passed = watch.passing(block)
+    without = in_one_line({"error": {"message": "not loaded"}}, b"event: error\n")
+    assert passed == (event("a") + without + DONE).replace(b"\n", line_end)
+    assert failures == [FAILURE]
+    assert watch.has_ended
+
+
+@LINE_ENDS
+def test_a_reported_load_failure_is_removed_from_a_comment(line_end: bytes) -> None:
+    comment = b": kv_load_failure " + orjson.dumps(REPORT) + b"\n"
+    failures: list[LoadFailure] = []
+    watch = LoadFailureWatch(failures.append)
+    block = (event("a") + comment + event("b")).replace(b"\n", line_end)
+    assert watch.passing(block) == (event("a") + event("b")).replace(b"\n", line_end)
+    assert failures == [FAILURE]
+    assert not watch.has_ended
+
+
+@LINE_ENDS
+@FORMS
+def test_params_of_a_turn_are_taken_from_their_event(
+    written: Callable[..., bytes], line_end: bytes
+) -> None:
+    last = {"choices": [{"index": 0, "delta": {"content": "b"}, "finish_reason": "stop"}]}
+    block = event("a") + written({**last, "kv_transfer_params": PARAMS}, b"id: 7\n")
+    tail = TurnTail()
+    passed = tail.passing(block.replace(b"\n", line_end), False)
+    passed += tail.passing(DONE, False) + tail.passing(b"", True) + tail.last
+    whole = (event("a") + in_one_line(last, b"id: 7\n")).replace(b"\n", line_end) + DONE
+    assert passed == whole
+    assert tail.params == PARAMS
+
+
+@LINE_ENDS
+@FORMS
+def test_usage_is_found_at_the_end_of_a_stream(
+    written: Callable[..., bytes], line_end: bytes
+) -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 4}
+    tail = event("a")[9:] + written({"choices": [], "usage": usage}) + DONE
+    found = stream_usage(tail.replace(b"\n", line_end))
+    assert tokens_in(found) == Tokens(3, 4, None)
+
+
+@LINE_ENDS
+@FORMS
+def test_chunks_are_counted_and_nothing_else_is(
+    written: Callable[..., bytes], line_end: bytes
+) -> None:
+    text = {"choices": [{"index": 0, "text": 'data: {"data: {\n\ndata: {'}]}
+    block = (written(text) * 3 + b": data: {\n\n" + event("a") + DONE).replace(b"\n", line_end)
+    assert num_chunks(block) == 4
+    assert num_chunks(written(text).replace(b"\n", line_end)) == 1
+    assert num_chunks((event("a") * 5).replace(b"\n", line_end)) == 5
+    assert len(list(chunks_in(block))) == 4
