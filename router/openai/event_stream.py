@@ -20,7 +20,6 @@ from router.http_client.sse import (
     says_done,
 )
 from router.openai.answers import Json, choices_of, parse_object
-from router.telemetry.token_usage import usage_in
 
 ERROR_KEY = b'"error"'
 # A finish reason that is not null. What begins with letters is found sooner: the quote before the
@@ -67,11 +66,6 @@ def has_output(choice: Json) -> bool:
     )
 
 
-def is_broken_off(answer: bytes) -> bool:
-    """Return True if a finish reason in this JSON text reports an answer that was not completed."""
-    return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
-
-
 def ends_inside_event(ending: bytes) -> bool:
     """Return True if a stream with this end stops inside an event and has sent no [DONE]. Comments
     and a JSON object are whole without the empty line behind them."""
@@ -80,12 +74,3 @@ def ends_inside_event(ending: bytes) -> bool:
         return False
     data = data_of(rest)
     return data is None or parse_object(data) is None
-
-
-def stream_usage(tail: bytes) -> bytes:
-    """Return the last usage in the last bytes of a stream, as `usage_in` does for an answer."""
-    usage = usage_in(tail)
-    if (usage and b"\n" not in usage and b"\r" not in usage) or tail.find(b'"usage"') < 0:
-        return usage
-    # Its event may have several lines of data.
-    return usage_in(b"\n".join(data_in(tail)))

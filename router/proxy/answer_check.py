@@ -1,16 +1,22 @@
-"""Failures that an engine reports with HTTP status 200.
+"""Find out whether an answer with HTTP status 200 is one.
 
 An engine may return status 200 with an error object (vLLM reports a failed generation in a stream
 like this), with the finish reason of an aborted answer, with a rejection that the router did not
-request, or with no content. `failure_of` decides whether JSON content is such a failure. Legs call
-it before the client has received anything, so that the router can retry on another engine.
-`StreamValidator` calls it for the rest of a stream.
+request, or with no content. `failure_of` decides whether JSON content is such a failure. A decode
+engine may also return an answer for lack of KV blocks, as it was asked to: `preemption_in`.
+
+Legs read the beginning of an answer before the client has received anything, so that the router can
+retry on another engine. `StreamValidator` checks the rest of a stream while it is relayed.
+
+Most answers are what they should be, and are not decoded to find that out: the functions first look
+for the bytes without which there is no failure.
 """
 
 from __future__ import annotations
 
 import re
 
+import msgspec
 import orjson
 
 from router.common.exact_json import dumps
@@ -24,12 +30,14 @@ from router.openai.answers import (
     choices_of,
     parse_object,
     prompt_tokens_of,
+    read_generated_tokens,
 )
 from router.openai.errors import (
     JSON,
     EngineError,
     EngineRejectedError,
     EngineUnavailableError,
+    PreemptedError,
     RejectedMidStreamError,
     error_body,
     type_of_status,
@@ -41,18 +49,22 @@ from router.openai.event_stream import (
     ends_inside_event,
     error_in,
     has_output,
-    is_broken_off,
     json_events,
 )
 from router.proxy.leg_bodies import error_text
-from router.proxy.threshold_probe import is_rejection
+from router.proxy.threshold_probe import REJECTION, is_rejection
 
 ABORT, ERROR = "abort", "error"
+# Finish and stop reason of an answer that was returned for lack of KV blocks; and vLLM's of a chat
+# that had called a tool by then.
+RETURNED = (REJECTION, "preempted")
+RETURNED_AFTER_TOOL_CALL = ("tool_calls", "preempted")
+PREEMPTED_VALUE = b'"preempted"'
 CODE = re.compile(r"[45][0-9]{2}")
 # Bytes of the longest finish reason that may be cut.
 SEAM_BYTES = 64
 CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
-# Text of a stream's first event: then nothing else needs to be known of it.
+# Text of a stream's first event. It then is no failure.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
 
 
@@ -65,7 +77,7 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
     """
     error = error_in(content)
     if error is not None:
-        return _told(error, role)
+        return _error_of(error, role)
     if is_rejection(content):
         return EngineError(f"the {role} engine rejected a request that it was to answer")
     for choice in choices_of(content):
@@ -78,14 +90,14 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
     return None
 
 
-def _told(error: object, role: EngineRole) -> Exception:
-    said = error if isinstance(error, dict) else {"message": error}
-    code, message = said.get("code"), said.get("message")
+def _error_of(error: object, role: EngineRole) -> Exception:
+    fields = error if isinstance(error, dict) else {"message": error}
+    code, message = fields.get("code"), fields.get("message")
     if isinstance(code, str) and CODE.fullmatch(code):
         code = int(code)
     if type(code) is int and 400 <= code < 500:
         try:
-            body = dumps({"error": said})
+            body = dumps({"error": fields})
         except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
             body = error_body(code, type_of_status(code), str(message)[:1000])
         return EngineRejectedError(code, JSON, body)
@@ -93,47 +105,58 @@ def _told(error: object, role: EngineRole) -> Exception:
     return EngineError(f"the {role} engine answered with an error{text}")
 
 
-# Before the client has anything.
+# Before the client has anything. What is read stays in the answer's buffer.
 
 
-async def first_word(
+async def first_output_event(
     answer: EngineAnswer, is_generation: bool = True, looks_ahead: bool = True
 ) -> Json | None:
-    """Wait for the first event of a stream with more than a role, and return it. None if the event
-    certainly is text. The event stays in the answer's buffer. With `looks_ahead`, return a failure
-    among the events that arrived together with it instead. Raises UpstreamError, and
-    BrokenAnswerError for a stream that ends before such an event."""
+    """Wait for the first event of a stream with more than a role, and return it; None if the event
+    certainly is text.
+
+    With `looks_ahead`, return a failure among the events that arrived together with it instead. A
+    stream of another endpoint than generation may begin with any event. Raises UpstreamError, and
+    BrokenAnswerError for a stream that ends before such an event.
+    """
 
     def is_begun(block: bytes) -> bool:
-        return _is_surely_text(block) or _first_word(block, is_generation, False) is not None
+        return _is_surely_text(block) or _find_output(block, is_generation, False) is not None
 
     held = await answer.peek_until(is_begun)
     if _is_surely_text(held):
         return None
-    found = _first_word(held, is_generation, looks_ahead)
+    found = _find_output(held, is_generation, looks_ahead)
     if found is None and len(held) <= HIGH_WATER:
         raise BrokenAnswerError("an event stream that says nothing")
     return found
 
 
-def word_of(answer: EngineAnswer) -> Json | None:
-    """Return the content of a non-streamed generation answer, which stays in the buffer. None if
-    the content certainly is an answer, or is too long for a failure. Raises BrokenAnswerError if
-    it is not a JSON object or has no choices."""
+def generation_content(answer: EngineAnswer) -> Json | None:
+    """Return the content of a non-streamed generation answer. None if the content certainly is an
+    answer, or is too long for a failure. Raises BrokenAnswerError if it is not a JSON object or has
+    no choices."""
     raw = answer.peek()
     if not answer.is_complete:
         if not raw.lstrip().startswith(b"{"):
             raise BrokenAnswerError("an answer that is not JSON")
         return None
-    return None if _is_surely_answer(raw) else _content_of(raw)
+    is_object = raw.startswith(b"{") and raw.endswith(b"}")
+    if is_object and CHOICES.search(raw) is not None and not _may_fail(raw):
+        return None
+    content = parse_object(raw)
+    if content is None:
+        raise BrokenAnswerError("an answer that is not a JSON object")
+    if not choices_of(content) and error_in(content) is None:
+        raise BrokenAnswerError("an answer without choices")
+    return content
 
 
-def prefilled_word(raw: bytes) -> Json | None:
+def prefill_content(raw: bytes) -> Json | None:
     """Return the content of a prefill engine's answer if it may report a failure, else None."""
     return parse_object(raw) if _may_fail(raw) else None
 
 
-def passed_word(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
+def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
     """Return the content of an answer of another endpoint if it may report a failure, else None.
     Such an answer may be a list, text or bytes. `may_be_empty`: a transcript of silence, which may
     be an empty text. Raises BrokenAnswerError."""
@@ -146,45 +169,72 @@ def passed_word(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None
     return parse_object(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
 
 
-def _content_of(raw: bytes) -> Json:
-    content = parse_object(raw)
-    if content is None:
-        raise BrokenAnswerError("an answer that is not a JSON object")
-    if not choices_of(content) and error_in(content) is None:
-        raise BrokenAnswerError("an answer without choices")
-    return content
+def is_broken_off(answer: bytes) -> bool:
+    """Return True if a finish reason in this JSON text reports an answer that was not completed."""
+    return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
+
+
+def _may_fail(content: bytes) -> bool:
+    return content.find(ERROR_KEY) >= 0 or is_broken_off(content)
 
 
 def _is_surely_text(block: bytes) -> bool:
-    said = TEXT.search(block)
-    return said is not None and end_of_last_event(block) > said.end() and not _may_fail(block)
+    text = TEXT.search(block)
+    return text is not None and end_of_last_event(block) > text.end() and not _may_fail(block)
 
 
-def _is_surely_answer(raw: bytes) -> bool:
-    """Without decoding it."""
-    is_object = raw.startswith(b"{") and raw.endswith(b"}")
-    return is_object and CHOICES.search(raw) is not None and not _may_fail(raw)
-
-
-def _may_fail(said: bytes) -> bool:
-    return said.find(ERROR_KEY) >= 0 or is_broken_off(said)
-
-
-def _first_word(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
+def _find_output(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
     first: Json | None = None
-    for _, event in json_events(block):
-        if first is None and (not is_generation or _has_output(event)):
-            first = event
+    for _, content in json_events(block):
+        if first is None and (
+            not is_generation
+            or error_in(content) is not None
+            or any(map(has_output, choices_of(content)))
+        ):
+            first = content
             if not looks_ahead:
                 break
-        if first is not None and failure_of(event, DECODE) is not None:
-            return event
+        if first is not None and failure_of(content, DECODE) is not None:
+            return content
     return first
 
 
-def _has_output(event: Json) -> bool:
-    """Return True for an error and for an event with more than a role."""
-    return error_in(event) is not None or any(map(has_output, choices_of(event)))
+def preemption_in(answer: EngineAnswer, content: Json | None) -> PreemptedError | None:
+    """Return the PreemptedError for an answer that its engine returned for lack of KV blocks, else
+    None. `content` is a stream's first event with output; the resume buffer has the tokens before
+    it. A non-streamed answer reports its tokens, for another decode engine to send all of them."""
+    if answer.is_event_stream:
+        reasons = [] if content is None else [*map(_reasons_of, choices_of(content))]
+        return PreemptedError() if RETURNED in reasons else None
+    raw = answer.peek() if answer.is_complete else b""
+    if raw.find(PREEMPTED_VALUE) < 0:
+        return None
+    try:
+        whole = _decode_finished(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    finishes = [(choice.finish_reason, choice.stop_reason) for choice in whole.choices]
+    begun = read_generated_tokens(bytes(whole.kv_transfer_params))
+    if RETURNED in finishes or (begun is not None and RETURNED_AFTER_TOOL_CALL in finishes):
+        return PreemptedError(begun)
+    return None
+
+
+def _reasons_of(choice: Json) -> tuple[object, object]:
+    return choice.get("finish_reason"), choice.get("stop_reason")
+
+
+class _FinishedChoice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _FinishedAnswer(msgspec.Struct, gc=False):
+    choices: list[_FinishedChoice]
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_finished = msgspec.json.Decoder(_FinishedAnswer).decode
 
 
 async def cached_share(answer: EngineAnswer) -> float | None:
@@ -228,15 +278,15 @@ class LongAnswerCheck:
         self._seam = b""
 
     def passing(self, block: bytes) -> bytes:
-        said = self._seam + block
-        if is_broken_off(said):
+        seen = self._seam + block
+        if is_broken_off(seen):
             self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
-        self._seam = said[-SEAM_BYTES:]
+        self._seam = seen[-SEAM_BYTES:]
         return block
 
 
 class StreamValidator:
-    """A Tap for a stream that cannot be resumed on another engine.
+    """An AnswerTap for a stream that cannot be resumed on another engine.
 
     It passes events until one reports a failure, and drops everything after that. `failure` is the
     error to raise when the stream is over. A generation's stream also fails if it ends inside an
@@ -267,9 +317,8 @@ class StreamValidator:
             return b""
         reasons = FINISH_REASON.findall(block)
         if block.find(ERROR_KEY) >= 0 or (reasons and not BROKEN_OFF.isdisjoint(reasons)):
-            start, failure = failure_midway(block, self._role, last)
-            # Here and in no method of its own: compiled, this one would go on to hold it for None.
-            block, self.failure = block[:start], failure
+            start, self.failure = failure_midway(block, self._role, last)
+            block = block[:start]
         if not self._is_done and block.find(DONE) >= 0:
             self._is_done = says_done(block, last)
         if reasons and not self._is_several:

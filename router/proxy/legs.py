@@ -34,10 +34,11 @@ from router.proxy import headers, release
 from router.proxy.answer_check import (
     cached_share,
     failure_of,
-    first_word,
-    passed_word,
-    prefilled_word,
-    word_of,
+    first_output_event,
+    generation_content,
+    passthrough_content,
+    preemption_in,
+    prefill_content,
 )
 from router.proxy.leg_bodies import BodyHalves, error_text
 from router.proxy.load_failure import (
@@ -47,7 +48,6 @@ from router.proxy.load_failure import (
     failure_in_whole,
     failure_of_error,
 )
-from router.proxy.preemption_return import handed_back
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
@@ -163,7 +163,7 @@ async def _prefill_leg(
         prefilled = PrefillAnswer(raw)
         if prefilled.is_empty:
             raise BrokenAnswerError("an answer without choices")
-        _require_answer(run, engine, prefilled_word(raw))
+        _require_answer(run, engine, prefill_content(raw))
         _note_success(run, engine)
         _note_prefilled(run, engine, prefilled, started)
         return prefilled
@@ -449,7 +449,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
         if failure is not None:
             _note_load_failure(run, engine, failure)
             raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
-    returned = handed_back(answer, word)
+    returned = preemption_in(answer, word)
     if returned is not None:
         if run.may_return:
             raise returned
@@ -473,9 +473,11 @@ async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
     if not answer.is_event_stream:
         if request.exchange.started:
             raise BrokenAnswerError("no event stream, where one is to go on")
-        return passed_word(answer, bool(request.form)) if is_passed else word_of(answer)
+        if is_passed:
+            return passthrough_content(answer, may_be_empty=bool(request.form))
+        return generation_content(answer)
     try:
-        return await first_word(answer, not is_passed, run.resume.buffer is None)
+        return await first_output_event(answer, not is_passed, run.resume.buffer is None)
     except UpstreamError:  # of an engine that has begun to answer: it has read its KV
         request.record.first_byte = answer.first_body_at
         raise

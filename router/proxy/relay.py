@@ -28,7 +28,7 @@ from router.http_client.answer_memory import UNCOUNTED_BYTES, Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import events_in, with_data
+from router.http_client.sse import data_in, events_in, with_data
 from router.openai.answers import (
     AnswerChoice,
     Json,
@@ -37,13 +37,14 @@ from router.openai.answers import (
     read_streamed_choice,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
-from router.openai.event_stream import chunks_in, is_broken_off, stream_usage
+from router.openai.event_stream import chunks_in
 from router.proxy import headers, stream_from_answer
 from router.proxy.answer_check import (
     LongAnswerCheck,
     StreamValidator,
     failure_midway,
     failure_of,
+    is_broken_off,
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
@@ -307,6 +308,15 @@ def note_no_turns(gateway: Gateway, engine: Engine) -> None:
             engine.role,
             engine.name,
         )
+
+
+def stream_usage(tail: bytes) -> bytes:
+    """Return the last usage in the last bytes of a stream, as `usage_in` does for an answer."""
+    usage = usage_in(tail)
+    if (usage and b"\n" not in usage and b"\r" not in usage) or tail.find(b'"usage"') < 0:
+        return usage
+    # Its event may have several lines of data.
+    return usage_in(b"\n".join(data_in(tail)))
 
 
 class TurnTail:

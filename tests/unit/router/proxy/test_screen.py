@@ -15,7 +15,7 @@ from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.admission import MemoryBudget
-from router.proxy.answer_check import StreamValidator, failure_of, first_word
+from router.proxy.answer_check import StreamValidator, failure_of, first_output_event
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
@@ -43,7 +43,7 @@ async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
     answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
     answer.feed(first, False)
-    judging = asyncio.create_task(first_word(answer))
+    judging = asyncio.create_task(first_output_event(answer))
     for block in others:
         await asyncio.sleep(0)
         if judging.done():

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from router.openai.event_stream import chunks_in, stream_usage
+from router.openai.event_stream import chunks_in
 from router.proxy.key_limits import num_chunks
 from router.proxy.load_failure import LoadFailure, LoadFailureWatch
-from router.proxy.relay import TurnTail
+from router.proxy.relay import TurnTail, stream_usage
 from router.telemetry.record import Tokens
 from router.telemetry.token_usage import tokens_in
 from tests.unit.router.mock_engine import DONE, event
