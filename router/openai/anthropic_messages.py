@@ -19,6 +19,7 @@ from router.openai.request_fields import (
     require_object,
     require_objects,
     require_text,
+    start_chat,
     unsupported_type,
 )
 
@@ -66,23 +67,15 @@ def count_request_from_messages(body: Json) -> Json:
 
 
 def _translate_request(body: Json) -> Json:
-    for name in UNSUPPORTED_FIELDS:
-        if body.get(name):
-            raise field_error(name, "is not supported")
-    chat: Json = {name: body[name] for name in body if name not in TRANSLATED_FIELDS}
+    chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
     chat["messages"] = [*_system(body.get("system")), *_history(body.get("messages"))]
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
-    if body.get("stream"):
-        chat["stream"], chat["stream_options"] = body["stream"], {"include_usage": True}
     user = body.get("metadata")
     if isinstance(user, dict) and isinstance(user.get("user_id"), str):
         chat["user"] = user["user_id"]
     if body.get("output_config") is not None:
         _set_output(chat, require_object(body["output_config"], "output_config"))
-    if body.get("tools"):
-        tools = require_objects(body["tools"], "tools")
-        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     if body.get("tool_choice") is not None and (body.get("tools")):
         _choose(chat, require_object(body["tool_choice"], "tool_choice"))
     return chat

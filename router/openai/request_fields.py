@@ -13,7 +13,7 @@ The `require_` functions are for the dialects: they raise a BadRequestError that
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 import orjson
@@ -216,6 +216,26 @@ def join_text_parts(parts: list[Json]) -> str | list[Json]:
     if all(part.get("type") == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
+
+
+def start_chat(
+    body: Json,
+    translated: Container[str],
+    unsupported: Iterable[str],
+    translate_tool: Callable[[Json, str], Json],
+) -> Json:
+    """Return the part of a chat request that all dialects translate alike: the fields that are not
+    `translated`, the tools and the options of a stream. Raises BadRequestError."""
+    for name in unsupported:
+        if body.get(name):
+            raise field_error(name, "is not supported")
+    chat: Json = {name: body[name] for name in body if name not in translated}
+    if body.get("stream"):
+        chat[STREAM], chat[STREAM_OPTIONS] = body["stream"], {**USAGE}
+    if body.get("tools"):
+        tools = require_objects(body["tools"], "tools")
+        chat["tools"] = [translate_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools)]
+    return chat
 
 
 # Errors of prefill engines about a prompt that is too long. The router asks them for one token, and

@@ -17,6 +17,7 @@ from router.openai.request_fields import (
     require_object,
     require_objects,
     require_text,
+    start_chat,
     unsupported_type,
 )
 
@@ -55,12 +56,9 @@ def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseR
 
     `before` holds the messages up to and including the previous response. Raises BadRequestError.
     """
-    for name in UNSUPPORTED_FIELDS:
-        if request.get(name):
-            raise field_error(name, "is not supported")
+    chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
     if request.get("truncation") not in (None, "disabled"):
         raise field_error("truncation", "only disabled is supported")
-    chat: Json = {name: request[name] for name in request if name not in TRANSLATED_FIELDS}
     history = [*before, *_merged(_history(request.get("input")))]
     instructions = request.get("instructions")
     if instructions is None:
@@ -70,13 +68,8 @@ def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseR
         chat["messages"] = [given, *history]
     if (most := request.get(MAX_OUTPUT_TOKENS)) is not None:
         chat[MAX_COMPLETION_TOKENS] = most
-    if request.get("stream"):
-        chat["stream"], chat["stream_options"] = request["stream"], {"include_usage": True}
-    if request.get("tools"):
-        tools = require_objects(request["tools"], "tools")
-        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-        if request.get("tool_choice") is not None:
-            chat["tool_choice"] = _choice(request["tool_choice"])
+    if request.get("tools") and request.get("tool_choice") is not None:
+        chat["tool_choice"] = _choice(request["tool_choice"])
     _set_output(chat, request)
     return TranslatedResponseRequest(chat, history)
 

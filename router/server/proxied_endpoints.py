@@ -98,50 +98,40 @@ PASSTHROUGH_SUMMARIES = {
     "/v1/audio/transcriptions": "Speech as text",
     "/v1/audio/translations": "Speech as English text",
 }
-COMMON_FIELDS: dict[str, Any] = {
-    "model": {"type": "string"},
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "temperature": {"type": "number", "minimum": 0},
-    "top_p": {"type": "number"},
-    "n": {"type": "integer", "default": 1},
-    "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-    "seed": {"type": "integer"},
-    "stream": {"type": "boolean", "default": False},
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": {"type": "boolean"}},
-    },
+JsonSchema = dict[str, Any]
+
+
+def _object(required: list[str], **properties: JsonSchema) -> JsonSchema:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+STRING, INTEGER, NUMBER, BOOLEAN = ({"type": name} for name in
+                                    ("string", "integer", "number", "boolean"))  # fmt: skip
+STRINGS, INTEGERS = {"type": "array", "items": STRING}, {"type": "array", "items": INTEGER}
+COMMON_FIELDS: JsonSchema = {
+    "model": STRING,
+    "max_tokens": INTEGER | {"minimum": 1},
+    "temperature": NUMBER | {"minimum": 0},
+    "top_p": NUMBER,
+    "n": INTEGER | {"default": 1},
+    "stop": {"anyOf": [STRING, STRINGS]},
+    "seed": INTEGER,
+    "stream": BOOLEAN | {"default": False},
+    "stream_options": {"type": "object", "properties": {"include_usage": BOOLEAN}},
 }
-MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {}},
-    "additionalProperties": True,
-}
-PROMPT: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-    ]
-}
-ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["integer", "string"]},
-            },
-        }
-    },
-}
+MESSAGE = _object(["role"], role=STRING, content={}) | {"additionalProperties": True}
+MESSAGES = {"type": "array", "items": MESSAGE}
+PROMPT = {"anyOf": [STRING, STRINGS, INTEGERS, {"type": "array", "items": INTEGERS}]}
+ERROR = _object(
+    ["error"],
+    error=_object(
+        ["message", "type", "param", "code"],
+        message=STRING,
+        type=STRING,
+        param={"type": ["string", "null"]},
+        code={"type": ["integer", "string"]},
+    ),
+)
 FAILURES = {
     400: "The body is not a JSON object, or an engine rejected the request",
     401: "The router has API keys, and the request has no valid one",
@@ -172,13 +162,8 @@ def _add_route(path: str, name: str, summary: str = "", tag: str = "", **more: A
     )
 
 
-def _add_generation(path: str, name: str, summary: str, field: str, schema: dict[str, Any]) -> None:
-    body = {
-        "type": "object",
-        "required": [field],
-        "properties": COMMON_FIELDS | {field: schema},
-        "additionalProperties": True,
-    }
+def _add_generation(path: str, name: str, summary: str, field: str, schema: JsonSchema) -> None:
+    body = _object([field], **COMMON_FIELDS, **{field: schema}) | {"additionalProperties": True}
     answer = {
         "application/json": {"schema": {"type": "object"}},
         "text/event-stream": {"schema": {"type": "string"}},
@@ -194,7 +179,6 @@ def _add_generation(path: str, name: str, summary: str, field: str, schema: dict
     _add_route(path + "/", name)
 
 
-MESSAGES = {"type": "array", "items": MESSAGE}
 _add_generation(CHAT_PATH, "chat_completions", "Chat completion", "messages", MESSAGES)
 _add_generation(COMPLETIONS_PATH, "completions", "Text completion", "prompt", PROMPT)
 _add_route(RESPONSES_PATH, "create_response", "A response", "OpenAI")

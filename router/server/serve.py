@@ -277,8 +277,8 @@ def bind_all(
 ) -> Iterator[Listeners]:
     """Bind the sockets of one process, to the same ports as those of `like`. Raises BindError."""
     with contextlib.ExitStack() as stack:
-        port = None if like is None else port_of(like.clients)
-        clients = stack.enter_context(bind(settings, port, shared))
+        port = settings.port if like is None else port_of(like.clients)
+        clients = stack.enter_context(bind_at(settings.host, port, shared))
         dashboard = None
         if settings.ui_port is not None:
             beside = None if like is None else like.dashboard
@@ -292,16 +292,8 @@ def port_of(listener: socket.socket) -> int:
     return port
 
 
-def bind(settings: Settings, port: int | None = None, shared: bool = False) -> socket.socket:
-    """Return a listening socket for clients. Several `shared` sockets can listen on one port.
-
-    Raises BindError, before anything else has started.
-    """
-    return bind_at(settings.host, settings.port if port is None else port, shared)
-
-
 def bind_at(host: str, port: int, shared: bool = False) -> socket.socket:
-    """Raises BindError."""
+    """Return a listening socket; several `shared` ones can have the same port. Raises BindError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         dual = host == "::" and socket.has_dualstack_ipv6()

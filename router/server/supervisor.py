@@ -195,7 +195,7 @@ def _ignoring_terminal_signals() -> Iterator[None]:
 def _bind_all(settings: Settings, stack: contextlib.ExitStack) -> list[serve.Listeners]:
     """Bind the sockets of all workers. Fails if another program has the port. Raises BindError."""
     if settings.port:
-        serve.bind(settings).close()
+        serve.bind_at(settings.host, settings.port).close()
     if settings.ui_port:
         serve.bind_at(settings.ui_host, settings.ui_port).close()
     first = stack.enter_context(serve.bind_all(settings, shared=True))
