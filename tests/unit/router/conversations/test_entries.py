@@ -18,7 +18,7 @@ from router.conversations.prompt import prompt_of
 from router.conversations.reuse import decide_reuse, scope_of, truncate_params
 from router.conversations.store import MemoryStore
 from router.openai.answers import read_choice
-from tests.unit.router.conversations.around import Around
+from tests.unit.router.conversations.store_wrapper import StoreWrapper
 
 NOW = 1000.0
 SCALARS = st.one_of(
@@ -56,7 +56,7 @@ ODD = st.sampled_from([1e308, -1e308, -1, 2**63, 2**64 - 1, "x" * 999, [[]] * 99
 TOKENS = st.none() | st.integers(-(2**63), 2**64 - 1)
 
 
-class Open(Around):
+class Open(StoreWrapper):
     """Shows what was put there last; empty: nothing."""
 
     last = b""

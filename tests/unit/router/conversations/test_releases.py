@@ -14,8 +14,8 @@ from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
 from router.proxy.relay import TurnTail
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.conversations.around import Around
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
+from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -292,7 +292,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
 ) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
-    class Slow(Around):
+    class Slow(StoreWrapper):
         async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
             asked.set()
             await go_on.wait()

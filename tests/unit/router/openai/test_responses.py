@@ -20,7 +20,7 @@ from router.openai.errors import BadRequestError, ResponseStoreError
 from router.openai.responses import chat_from_response
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.conversations.around import Around
+from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received
 from tests.unit.router.mock_engine import chunk as framed
@@ -383,7 +383,7 @@ async def test_memory_is_bounded() -> None:
     "strange", [b"", b"{", b"[]", b"{}", b'{"v":1}', b'{"v":2,"root":"a"}', b"[" * 9999]
 )
 async def test_what_lies_there_that_is_none_is_not_found(strange: bytes) -> None:
-    class Strange(Around):
+    class Strange(StoreWrapper):
         async def read(self, key: str) -> bytes | None:
             return strange
 
@@ -392,7 +392,7 @@ async def test_what_lies_there_that_is_none_is_not_found(strange: bytes) -> None
 
 
 async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() -> None:
-    class Failing(Around):
+    class Failing(StoreWrapper):
         async def read(self, key: str) -> bytes | None:
             raise StoreError("no connection")
 

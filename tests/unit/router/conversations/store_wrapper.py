@@ -1,10 +1,10 @@
-"""A store before another one, for doubles: what is compiled has no subclasses in Python."""
+"""A store that wraps another one, as a base for test doubles."""
 
 from router.conversations.store import Store
 
 
-class Around:
-    """Passes everything on; doubles do one thing otherwise."""
+class StoreWrapper:
+    """Passes every call on; a double overrides one method."""
 
     does_io = True
 
