@@ -1,9 +1,10 @@
-"""Requests that wait for room at engines, and the seats that those hold who have it.
+"""Admission control: engine slots, and the queue of the requests that wait for one.
 
-A seat is a request's place at one prefiller and one decoder. It is taken before engines are chosen,
-moves to those that are, and is given up where a leg is over: what is free then is given on in the
-same moment. Whoever was let in is never sent away for want of room: a leg that has to go elsewhere
-goes where there is some, else anywhere.
+A slot is a request's place at one prefill engine and one decode engine. The router takes it before
+it chooses the engines of the request, moves it to the chosen engines, and releases each half when
+its leg is over. A release admits the next queued requests at once. An admitted request is never
+rejected for lack of room: if a leg has to go to another engine, it goes to one with room, or else
+to any engine.
 """
 
 from __future__ import annotations
@@ -34,40 +35,50 @@ from router.routing.route import Route
 from router.settings import Settings
 from router.telemetry.metrics import Metrics
 
-PRIORITY_HEADER = b"x-vllm-priority"
+PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's name
 INTEGER = re.compile(rb"[+-]?[0-9]{1,18}")
 
 
 class EngineSlot:
-    """One request's place at engines. Tokens count where the prompt is computed."""
+    """One request's place at a prefill engine and a decode engine.
+
+    `found` names the engines, `tokens` is the estimated length of the prompt. The tokens count at
+    the engine that computes the prompt: the decode engine if `decode_only` is True, else the
+    prefill engine.
+    """
 
     __slots__ = ("_admission", "_decoder", "_group", "_hedged", "_prefiller", "_tokens",
                  "_tokens_at_decoder")  # fmt: skip
 
-    def __init__(self, admission: Admission, found: Placement, tokens: int, alone: bool) -> None:
+    def __init__(
+        self, admission: Admission, found: Placement, tokens: int, decode_only: bool
+    ) -> None:
         self._admission = admission
-        self._tokens, self._tokens_at_decoder = tokens, tokens if alone else 0
+        self._tokens, self._tokens_at_decoder = tokens, tokens if decode_only else 0
         self._group, self._prefiller, self._decoder = found
         self._hedged: set[Engine] = set()
         if self._prefiller is not None:
-            _take(self._prefiller, tokens)
+            _enter_engine(self._prefiller, tokens)
         if self._decoder is not None:
-            _take(self._decoder, self._tokens_at_decoder)
+            _enter_engine(self._decoder, self._tokens_at_decoder)
 
     def move_to_route(self, route: Route) -> Route:
-        """Moves to the first engines of the route that have room, which then come first. Where
-        there are none it stays where it is, unless that is gone."""
+        """Move the slot to the first engines of the route that have room.
+
+        Return the route with these engines first. If no engine of the route has room, the slot
+        stays where it is, unless its engines are not usable any more.
+        """
         prefillers = self._preferring(route.prefillers, self._prefiller, self._tokens)
         decoders = self._preferring(route.decoders, self._decoder, self._tokens_at_decoder)
         if prefillers is None or decoders is None:
-            held = Route(self._group, _only(self._prefiller), _only(self._decoder))
+            held = Route(self._group, _as_sequence(self._prefiller), _as_sequence(self._decoder))
             if not all(engine.is_usable for engine in (*held.prefillers, *held.decoders)):
                 prefillers, decoders = route.prefillers, route.decoders
             elif route.group != self._group:
                 return held
             else:
-                prefillers = prefillers or _ahead(self._prefiller, route.prefillers)
-                decoders = decoders or _ahead(self._decoder, route.decoders)
+                prefillers = prefillers or _with_first(self._prefiller, route.prefillers)
+                decoders = decoders or _with_first(self._decoder, route.decoders)
         if self._prefiller is not None and prefillers:
             self.move_prefill_to(prefillers[0])
         if decoders:
@@ -76,7 +87,8 @@ class EngineSlot:
         return replace(route, prefillers=prefillers, decoders=decoders)
 
     def first_with_room(self, engines: Sequence[Engine]) -> Engine | None:
-        """Of those that may still be asked: the first with room, else the first."""
+        """Return the first engine that has room, else the first engine, or None if there are no
+        engines."""
         limits = self._admission.limits
         with_room = (engine for engine in engines if limits.fits(engine, self._tokens))
         return next(with_room, None) or next(iter(engines), None)
@@ -90,76 +102,80 @@ class EngineSlot:
         self._move(previous, engine, self._tokens_at_decoder)
 
     def release_prefiller(self) -> None:
-        """No prefiller is needed any more."""
         previous, self._prefiller = self._prefiller, None
         if previous is not None:
-            self._give_back(previous, self._tokens)
+            self._leave_engine(previous, self._tokens)
 
     def reserve_hedged(self, engine: Engine) -> bool:
-        """Takes a place at one more decoder, for a leg beside others, if there is room for it and
-        nobody waits."""
+        """Reserve room at one more decode engine, for a hedged leg.
+
+        Return False if the engine has no room, or if requests wait for a slot.
+        """
         if engine is self._decoder:
             return True
         limits, tokens = self._admission.limits, self._tokens_at_decoder
         if self._admission.depth or not limits.fits(engine, tokens):
             return False
-        _take(engine, tokens)
+        _enter_engine(engine, tokens)
         self._hedged.add(engine)
         return True
 
     def release_hedged(self, engines: Iterable[Engine]) -> None:
-        """Of those that were visited."""
-        previous = self._hedged.intersection(engines)
-        self._hedged -= previous
-        for engine in previous:
-            self._give_back(engine, self._tokens_at_decoder)
+        """Release the room that was reserved at these engines for hedged legs."""
+        released = self._hedged.intersection(engines)
+        self._hedged -= released
+        for engine in released:
+            self._leave_engine(engine, self._tokens_at_decoder)
 
     def release(self) -> None:
         self.release_prefiller()
         self.release_hedged(self._hedged)
         previous, self._decoder = self._decoder, None
         if previous is not None:
-            self._give_back(previous, self._tokens_at_decoder)
+            self._leave_engine(previous, self._tokens_at_decoder)
 
     def _preferring(
         self, order: Sequence[Engine], held: Engine | None, tokens: int
     ) -> Sequence[Engine] | None:
-        """The order with an engine first that has room; None where there is none in it."""
+        """Return the order with an engine first that has room, or None if no engine has room."""
         if held is None or not order or order[0] is held:
             return order
         limits = self._admission.limits
         for engine in order:
             if engine is held or limits.fits(engine, tokens):
-                return order if engine is order[0] else _ahead(engine, order)
+                return order if engine is order[0] else _with_first(engine, order)
         return None
 
     def _move(self, previous: Engine | None, engine: Engine, tokens: int) -> None:
         if previous is not engine:
-            _take(engine, tokens)
+            _enter_engine(engine, tokens)
             if previous is not None:
-                self._give_back(previous, tokens)
+                self._leave_engine(previous, tokens)
 
-    def _give_back(self, engine: Engine, tokens: int) -> None:
+    def _leave_engine(self, engine: Engine, tokens: int) -> None:
         engine.admitted -= 1
         engine.admitted_tokens -= tokens
         self._admission.admit_waiting()
 
 
-def _take(engine: Engine, tokens: int) -> None:
+def _enter_engine(engine: Engine, tokens: int) -> None:
     engine.admitted += 1
     engine.admitted_tokens += tokens
 
 
-def _ahead(engine: Engine | None, order: Sequence[Engine]) -> Sequence[Engine]:
-    return [*_only(engine), *(other for other in order if other is not engine)]
+def _with_first(engine: Engine | None, order: Sequence[Engine]) -> Sequence[Engine]:
+    return [*_as_sequence(engine), *(other for other in order if other is not engine)]
 
 
-def _only(engine: Engine | None) -> Sequence[Engine]:
+def _as_sequence(engine: Engine | None) -> Sequence[Engine]:
     return () if engine is None else (engine,)
 
 
 class QueuedRequest(QueueTicket):
-    """`outcome` is a seat, or why there is none."""
+    """A request in the queue. `outcome` resolves to its slot, or to the error that rejects it.
+
+    `queued_at` and `deadline` are loop times in seconds.
+    """
 
     __slots__ = ("_admission", "deadline", "outcome", "queued_at")
 
@@ -180,28 +196,31 @@ def has_engine_limits(settings: Settings) -> bool:
 
 
 class Admission:
-    """`room` is what one engine has, in this process's eyes: other routers have their own."""
+    """Gives slots to requests, and queues the requests for which there is no room.
+
+    The limits hold for each engine and count the requests of this process only.
+    """
 
     def __init__(self, settings: Settings, fleet: Fleet, metrics: Metrics) -> None:
         self.limits = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue: AdmissionQueue[QueuedRequest] = AdmissionQueue(settings.queue_size)
         self._resolver = ConversationResolver((), settings.tenant_header)
-        self._heeds_priorities = settings.queue_priorities
+        self._uses_priorities = settings.queue_priorities
         self._fleet = fleet
         self._metrics = metrics
         self._deadlines = Deadlines()
-        # How long who was let in last had to wait: so will who comes back.
+        # Seconds that the last admitted request waited: the basis of Retry-After.
         self._latest_wait = 0.0
         fleet.on_new_snapshot = self.admit_waiting
         metrics.queue_depth.set_function(lambda: self._queue.depth)
 
     def tune(self, settings: Settings) -> None:
-        """Who waits goes on waiting for as long as it was told to, or is let in now."""
+        """Apply new limits. Queued requests keep their deadlines."""
         self.limits = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue.size = settings.queue_size
-        self._heeds_priorities = settings.queue_priorities
+        self._uses_priorities = settings.queue_priorities
         self.admit_waiting()
 
     @property
@@ -209,17 +228,20 @@ class Admission:
         return self._queue.depth
 
     def admit_at_once(self, request: Request, pools: Sequence[GroupPool]) -> EngineSlot | None:
-        """A seat for a request that need not wait. No coroutine: see `wait`."""
+        """Return a slot, or None if the request has to wait (see `wait_for_slot`)."""
         if self._queue.depth:
             return None
-        tokens, alone = request.tokens, bool(request.alone)
-        found = find_placement(pools, tokens, alone, self.limits)
-        return None if found is None else EngineSlot(self, found, tokens, alone)
+        tokens, decode_only = request.tokens, bool(request.alone)
+        found = find_placement(pools, tokens, decode_only, self.limits)
+        return None if found is None else EngineSlot(self, found, tokens, decode_only)
 
     async def wait_for_slot(self, request: Request) -> EngineSlot:
-        """Raises OverloadError, TenantOverloadError."""
+        """Queue the request until it gets a slot.
+
+        Raises OverloadError or TenantOverloadError if the queue is full or the wait takes too long.
+        """
         headers = request.exchange.headers
-        priority = priority_of(headers, request.body) if self._heeds_priorities else 0
+        priority = priority_of(headers, request.body) if self._uses_priorities else 0
         queued = QueuedRequest(request, self._resolver.tenant_of(headers), priority, self)
         request.record.stage, request.record.queued = "queue", queued.queued_at
         self._queue.add(queued)
@@ -240,12 +262,12 @@ class Admission:
         return outcome
 
     def admit_waiting(self) -> None:
-        """Perhaps: lets in whom it is enough for."""
+        """Give slots to the queued requests for which there is room now."""
         queue = self._queue
         while queue.depth and (found := queue.next(self._fleet.snapshot.pools, self.limits)):
             queued, where = found
             if queued.outcome.done():
-                continue  # its client left in this moment
+                continue  # its client has just disconnected
             self._latest_wait = now() - queued.queued_at
             self._resolve(queued, EngineSlot(self, where, queued.tokens, queued.decode_only))
 
@@ -280,7 +302,7 @@ class Admission:
         queued.outcome.set_result(outcome)
 
     def _cancel(self, queued: QueuedRequest) -> None:
-        """Its task was cancelled, perhaps with the outcome already there."""
+        """Remove a request whose task was cancelled. It may have got its slot already."""
         self._deadlines.drop(queued)
         self._queue.remove(queued)
         if queued.outcome.cancelled() or not queued.outcome.done():
@@ -294,7 +316,11 @@ class Admission:
 
 
 def priority_of(headers: Sequence[Header], body: Mapping[str, object]) -> int:
-    """As vLLM has it: lower goes first. What makes no sense is left for the engine to refuse."""
+    """Return the request's priority as vLLM defines it: lower values go first.
+
+    The header takes precedence over the body. An invalid priority counts as 0 here, and the engine
+    rejects the request.
+    """
     for name, value in headers:
         if name == PRIORITY_HEADER and INTEGER.fullmatch(value):
             return int(value)
@@ -303,7 +329,7 @@ def priority_of(headers: Sequence[Header], body: Mapping[str, object]) -> int:
 
 
 class MemoryBudget:
-    """Bytes of request bodies that are held for all requests together; `limit` 0 is none."""
+    """A limit in bytes on memory that all requests use together; `limit` 0 means unlimited."""
 
     __slots__ = ("limit", "size")
 

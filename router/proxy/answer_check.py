@@ -52,7 +52,7 @@ from router.openai.event_stream import (
     json_events,
 )
 from router.proxy.leg_bodies import error_text
-from router.proxy.threshold_probe import REJECTION, is_rejection
+from router.proxy.side_requests import REJECTION, is_rejection
 
 ABORT, ERROR = "abort", "error"
 # Finish and stop reason of an answer that was returned for lack of KV blocks; and vLLM's of a chat

@@ -18,10 +18,10 @@ from router.http_client.deadlines import now
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.http_client.sse import is_between_events
+from router.openai import stream_from_answer
 from router.openai.answers import parse_object
 from router.openai.errors import error_body, type_of_status
 from router.proxy import headers as head
-from router.proxy import stream_from_answer
 from router.proxy.exchange import BodySource, Header
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import Body, Request

@@ -54,7 +54,7 @@ from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
-from router.proxy.threshold_probe import is_rejection, try_threshold
+from router.proxy.side_requests import is_rejection, probe_threshold
 from router.telemetry.trace_context import TracedLeg
 
 logger = logging.getLogger("disagg_router.flows")
@@ -463,7 +463,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
     if threshold and capabilities.supports_threshold is None:
         share = await cached_share(answer)
         if capabilities.note_threshold_accepted(threshold, share):
-            run.gateway.tasks.spawn(try_threshold(request, engine))
+            run.gateway.tasks.spawn(probe_threshold(request, engine))
     return False
 
 

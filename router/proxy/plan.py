@@ -1,9 +1,7 @@
-"""What is to be done about a request: a value, made by pure functions, carried out by `run`.
+"""The plan of a request: a value that pure functions make and `strategies` carries out.
 
-Pull asks a prefiller and then a decoder, which fetches the blocks that the prefiller keeps for it.
-Push asks both at once, and the prefiller writes the blocks. Alone, a decoder does it all. Any of
-them may begin with a question to the decoder, or to several at once: does its cache hold enough to
-answer alone?
+The plan names the strategy (see `strategies`), the engines in order of preference, and whether the
+decode engine is asked first if its cache holds enough of the prompt to answer alone.
 """
 
 from __future__ import annotations
@@ -24,17 +22,20 @@ from router.routing.load_policies import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 
-# Bytes of a request whose prefill costs a decoder little, whether or not it was asked for.
+# Up to this size of a request, an unwanted prefill costs a decode engine little.
 MAX_SHORT_BODY_BYTES = 4096
-# Why a decoder alone answers a prompt of which it lacks little.
+# Reasons why one decode engine answers: its cache lacks little of the prompt; it is also the only
+# prefill engine; the prompt is embeddings that engines cannot share.
 SHORT_PROMPT = "short"
 SAME_ENGINE = "same_engine"
 PROMPT_EMBEDS = "prompt_embeds"
-# Why a prefiller alone answers.
+# Reason why one prefill engine answers: the client wants only the token that it samples anyway.
 ONE_TOKEN_ANSWER = "one_token"
 
 
 class Mode(StrEnum):
+    """The values appear in traces."""
+
     DECODE_ONLY = "alone"
     PULL = "pull"
     PUSH = "push"
@@ -44,36 +45,42 @@ DECODE_ONLY, PULL, PUSH = Mode
 
 
 class Plan(FrozenStruct, frozen=True):
-    """`flow` and `why_alone` are for the books. `threshold` above 0: the first decoder is asked
-    first, and may reject; `scatter`: so are these, at once; `was_skipped`: it would be, if it were
-    known to do so. `reuse`: of a turn, whose answer is kept for the next."""
+    """How the router answers one request."""
 
     flow: str
+    """The name of the plan in the access log and metrics."""
     mode: Mode
     route: Route
     decode_only_reason: str = ""
+    """The metric label that says why one engine does all the work."""
     threshold: float = 0.0
+    """Above 0: a decode engine with this share of the prompt in its cache answers alone. The first
+    decode engine is asked first, and may reject the request."""
     hedged_decoders: Sequence[Engine] = ()
+    """Decode engines that are asked at once with the threshold, instead of the first one."""
     skips_threshold: bool = False
+    """A threshold applies, but the decode engine is not known to support it."""
     reuse: TurnReuse | None = None
+    """For a turn of a conversation: what the request may use of the last turn's KV."""
 
 
 def make_plan(
     request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
 ) -> Plan:
+    """Return the plan of a request that may go to the engines of `route`."""
     if request.alone == PASSED:
-        if not route.decoders:  # a model that prefillers alone have
+        if not route.decoders:  # a model that only prefill engines serve
             route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan(PASSED, DECODE_ONLY, route, PASSED)
     if request.alone:
         return Plan("decode_only", DECODE_ONLY, route, request.alone)
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
-        # One that is both: nobody hands KV to itself.
+        # The engine plays both roles, and no engine loads KV from itself.
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:
             return Plan("decode_only", DECODE_ONLY, route, SAME_ENGINE, reuse=reuse)
         route = replace(route, prefillers=others)
-    if PROMPT_EMBEDS in request.body and _needs_one_engine_for_embeds(request, route):
+    if PROMPT_EMBEDS in request.body and _cannot_share_embeds(request, route):
         return Plan("decode_only", DECODE_ONLY, route, PROMPT_EMBEDS, reuse=reuse)
     if _is_one_token(request, route, limits):
         route = replace(route, decoders=route.prefillers, prefillers=())
@@ -97,18 +104,21 @@ def make_plan(
     return Plan(flow, mode, route, threshold=threshold, reuse=reuse)
 
 
-def _needs_one_engine_for_embeds(request: Request, route: Route) -> bool:
-    """A prefill of embeddings, where an engine gives nothing away, or takes nothing, that no token
-    tells of."""
+def _cannot_share_embeds(request: Request, route: Route) -> bool:
+    """Return True if two engines cannot share a prompt of embeddings.
+
+    Engines that verify prefixes share KV only for token ids, which embeddings do not have.
+    """
     body = request.body
-    if not body.get(PROMPT_EMBEDS) or "messages" in body:  # as good as not there
+    if not body.get(PROMPT_EMBEDS) or "messages" in body:  # engines ignore the field
         return False
     first = (*route.prefillers[:1], *route.decoders[:1])
     return any(engine.capabilities.verifies_prefix for engine in first)
 
 
 def _is_one_token(request: Request, route: Route, limits: RequestLimits) -> bool:
-    """The prefiller samples it in any case, and says it as a decoder would."""
+    """Return True if the client wants one token, which the prefill engine samples in any case and
+    renders as the decode engine would."""
     if limits.first_token != "auto" or not route.prefillers or not route.decoders:
         return False
     prefiller = route.prefillers[0]
@@ -124,20 +134,21 @@ def _is_one_token(request: Request, route: Route, limits: RequestLimits) -> bool
 def _is_short(
     request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
 ) -> bool:
-    """The decoder surely holds so much of the prompt that it is done with the rest sooner by
-    itself."""
+    """Return True if the decode engine has so much of the prompt in its cache that it computes the
+    rest sooner than a transfer would take (min_remote_prefill_tokens)."""
     if not route.decoders:
         return False
     decoder, notes = route.decoders[0], route.decode_feedback
     tokens = estimate_tokens(request.body)
-    held = 0 if notes is None else notes.expected_tokens(decoder.name)
+    cached = 0 if notes is None else notes.expected_tokens(decoder.name)
     if reuse is not None and reuse.decoder is decoder:
-        held = max(held, int(reuse.cached_share() * tokens))
-    return tokens - held < limits.min_remote_prefill_tokens
+        cached = max(cached, int(reuse.cached_share() * tokens))
+    return tokens - cached < limits.min_remote_prefill_tokens
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:
-    """By the setting, which may leave it to what the engines say of themselves."""
+    """Return PULL or PUSH by the setting transfer_mode; `auto` means push where both engines
+    support it."""
     if transfer_mode == "pull" or not route.prefillers or not route.decoders:
         return PULL
     if transfer_mode == "auto":
@@ -150,7 +161,8 @@ def choose_mode(route: Route, transfer_mode: str) -> Mode:
 
 
 def _turn_threshold(request: Request, reuse: TurnReuse, limits: RequestLimits) -> float:
-    """0 unless the decoder is known to hold most of the prompt, and may be asked."""
+    """Return the threshold for a turn whose decode engine is expected to have most of the prompt
+    in its cache (decode_first_turns), else 0."""
     share = limits.decode_first_turns
     if not share or reuse.decoder is None or THRESHOLD in request.body:
         return 0
@@ -161,9 +173,13 @@ def _turn_threshold(request: Request, reuse: TurnReuse, limits: RequestLimits) -
 def _choose_hedged_decoders(
     request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
 ) -> Sequence[Engine]:
-    """Decoders to ask at once: streams alone, for of another answer nothing shows who has accepted
-    before all of it is computed; and engines that surely know the threshold, for each of the others
-    would compute the prompt. Where a decoder holds the last turn it is asked alone."""
+    """Return the decode engines for hedged legs, or () if the request is not hedged.
+
+    Only streams are hedged: an answer that is not streamed shows the engine's acceptance when all
+    of it is computed. Only engines that are known to support the threshold take part, because any
+    other engine would compute the prompt. If a decode engine has the last turn, only that one is
+    asked.
+    """
     if limits.hedged_decoders < 2 or request.exact or request.body.get("stream") is not True:
         return ()
     if reuse is not None and reuse.decoder is not None and reuse.cached_share():
@@ -176,6 +192,7 @@ def _choose_hedged_decoders(
 
 
 def may_reject(request: Request, decoder: Engine) -> bool:
-    """It may refuse to answer alone, or the prompt is short enough not to mind."""
+    """Return True if the decode engine may support the threshold, or if the request is so short
+    that a prefill there costs little."""
     knows = decoder.capabilities.supports_threshold
     return knows is not False or len(request.exchange.body) <= MAX_SHORT_BODY_BYTES

@@ -29,6 +29,7 @@ from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import data_in, events_in, with_data
+from router.openai import stream_from_answer
 from router.openai.answers import (
     AnswerChoice,
     Json,
@@ -38,7 +39,7 @@ from router.openai.answers import (
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.openai.event_stream import chunks_in
-from router.proxy import headers, stream_from_answer
+from router.proxy import headers
 from router.proxy.answer_check import (
     LongAnswerCheck,
     StreamValidator,

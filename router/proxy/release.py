@@ -28,7 +28,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.proxy.run import Run
-from router.proxy.side_request import smallest, tell
+from router.proxy.side_requests import one_token_body, send_side_request
 
 # Seconds that a prefiller whose request was given up may take to say that it had ended by then.
 LATE_ANSWER_TIMEOUT_S = 1.0
@@ -149,7 +149,7 @@ async def _release_turn(request: Request, gateway: Gateway, decoder: Engine, par
 async def _send(request: Request, gateway: Gateway, engine: Engine, path: str, body: Body) -> int:
     """The answer's status, 0 without one."""
     try:
-        return (await tell(request, engine, path, body, "release")).status
+        return (await send_side_request(request, engine, path, body, "release")).status
     except UpstreamError as error:
         gateway.throttle.warn("KV could not be released", f"{engine.name}: {error}")
         return 0
@@ -171,4 +171,4 @@ def _decoders_to_release_with(
 
 def _abort_body(body: Body, params: KvParams) -> Body:
     model = body.get("model") if params.has_prefix_proof else RELEASE_MODEL
-    return {**smallest(model), KV_PARAMS: params.fragment}
+    return {**one_token_body(model), KV_PARAMS: params.fragment}

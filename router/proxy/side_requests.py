@@ -1,0 +1,62 @@
+"""Small requests of the router's own, sent beside a client's request and with its headers.
+
+One of them probes whether an engine supports `cache_hit_threshold`. A cache never holds the last
+token of a prompt, so it holds nothing of a prompt of one token. An engine that supports the field
+rejects such a prompt at threshold 1. Other engines answer it, with almost no work.
+"""
+
+from __future__ import annotations
+
+from router.fleet.engine import Engine
+from router.http_client.deadlines import now
+from router.http_client.errors import UpstreamError
+from router.http_client.pool import CompleteAnswer
+from router.openai.answers import Json, choices_of, parse_object
+from router.proxy import headers
+from router.proxy.leg_bodies import encode_body
+from router.proxy.request import COMPLETIONS, THRESHOLD, Body, Request
+
+SIDE_REQUEST_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 1024 * 1024
+# The finish reason or stop reason of an engine whose cache holds less than the threshold.
+REJECTION = "cache_threshold"
+
+
+async def send_side_request(
+    request: Request, engine: Engine, path: str, body: Body, purpose: str
+) -> CompleteAnswer:
+    """Send a JSON body to an engine and return the answer. Raises UpstreamError.
+
+    The X-Request-Id is that of a leg of `request`, with `purpose` at its end.
+    """
+    content = encode_body(body)
+    leg_id = f"{request.leg_id()}-{purpose}"
+    message = headers.leg_message(path, engine.name, leg_id, request.shared_headers, (content, b""))
+    return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, MAX_ANSWER_BYTES)
+
+
+def one_token_body(model: object) -> Body:
+    """Return the body of a completion of one token for a prompt of one token."""
+    body: Body = {"prompt": [1], "max_tokens": 1, "stream": False}
+    return body if model is None else {"model": model, **body}
+
+
+async def probe_threshold(request: Request, engine: Engine) -> None:
+    """Record that the engine supports `cache_hit_threshold`, if it rejects the probe. Never raises
+    an UpstreamError."""
+    body = {**one_token_body(request.model), THRESHOLD: 1}
+    try:
+        response = await send_side_request(request, engine, COMPLETIONS, body, "trial")
+    except UpstreamError:
+        return
+    answer = parse_object(response.body) if response.status == 200 else None
+    if answer is not None and is_rejection(answer):
+        engine.capabilities.note_threshold_rejected()
+
+
+def is_rejection(content: Json) -> bool:
+    """Return True if an answer or a chunk reports that the engine's cache holds too little."""
+    return any(
+        REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
+        for choice in choices_of(content)
+    )
