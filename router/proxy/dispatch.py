@@ -17,7 +17,7 @@ from router.proxy.admission import EngineSlot
 from router.proxy.cors import CorsExchange, cors_headers
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
-from router.proxy.heartbeat import Beating
+from router.proxy.heartbeat import HeartbeatExchange
 from router.proxy.leg_bodies import LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
@@ -65,7 +65,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if key is not None and authenticator is not None:
             permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
         if limits.stream_heartbeat and request.body.get("stream"):
-            request.exchange = Beating(request, limits)
+            request.exchange = HeartbeatExchange(request, limits)
         bodies = RawBody(request.exchange.body) if request.form else LegBodies(request.body)
 
         # Plan, after a wait for a place at engines that have limits.
@@ -96,7 +96,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             run.close()
         elif slot is not None:
             slot.release()
-        if isinstance(request.exchange, Beating):
+        if isinstance(request.exchange, HeartbeatExchange):
             request.exchange.close()
         if permit is not None and gateway.authenticator is not None:
             key_limits.release_permit(request, permit, gateway.authenticator)

@@ -1,9 +1,8 @@
-"""Comments in the silences of an event stream, for proxies that cut what is silent.
+"""Heartbeats: comments in the silences of an event stream, for proxies that cut silent connections.
 
-Only in front of requests that ask for a stream, and only where the setting stream_heartbeat says
-so; nobody else pays for it. Once a comment has been sent the status is 200 for good, and a failure
-is told as an event. But the client has seen nothing of an answer yet, so whatever could be tried
-again before still can be.
+Only requests for a stream have them, and only with the setting stream_heartbeat. Once a comment has
+been sent, the status is 200, and a failure becomes an error event. The client has nothing of an
+answer yet, so the router can still retry.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ EVENT_STREAM_TYPE = b"text/event-stream"
 NOT_JSON = "an engine answered with something that cannot be told in a stream"
 
 
-class Line:
-    """What a front relays as long as a stream is open: comments, and an answer once there is one.
+class HeartbeatStream:
+    """The stream that a client is sent: comments, and an answer once there is one.
 
-    A Relayed to the front, a Sink to the answer. Seconds of `now`.
+    It is a BodySource for the client's exchange, and an AnswerSink for the answer. `last_write` is
+    a time of `now`, in seconds. `has_answer`: some of an answer has passed.
     """
 
     is_event_stream: bool = True
     length: int | None = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.spoke = now()
-        self.is_said = False
-        """Whether anything of an answer has passed."""
+        self.last_write = now()
+        self.has_answer = False
         self._sink: AnswerSink | None = None
         self._early: list[tuple[bytes, bool]] = []
         self._over: asyncio.Future[None] = loop.create_future()
@@ -56,7 +55,7 @@ class Line:
     def is_over(self) -> bool:
         return self._over.done()
 
-    # The front's side.
+    # For the client's exchange.
 
     async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         self._sink = sink
@@ -79,7 +78,7 @@ class Line:
         if self._answer is not None:
             self._answer.fail(error)
 
-    # The answer's side.
+    # For the answer.
 
     def carry(self, answer: BodySource | None) -> None:
         self._answer = answer
@@ -87,7 +86,7 @@ class Line:
             answer.pause()
 
     def write(self, block: bytes, last: bool) -> None:
-        self.is_said, self.spoke = True, now()
+        self.has_answer, self.last_write = True, now()
         if block:
             self._is_between_events = is_between_events(block)
         self._put(block, last)
@@ -95,8 +94,8 @@ class Line:
             self._over.set_result(None)
 
     def beat(self) -> None:
-        """Not where it would split an event, nor before a client that does not read."""
-        self.spoke = now()
+        """Send a comment, unless that would split an event or the client does not read."""
+        self.last_write = now()
         if self._is_between_events and not self._is_paused and not self.is_over:
             self._put(COMMENT, False)
 
@@ -107,8 +106,8 @@ class Line:
             self._sink.write(block, last)
 
 
-class Beating:
-    """An Exchange before the front's own one. It must be closed when its request is over."""
+class HeartbeatExchange:
+    """An Exchange that sends heartbeats to another one. It must be closed after its request."""
 
     def __init__(self, request: Request, limits: RequestLimits) -> None:
         front = request.exchange
@@ -117,22 +116,22 @@ class Beating:
         self._front = front
         self._request = request
         self._interval, self._idle = limits.stream_heartbeat, limits.stream_idle_timeout
-        self._line: Line | None = None
+        self._stream: HeartbeatStream | None = None
         self._relaying: asyncio.Task[None] | None = None
-        self._spoke = now()
+        self._started_at = now()
         self._timer: asyncio.TimerHandle | None = None
-        self._wait(self._interval)
+        self._start_timer(self._interval)
 
     @property
     def started(self) -> bool:
-        """Comments alone are no answer."""
-        return self._front.started and (self._line is None or self._line.is_said)
+        """Return True if the client has some of an answer. Comments are none."""
+        return self._front.started and (self._stream is None or self._stream.has_answer)
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         if self._is_open:
             await self.finish(_as_events(status, headers, body, self._request.body))
         else:
-            await self._put_away()
+            await self._discard_stream()
             await self._front.respond(status, headers, body)
 
     async def relay(
@@ -140,25 +139,25 @@ class Beating:
     ) -> None:
         if answer.is_event_stream:
             if not self._is_open:
-                await self._put_away()
+                await self._discard_stream()
                 self._open(status, headers)
-                self._wait(self._interval)
+                self._start_timer(self._interval)
             await self._carry(answer, idle, latest)
         elif self._is_open:
             raise BrokenAnswerError("no event stream, though one was asked for")
         else:
-            await self._put_away()
+            await self._discard_stream()
             await self._front.relay(status, headers, answer, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
-        self._be_quiet()
-        line, relaying = self._line, self._relaying
-        if line is None or relaying is None:
+        self._stop_timer()
+        stream, relaying = self._stream, self._relaying
+        if stream is None or relaying is None:
             await self._front.finish(tail)
             return
-        if line.is_over:  # it ended with what cannot be told, and the client knows
+        if stream.is_over:  # the client has been sent an error
             return
-        line.write(tail, True)
+        stream.write(tail, True)
         try:
             await relaying
         except ReaderStalledError:
@@ -169,89 +168,89 @@ class Beating:
         self._front.abort()
 
     def close(self) -> None:
-        self._be_quiet()
+        self._stop_timer()
         if self._relaying is not None:
             self._relaying.cancel()
 
     @property
     def _is_open(self) -> bool:
-        """Whether the client has a head, and nothing more can be put before it."""
-        return self._line is not None and self._front.started
+        """Return True if the client has a head."""
+        return self._stream is not None and self._front.started
 
-    def _open(self, status: int, headers: Sequence[Header]) -> Line:
-        self._line = line = Line(self.loop)
-        relaying = self._front.relay(status, headers, line, self._idle, self._request.latest)
+    def _open(self, status: int, headers: Sequence[Header]) -> HeartbeatStream:
+        self._stream = stream = HeartbeatStream(self.loop)
+        relaying = self._front.relay(status, headers, stream, self._idle, self._request.latest)
         self._relaying = self.loop.create_task(relaying)
-        self._relaying.add_done_callback(_note_end)
-        return line
+        self._relaying.add_done_callback(_retrieve_error)
+        return stream
 
-    async def _put_away(self) -> None:
-        """A line on which nothing was sent: another head takes its place."""
-        self._be_quiet()
-        self._line, relaying, self._relaying = None, self._relaying, None
+    async def _discard_stream(self) -> None:
+        """Discard a stream of which nothing was sent: another head takes its place."""
+        self._stop_timer()
+        self._stream, relaying, self._relaying = None, self._relaying, None
         if relaying is not None:
             relaying.cancel()
             await asyncio.wait((relaying,))
 
     async def _carry(self, answer: BodySource, idle: float, latest: float) -> None:
-        line, relaying = self._line, self._relaying
-        assert line is not None
+        stream, relaying = self._stream, self._relaying
+        assert stream is not None
         assert relaying is not None
-        line.carry(answer)
-        carrying = self.loop.create_task(answer.relay(line, idle, latest))
+        stream.carry(answer)
+        carrying = self.loop.create_task(answer.relay(stream, idle, latest))
         try:
             await asyncio.wait((carrying, relaying), return_when=asyncio.FIRST_COMPLETED)
-            # The front ends first where its client does not read, and says so.
+            # The client's exchange ends first, with an error, if the client does not read.
             await (carrying if carrying.done() else relaying)
-            if relaying.done() or line.is_over:
+            if relaying.done() or stream.is_over:
                 await relaying
         finally:
-            line.carry(None)
+            stream.carry(None)
             carrying.cancel()
 
-    def _wait(self, seconds: float) -> None:
-        self._timer = self.loop.call_later(seconds, self._look)
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._on_timer)
 
-    def _look(self) -> None:
-        spoke = self._spoke if self._line is None else self._line.spoke
-        left = spoke + self._interval - now()
+    def _on_timer(self) -> None:
+        last_write = self._started_at if self._stream is None else self._stream.last_write
+        left = last_write + self._interval - now()
         if left <= 0:
-            line = self._line
-            if line is None:
-                told = head.to_client(EVENT_STREAM, self._request.record.request_id)
-                line = self._open(200, told)
-            line.beat()
+            stream = self._stream
+            if stream is None:
+                passed = head.to_client(EVENT_STREAM, self._request.record.request_id)
+                stream = self._open(200, passed)
+            stream.beat()
             left = self._interval
-        self._wait(left)
+        self._start_timer(left)
 
-    def _be_quiet(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
-def _note_end(relaying: asyncio.Task[None]) -> None:
-    """How it ended is told to whoever waits for it, if anyone does."""
+def _retrieve_error(relaying: asyncio.Task[None]) -> None:
+    """Retrieve the error of a task that is perhaps not awaited, or asyncio logs it."""
     if not relaying.cancelled():
         relaying.exception()
 
 
 def _as_events(status: int, headers: Sequence[Header], body: bytes, asked: Body) -> bytes:
-    """A whole answer, for a client that has been given the head of a stream. Total."""
+    """Return a whole answer as events, for a client that has the head of a stream. Never raises."""
     kind = next((value for name, value in headers if name == b"content-type"), b"")
     if kind.startswith(EVENT_STREAM_TYPE):
         return body
     content = parse_object(body)
     try:
         if content is not None:
-            return _told(status, content, asked)
+            return _events_of(status, content, asked)
     except orjson.JSONEncodeError:
         pass  # what can be read but not written: nesting beyond 250 levels
     status = max(status, 502) if status < 400 else status
     return b"data: " + error_body(status, type_of_status(status), NOT_JSON) + b"\n\n"
 
 
-def _told(status: int, content: Body, asked: Body) -> bytes:
+def _events_of(status: int, content: Body, asked: Body) -> bytes:
     if status < 400 and stream_from_answer.is_answer(content):
         return stream_from_answer.events(content, asked)
     if status >= 400 and "error" not in content:

@@ -45,8 +45,8 @@ from router.proxy.load_failure import (
     LoadFailure,
     LoadFailureWatch,
     failure_in,
-    failure_in_whole,
-    failure_of_error,
+    failure_in_error,
+    take_failure_from_answer,
 )
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
@@ -402,7 +402,7 @@ async def _error_answer(
         return EngineRejectedError(answer.status, answer.headers, body)
     if answer.status >= 500:
         body = await _error_body(answer)
-        failure = failure_of_error(body) if asked is None else None
+        failure = failure_in_error(body) if asked is None else None
         if failure is not None:
             _note_load_failure(run, engine, failure)
             return LoadFailedError(NOT_LOADED, failure.is_of_pair)
@@ -513,7 +513,7 @@ def _watch_for_load_failure(
         watch = LoadFailureWatch(partial(_note_load_failure, run, decoder))
         answer.watch = watch.passing
         return watch
-    failure, rest = failure_in_whole(answer.peek())
+    failure, rest = take_failure_from_answer(answer.peek())
     if failure is not None:
         _note_load_failure(run, decoder, failure)
         answer.replace_body(rest)

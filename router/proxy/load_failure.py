@@ -1,4 +1,4 @@
-"""Reads a decode engine's report that it could not load a prompt's KV.
+"""Read a decode engine's report that it could not load a prompt's KV.
 
 Decode engines with the capability `load_failures` send the report in one of three places
 (docs/engine.md): in the error object of a failed answer, in the `kv_transfer_params` of a
@@ -22,15 +22,16 @@ from router.openai.event_stream import json_events
 from router.proxy.request import KV_PARAMS
 
 FIELD = "kv_load_failure"
-NEEDLE = FIELD.encode()
-# As a key of an object: no text of a model has it, for quotes in strings are escaped.
-KEY = b'"%b"' % NEEDLE
-COMMENT = comment_lines(NEEDLE)
-LONGEST = 200
+FIELD_BYTES = FIELD.encode()
+# As a key of an object. No text of a model contains it, since quotes in strings are escaped.
+KEY = b'"%b"' % FIELD_BYTES
+COMMENT = comment_lines(FIELD_BYTES)
+MAX_TEXT_CHARS = 200
 
 
 class LoadFailure(FrozenStruct, frozen=True):
-    """`is_of_pair`: the two engines cannot exchange KV, whatever the request."""
+    """A failed load. `is_of_pair`: the two engines cannot exchange KV, whatever the request.
+    `remote` names the prefill engine. Both texts are safe to log."""
 
     is_of_pair: bool
     remote: str
@@ -39,22 +40,22 @@ class LoadFailure(FrozenStruct, frozen=True):
 
 def failure_in(content: object) -> LoadFailure | None:
     """Return the failure reported in an object, or None. Never raises."""
-    told = content.get(FIELD) if isinstance(content, dict) else None
-    if not isinstance(told, dict):
+    report = content.get(FIELD) if isinstance(content, dict) else None
+    if not isinstance(report, dict):
         return None
-    name, host, port = (told.get(f"remote_{what}") for what in ("engine_id", "host", "port"))
+    name, host, port = (report.get(f"remote_{what}") for what in ("engine_id", "host", "port"))
     remote = f"{name} at {host}:{port}"
-    is_of_pair = told.get("scope") == "pair"
-    return LoadFailure(is_of_pair, _printable(remote), _printable(told.get("reason")))
+    is_of_pair = report.get("scope") == "pair"
+    return LoadFailure(is_of_pair, _printable(remote), _printable(report.get("reason")))
 
 
-def failure_of_error(raw: bytes) -> LoadFailure | None:
+def failure_in_error(raw: bytes) -> LoadFailure | None:
     """Return the failure reported in the error object of an answer, or None."""
     content = parse_object(raw) if raw.find(KEY) >= 0 else None
     return None if content is None else failure_in(content.get("error"))
 
 
-def failure_in_whole(raw: bytes) -> tuple[LoadFailure | None, bytes]:
+def take_failure_from_answer(raw: bytes) -> tuple[LoadFailure | None, bytes]:
     """Return the failure that a non-streamed answer reports, and the answer without the report."""
     content = parse_object(raw) if raw.find(KEY) >= 0 else None
     params = None if content is None else content.get(KV_PARAMS)
@@ -80,7 +81,7 @@ class LoadFailureWatch:
         self.has_ended = False
 
     def passing(self, block: bytes) -> bytes:
-        if block.find(NEEDLE) < 0:
+        if block.find(FIELD_BYTES) < 0:
             return block
         block = COMMENT.sub(self._read_comment, block)
         return self._without_reports(block) if block.find(KEY) >= 0 else block
@@ -109,7 +110,7 @@ class LoadFailureWatch:
             self._on_failure(failure)
 
 
-def _printable(told: object) -> str:
+def _printable(value: object) -> str:
     """Return a value from an engine in a form that is safe to log."""
-    text = told if isinstance(told, str) else str(told)
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST])
+    text = value if isinstance(value, str) else str(value)
+    return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT_CHARS])

@@ -15,7 +15,7 @@ import pytest
 
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
-from router.proxy.heartbeat import Beating, Line
+from router.proxy.heartbeat import HeartbeatExchange, HeartbeatStream
 from router.settings import SettingsError, load
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
@@ -96,7 +96,7 @@ def asking(router: Router, **fields: object) -> Awaitable[httpx.Response]:
 def nothing_is_left() -> bool:
     """By their types: objects of other tests in this process may warn when they are asked."""
     gc.collect()
-    return not any(type(one) in (Beating, Line) for one in gc.get_objects())
+    return not any(type(one) in (HeartbeatExchange, HeartbeatStream) for one in gc.get_objects())
 
 
 def error_in(body: bytes) -> dict[str, object]:
@@ -439,7 +439,7 @@ class Carried:
 
 
 async def test_an_answer_that_comes_while_the_client_does_not_read_waits() -> None:
-    line, answer = Line(asyncio.get_running_loop()), Carried()
+    line, answer = HeartbeatStream(asyncio.get_running_loop()), Carried()
     line.pause()
     line.carry(answer)
     line.resume()
