@@ -119,7 +119,7 @@ class AdminClient:
         """Drain or resume an engine and return its state. Raises DrainError."""
         answer = self._request("POST", f"/admin/engines/{name}/{action}")
         if answer.status == 404:
-            raise DrainError(f"{self.url} knows no engine {name}{self._names()}")
+            raise DrainError(f"{self.url} has no engine {name}{self._names()}")
         return self._engine(answer)
 
     def poll(self, name: str) -> dict[str, Any] | None:
@@ -145,7 +145,7 @@ class AdminClient:
         try:
             return self._client.request(method, f"{self.url}{path}")
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise DrainError(f"no answer of {self.url}: {one_line(error)}") from None
+            raise DrainError(f"no answer from {self.url}: {one_line(error)}") from None
         except AnswerLimitError as error:
             raise DrainError(str(error)) from None
 
@@ -156,7 +156,7 @@ class AdminClient:
             return content
         error = content.get("error")
         text = error.get("message") if isinstance(error, dict) else "is this the admin API?"
-        raise DrainError(f"{self.url} says {answer.status}: {' '.join(str(text)[:500].split())}")
+        raise DrainError(f"{self.url} answers {answer.status}: {' '.join(str(text)[:500].split())}")
 
     def _names(self) -> str:
         """Raises DrainError."""
@@ -242,7 +242,7 @@ def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> DrainOp
     except ValueError:
         name = ""
     if not name or (url is not given.url and ":" not in given.url):
-        raise UsageError(f"{given.url!r} is no engine: give http://host:port, or host:port")
+        raise UsageError(f"{given.url!r} is not an engine: give http://host:port, or host:port")
     if not 0 < given.timeout <= 1e7:
         raise UsageError("--timeout: not a number of seconds above 0")
     admins = given.admin or variables.get(ADMIN_URL, "").replace(",", " ").split()
@@ -258,7 +258,7 @@ def _admin(url: str) -> str:
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UsageError(f"{url!r} is no admin API: give its URL, as in {DEFAULT_ADMIN}")
+        raise UsageError(f"{url!r} is not an admin API: give its URL, as in {DEFAULT_ADMIN}")
     return url.rstrip("/")
 
 
@@ -273,7 +273,7 @@ def _token(variables: Mapping[str, str]) -> str | None:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise UsageError(f"{TOKEN_FILE} {path}: {reason}") from None
     if token is not None and not (token.isascii() and token.isprintable()):
-        raise UsageError(f"the token of {TOKEN} is none: ASCII without line breaks")
+        raise UsageError(f"{TOKEN} is not a token: ASCII without line breaks")
     return token
 
 

@@ -75,11 +75,11 @@ class RouterClient:
                     parts.append(part)
                     size += len(part)
                     if size > self._max_bytes:
-                        raise AnswerLimitError(f"{url} says too much")
+                        raise AnswerLimitError(f"{url} sent more than {self._max_bytes} bytes")
                 return RouterAnswer(answer.status_code, b"".join(parts))
         except TimeoutError:
             raise AnswerLimitError(
-                f"no answer of {url}: not all of it came within {self._timeout_s:g} s"
+                f"no answer from {url}: not complete within {self._timeout_s:g} s"
             ) from None
 
 

@@ -26,13 +26,13 @@ from msgspec import Struct
 from msgspec.structs import asdict
 from orjson import Fragment
 
-SMALLEST, LARGEST = -(2**63), 2**64 - 1
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 """Of the integers that orjson can write."""
-MOST_NESTED = 254
+MAX_NESTING = 254
 """Objects and lists inside each other that orjson writes."""
 SLOW_LIMIT = 1024 * 1024
 """Bytes: all numbers of such a text take 0.4 s at worst."""
-MOST_FIELDS = 10_000
+MAX_OUTER_FIELDS = 10_000
 """Values of the outermost object of a larger text. No request or answer has so many."""
 # An integer with the sign that every reader drops. The literal comes first: it is found faster.
 NEGATIVE_ZERO = re.compile(rb"-0(?<=[:,\[\s]-0)(?=[\s,\]}])")
@@ -64,7 +64,7 @@ def loads(raw: bytes) -> Any:
         content = _loads_slowly(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return orjson.loads(raw)  # which says what is wrong, and where
-    if len(raw) > SLOW_LIMIT and type(content) is dict and len(content) <= MOST_FIELDS:
+    if len(raw) > SLOW_LIMIT and type(content) is dict and len(content) <= MAX_OUTER_FIELDS:
         for name, value in content.items():
             if type(value) is Fragment:
                 content[name] = number(value)
@@ -142,8 +142,8 @@ def _replacement(value: object) -> object:
 def _with_large_integers(value: object, level: int) -> object:
     """A copy with each integer that orjson cannot write as text. Too deep, it stays as it is."""
     if type(value) is int:
-        return value if SMALLEST <= value <= LARGEST else Fragment(str(value))
-    if level > MOST_NESTED:
+        return value if MIN_INTEGER <= value <= MAX_INTEGER else Fragment(str(value))
+    if level > MAX_NESTING:
         return value
     if isinstance(value, dict):
         return {name: _with_large_integers(one, level + 1) for name, one in value.items()}

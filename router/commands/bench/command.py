@@ -108,7 +108,7 @@ def _first_model(url: str, target: Target) -> str:
             served = json.loads(router.request("GET", f"{_base(url)}/v1/models").content)["data"]
         return _name(str(served[0]["id"]))
     except (httpx.HTTPError, UnicodeError) as error:
-        raise BenchError(f"no answer of {url}: {one_line(error)}") from None
+        raise BenchError(f"no answer from {url}: {one_line(error)}") from None
     except AnswerLimitError as error:
         raise BenchError(str(error)) from None
     except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
@@ -124,10 +124,10 @@ def _target(url: str, variables: Mapping[str, str]) -> Target | str:
     if parsed.scheme == "https":
         return f"{url}: TLS is not spoken here, give the address behind it"
     if parsed.scheme != "http" or not parsed.host or parsed.path.strip("/"):
-        return f"{url!r} is no router: give its address, as in {DEFAULT_URL}"
+        return f"{url!r} is not a router: give its address, as in {DEFAULT_URL}"
     key = variables.get(KEY, "")
     if not (key.isascii() and (key.isprintable() or not key)):
-        return f"{KEY} is none: ASCII without line breaks"
+        return f"{KEY} is not a key: ASCII without line breaks"
     return Target(parsed.host, parsed.port or 80, f"Bearer {key}" if key else "")
 
 

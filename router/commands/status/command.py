@@ -55,7 +55,7 @@ def main(
     options = parser.parse_args(argv)
     url = _url(options.url)
     if url is None:
-        parser.error(f"{options.url!r} is no router: give its URL, as in {DEFAULT_URL}")
+        parser.error(f"{options.url!r} is not a router: give its URL, as in {DEFAULT_URL}")
     if not 0.1 <= options.interval <= 3600:
         parser.error("--interval: not a number of seconds from 0.1 to 3600")
     try:
@@ -97,26 +97,26 @@ def _watch(
         try:
             status = look()
         except StatusError as error:
-            said = json.dumps({"error": str(error)}) if options.json else str(error)
+            text = json.dumps({"error": str(error)}) if options.json else str(error)
         else:
-            said = json.dumps(status.content())
+            text = json.dumps(status.content())
             if not options.json:
-                said = "\n".join(lines(status, before, moment - seen, painted))
+                text = "\n".join(lines(status, before, moment - seen, painted))
             before, seen = status, moment
         end = "\n" if clear or options.json else "\n\n"
-        print(f"{clear}{said}", end=end, flush=True)
+        print(f"{clear}{text}", end=end, flush=True)
         sleep(max(0.0, options.interval - (clock() - moment)))
 
 
 def _look(router: RouterClient, url: str) -> RouterStatus:
     """Raises StatusError."""
     try:
-        said = router.request("GET", url)
-        if said.status != 200:
-            raise StatusError(f"{url} answers {said.status}")
-        return parse_metrics(said.content.decode("utf-8", "replace"))
+        answer = router.request("GET", url)
+        if answer.status != 200:
+            raise StatusError(f"{url} answers {answer.status}")
+        return parse_metrics(answer.content.decode("utf-8", "replace"))
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
-        raise StatusError(f"no answer of {url}: {one_line(error)}") from None
+        raise StatusError(f"no answer from {url}: {one_line(error)}") from None
     except AnswerLimitError as error:
         raise StatusError(str(error)) from None
     except NotMetricsError as error:
@@ -152,8 +152,8 @@ def lines(
                 f"{group.decoders} decoders{half}"
             )
     for pair in status.avoided_pairs:
-        said = f"pair {pair.prefiller} -> {pair.decoder}: KV was not loaded, avoided for a while"
-        yield painted(said, YELLOW)
+        text = f"pair {pair.prefiller} -> {pair.decoder}: KV was not loaded, avoided for a while"
+        yield painted(text, YELLOW)
     for source in status.sources:
         if source.trouble:
             yield painted(f"source {source.name} is in trouble: see the log, or /ready", YELLOW)
@@ -204,8 +204,8 @@ def _state(engine: EngineState) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    said = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    return ", ".join(said) or "none yet"
+    parts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return ", ".join(parts) or "none yet"
 
 
 def _hits(turns: Mapping[str, int]) -> str:

@@ -436,7 +436,7 @@ async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) 
         async with httpx.AsyncClient(base_url=router.url) as client:
             assert (await client.get("/admin/engines")).status_code == 404, "not on that port"
         code, _, errors = await ended(await drain(router, name_of(d), token="wrong-and-so-on"))
-        assert (code, "says 401" in errors) == (1, True)
+        assert (code, "answers 401" in errors) == (1, True)
         assert not any(TOKEN in line for line in router.lines)
 
 
@@ -452,7 +452,7 @@ async def test_the_command_says_what_it_cannot_do(p: MockEngine, d: MockEngine) 
         both = ("--admin", f"http://127.0.0.1:{dead}", "--admin", str(api.base_url))
         code, _, errors = await ended(await drain(router, name_of(d), *both))
         assert (code, len(errors.splitlines())) == (1, 1)
-        assert f"no answer of http://127.0.0.1:{dead}" in errors
+        assert f"no answer from http://127.0.0.1:{dead}" in errors
         told = (await api.get(f"/admin/engines/{name_of(d)}")).json()
         assert told["intent"] == "draining", "the other one was told all the same"
         code, out, _ = await ended(await drain(router, name_of(d), "--resume"))
