@@ -1,6 +1,7 @@
-"""Which web pages may read what is answered to them: pure, and off unless the setting names some.
+"""CORS: the headers that allow web pages of other origins to read answers (setting cors_origins).
 
-Credentials are a header that a page sets itself, never a cookie; so no answer allows cookies.
+An API key is a header that the page sets itself, and never a cookie. So no answer allows
+credentials.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EXPOSED_HEADERS = b", ".join(
         ),
     )
 )
-# Seconds that a browser may remember what it was told.
+# Seconds for which a browser may cache the answer to a preflight request.
 PREFLIGHT_MAX_AGE_S = b"600"
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
 REQUESTED_METHOD = b"access-control-request-method"
@@ -31,7 +32,7 @@ REQUESTED_HEADERS = b"access-control-request-headers"
 
 
 def cors_headers(headers: Iterable[Header], origins: Sequence[str]) -> list[Header]:
-    """What lets the page that asks read the answer; nothing where it may not."""
+    """Return the headers that allow the requesting page to read the answer, [] if it may not."""
     if not origins:
         return []
     vary: list[Header] = [] if ANY_ORIGIN in origins else [(b"vary", b"origin")]
@@ -47,7 +48,8 @@ def cors_headers(headers: Iterable[Header], origins: Sequence[str]) -> list[Head
 
 
 def preflight_headers(headers: Sequence[Header], origins: Sequence[str]) -> list[Header]:
-    """What a browser is told that asks whether a page may ask; nothing where it may not."""
+    """Return the headers of the answer to a preflight request. They allow nothing if the origin is
+    not allowed."""
     given = dict(headers)
     found = cors_headers(headers, origins)
     if REQUESTED_METHOD not in given or len(found) < 2:
@@ -63,7 +65,7 @@ def preflight_headers(headers: Sequence[Header], origins: Sequence[str]) -> list
 
 
 class CorsExchange(ExchangeWrapper):
-    """An Exchange whose answers say that a page may read them."""
+    """An Exchange that adds CORS headers to the answer."""
 
     def __init__(self, inner: Exchange, lines: Sequence[Header]) -> None:
         super().__init__(inner)

@@ -1,6 +1,6 @@
-"""What a flow knows of its client: one request, and the means to answer it.
+"""The interface between the proxy and the server: one client request, and the means to answer it.
 
-router.server.response_writer implements it. Each request runs in a task of its own, which the
+`router.server.response_writer` implements it. Each request runs in a task of its own, which the
 server cancels when the client disconnects.
 """
 
@@ -18,7 +18,7 @@ Header = tuple[bytes, bytes]
 
 
 class BodySource(Protocol):
-    """An answer as a front needs it: see router.http_client.engine_answer.Answer."""
+    """An answer whose body can be relayed: see `router.http_client.engine_answer.EngineAnswer`."""
 
     @property
     def is_event_stream(self) -> bool: ...
@@ -28,18 +28,18 @@ class BodySource(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def fail(self, error: UpstreamError) -> None:
-        """Ends `relay` with this error, unless the end has arrived."""
+        """End `relay` with this error, unless the end of the body has arrived."""
 
 
 class Exchange(Protocol):
-    """`loop` is the one that runs the flow, so that it need not be looked for.
-
-    Header names are lower case. Nothing can be answered twice; `started` says that it was."""
+    """One client request. It can be answered once. Header names are lower case."""
 
     loop: asyncio.AbstractEventLoop
+    """The loop that runs the request's task."""
     endpoint: str
     headers: Sequence[Header]
     arrived: float
+    """The loop time in seconds at which the server received the request."""
     caller: ApiKey | None
     """The API key that the server has found valid; None if the request has no valid one, or if the
     router has no API keys."""
@@ -47,29 +47,32 @@ class Exchange(Protocol):
     @property
     def body(self) -> bytes: ...
     @property
-    def started(self) -> bool: ...
+    def started(self) -> bool:
+        """The head of an answer was sent."""
+        ...
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Sends a complete answer."""
+        """Send a complete answer."""
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
-        """Sends a head and then the answer's body as it comes, ended when that ends.
+        """Send a head, and then the answer's body as it arrives.
 
-        Raises UpstreamError when the engine fails midway: the client's answer is then open, and
-        another `relay` goes on with it.
+        `idle` is the longest time in seconds between two pieces of the body, `latest` the loop time
+        at which the body must have ended. Raises UpstreamError if the engine fails midway. The
+        client's answer then stays open, and another `relay` may continue it.
         """
 
     async def finish(self, tail: bytes) -> None:
-        """Ends an answer that `relay` left open, with a last piece of body."""
+        """End an answer that `relay` has left open, with a last piece of the body."""
 
     def abort(self) -> None:
-        """Cuts an answer that `relay` left open, so that no client can take it for complete."""
+        """Cut an answer that `relay` has left open, so that no client takes it for complete."""
 
 
 class ExchangeWrapper:
-    """An Exchange before another one, for those that change some of what passes."""
+    """An Exchange that wraps another one, for subclasses that change a part of the answer."""
 
     def __init__(self, inner: Exchange) -> None:
         self.loop: asyncio.AbstractEventLoop = inner.loop
@@ -100,5 +103,5 @@ class ExchangeWrapper:
         self._inner.abort()
 
     def _client_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
-        """What the client is told of an answer's headers."""
+        """Return the headers that the client gets."""
         return headers

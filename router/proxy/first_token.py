@@ -1,11 +1,11 @@
-"""Where a prefiller's own token is the answer's first, and a decoder goes on from there. Pure.
+"""Decides whether a prefill engine hands the first token of an answer over to a decode engine.
 
-A prefiller samples a token, with the client's parameters, and a decoder would sample it again. One
-that is asked to hand over tells, in its kv_transfer_params, the ids of its prompt and of that token
-(`begun`, with log-probabilities where they are wanted); a decoder that begins in mid-answer renders
-and tokenizes nothing, says the token at once and computes the second. Both are engines of ours,
-which say so, and render and read ids alike: what they must share for that is on their pages of
-identity, and compared here.
+A prefill engine samples one token with the client's parameters, and a decode engine would sample it
+again. With a hand-over, the prefill engine returns the ids of the prompt and of its token in its
+kv_transfer_params (`begun`, with log-probabilities if the client wants them). The decode engine
+then neither renders nor tokenizes: it sends that token at once and computes the second one. Both
+engines need engine_ext, and must give token ids the same meaning. Their identity pages contain
+hashes of everything that this depends on, which are compared here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from router.fleet.engine import Engine
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
 
 Body = Mapping[str, object]
-# What a second engine would need to know of the prompt besides its tokens, or says of it, or keeps
-# count of from the answer's first token on: engines refuse to begin with these.
+# Fields for which the second engine would need more than the token ids. Engines reject a hand-over
+# with any of these.
 UNSUPPORTED_FIELDS = (
     "echo",
     "suffix",
@@ -33,19 +33,20 @@ STOP, LENGTH = "stop", "length"
 
 
 def renders_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
-    """As one whose `renders` those are. Who tells none is like nobody."""
+    """Return True if the engine gives token ids the same meaning as an engine with the hashes
+    `renders`. An engine that reports no hashes matches no other engine."""
     return bool(renders) and engine.capabilities.render_hashes == renders
 
 
 def render_differences(one: Engine, other: Engine) -> str:
-    """Names what two engines must share and do not."""
+    """Return the names of the hashes in which two engines differ, for a log line."""
     mine, others = one.capabilities.render_hashes, other.capabilities.render_hashes
     names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
-    return ", ".join(sorted(names)) or "nothing that they tell"
+    return ", ".join(sorted(names)) or "nothing that they report"
 
 
 def can_hand_over(body: Body) -> bool:
-    """Whether the first token of this request tells another engine all that it needs."""
+    """Return True if token ids are all that another engine needs to continue this request."""
     if any(body.get(name) for name in UNSUPPORTED_FIELDS):
         return False
     if body.get("n") not in (None, 1):
@@ -58,25 +59,26 @@ def can_hand_over(body: Body) -> bool:
 
 
 def asks_one_token(body: Body) -> bool:
-    """Where a chat says both, the newer word counts."""
+    """Return True if the answer has at most one token. max_completion_tokens takes precedence over
+    max_tokens."""
     most = body.get(MAX_COMPLETION_TOKENS)
     return (body.get(MAX_TOKENS) if most is None else most) == 1
 
 
 def wants_logprobs(wanted: object) -> bool:
-    """Of log-probabilities: 0 is one, though it equals False."""
+    """Return True if the value of a field asks for log-probabilities. 0 does, False does not."""
     return wanted is not None and wanted is not False
 
 
-class _FinishedChoice(msgspec.Struct):
+class _PrefilledChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-_choices = msgspec.json.Decoder(list[_FinishedChoice]).decode
+_choices = msgspec.json.Decoder(list[_PrefilledChoice]).decode
 
 
 def finish_reason_of(choices: bytes) -> str | None:
-    """Of the one choice of a prefiller's answer: why it ended. None where there is not one."""
+    """Return the finish reason of an answer's only choice, or None unless there is exactly one."""
     try:
         (choice,) = _choices(choices)
     except (msgspec.DecodeError, ValueError):
@@ -85,7 +87,7 @@ def finish_reason_of(choices: bytes) -> str | None:
 
 
 def _has_only_text(message: object) -> bool:
-    """Of what else there is in a message, a decoder would need more than the tokens."""
+    """Return True if a chat message contains no images or other media."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return True

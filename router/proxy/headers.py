@@ -1,13 +1,12 @@
-"""Which headers travel, and in which direction.
+"""The headers that the router passes from the client to engines, and from engines to the client.
 
-A client's headers reach both engines, except those that belong to one connection or describe the
-body (which is written anew), and X-Request-Id (which is decided here). X-data-parallel-rank is
-passed to both legs untouched; where a client sends none, ranks.py may choose one for a leg.
+Both engines get the client's headers, except those of one connection, those that describe the body
+(the router writes a new one), and X-Request-Id (each leg has its own). X-data-parallel-rank passes
+unchanged; if the client sends none, `push` or the retained KV of the last turn may choose a rank.
 
-So are X-Forwarded-*, Forwarded, traceparent and tracestate: what a gateway says of the client is
-what engines hear. Nothing is added, for the router's own client is that gateway, whoever asks; and
-nothing here believes them. With traces (router.telemetry.trace_export) each leg has a traceparent
-of its own instead, under the client's.
+X-Forwarded-*, Forwarded, traceparent and tracestate pass unchanged as well. The router adds nothing
+to them and does not rely on them. With tracing (router.telemetry.trace_export) each leg gets a
+traceparent of its own, below the client's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from router.proxy.exchange import Header
 
 REQUEST_ID = b"x-request-id"
 VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
-# Beside Connection itself, which may name more of them.
+# Hop-by-hop headers. The Connection header may name further ones.
 HOP_BY_HOP = frozenset(
     (
         b"keep-alive",
@@ -41,22 +40,23 @@ CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
 DIGITS = re.compile(rb"[0-9]{1,9}")
 MAX_RETRY_AFTER_S = 3600
-# Whose headers are remembered, and how many: each may be as large as a head may be.
+# Size of the cache of client heads, and the headers of a head up to which it is cached.
 MAX_CACHED_HEADS, MAX_CACHED_HEADERS = 256, 64
 HEADER_NAME = itemgetter(0)
+# A head without these needs no further look.
 SPECIAL_HEADERS = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
     REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
-    b"accept-encoding",  # answers are read and spliced: never compressed
+    b"accept-encoding",  # the router reads answers, so engines must not compress them
     b"content-encoding",
     b"content-length",
     b"content-type",
     b"expect",
     b"host",
 }
-# An engine that answers with what it was shown shows it to no client.
+# Credentials are among them because an engine may echo the headers that it got.
 NOT_TO_CLIENT = (
     HOP_BY_HOP
     | CREDENTIALS
@@ -65,7 +65,7 @@ NOT_TO_CLIENT = (
         b"content-length",
         b"date",
         b"server",
-        # Which pages may read an answer is for the router to say: engines allow all.
+        # The router has its own CORS setting, while engines allow all origins.
         b"access-control-allow-origin",
         b"access-control-allow-credentials",
         b"access-control-expose-headers",
@@ -74,7 +74,10 @@ NOT_TO_CLIENT = (
 
 
 def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
-    """The request's id, the client's own where that is harmless, and the lines both legs share."""
+    """Return the request's id and the header lines that both legs share.
+
+    The id is the client's X-Request-Id if that is valid, else a new one.
+    """
     find = _read_cached if len(headers) <= MAX_CACHED_HEADERS else _read
     request_id, lines = find(tuple(headers))
     return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
@@ -90,11 +93,12 @@ def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
     return request_id, b"\r\n".join(lines)
 
 
-# Most clients say the same in front of each request.
+# Most clients send the same headers with each request.
 _read_cached = lru_cache(maxsize=MAX_CACHED_HEADS)(_read)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
+    """Return the headers of an engine's answer for the client."""
     kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
     if b"connection" in map(HEADER_NAME, kept):
         kept = [*_without_connection_headers(kept)]
@@ -103,7 +107,8 @@ def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
 
 
 def retry_after(headers: Sequence[Header]) -> int | None:
-    """Seconds of an answer's Retry-After; 1 where it is given as a date or makes no sense."""
+    """Return the seconds of an answer's Retry-After, 1 for a date or an invalid value, or None if
+    the answer has no Retry-After."""
     given = next((value for name, value in headers if name == b"retry-after"), None)
     if given is None:
         return None
@@ -118,7 +123,7 @@ def _client_request_id(headers: Sequence[Header]) -> str:
 
 
 def _without_connection_headers(headers: Sequence[Header]) -> Sequence[Header]:
-    """Without Connection headers and those that they nominate."""
+    """Return the headers without Connection and those that Connection names."""
     values = [value for name, value in headers if name == b"connection"]
     dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
     dropped.add(b"connection")
@@ -133,8 +138,11 @@ def leg_message(
     content: tuple[bytes | memoryview, bytes],
     form: bytes = b"",
 ) -> bytes:
-    """A whole request to an engine; `content` are the halves of its body. `form`: the type of one
-    that is no JSON."""
+    """Return a complete HTTP request for an engine.
+
+    `shared` are the header lines of `read_client_headers`, `content` the halves of the body. `form`
+    is the Content-Type of a body that is not JSON.
+    """
     if form:
         shared = b"content-type: %b\r\n%b" % (form, shared)
     start, end = content

@@ -19,10 +19,10 @@ from router.telemetry.record import Record
 from router.telemetry.token_usage import tokens_of
 
 LIMIT_PREFIX = b"x-ratelimit-"
-# What a request may ask for; the largest that is believed to be meant.
+# Fields for the length of an answer, and the largest length that counts as valid.
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_REQUESTED_TOKENS = 10**9
-# Of requests that came to nothing.
+# Requests with these outcomes use no tokens of the limits.
 UNCHARGED_OUTCOMES = frozenset(("refused", "failed", "engine_error"))
 
 
@@ -63,13 +63,13 @@ async def acquire_permit(
     key: ApiKey, tokens: int, authenticator: Authenticator, metrics: Metrics
 ) -> QuotaPermit:
     """Return a permit, which must be released. Raises RateLimitError."""
-    came = await authenticator.acquire(key, tokens)
-    if isinstance(came, QuotaDecision):
-        metrics.rate_limited.labels(key.name, came.refused).inc()
+    result = await authenticator.acquire(key, tokens)
+    if isinstance(result, QuotaDecision):
+        metrics.rate_limited.labels(key.name, result.refused).inc()
         raise RateLimitError(
-            _limit_message(key, came), came.refused, came.wait, limit_headers(came)
+            _limit_message(key, result), result.refused, result.wait, limit_headers(result)
         )
-    return came
+    return result
 
 
 def release_permit(request: Request, permit: QuotaPermit, authenticator: Authenticator) -> None:
@@ -81,8 +81,12 @@ def release_permit(request: Request, permit: QuotaPermit, authenticator: Authent
 
 
 def count_used_tokens(record: Record, estimate: int, asked: int, passed: int) -> int:
-    """Tokens, as engines told; where they did not, the prompt's as estimated, and as many as events
-    of the stream were passed on: a client that asks for no usage uses no less."""
+    """Return the tokens that a request has used.
+
+    Engines report them. Without a report, the prompt counts with its `estimate`, and the answer
+    with the number of its events (`passed`), or with the requested tokens (`asked`) if it was not
+    streamed. So a client that does not ask for usage is counted as well.
+    """
     is_untouched = record.prefill_started is None and record.decode_started is None
     if is_untouched or record.outcome in UNCHARGED_OUTCOMES:
         return 0
@@ -93,7 +97,7 @@ def count_used_tokens(record: Record, estimate: int, asked: int, passed: int) ->
 
 
 def requested_tokens(request: Request) -> int:
-    """Tokens that it may be answered with, 0 where it does not say."""
+    """Return the most tokens that the answer may have, or 0 if the request sets no limit."""
     body = request.body
     length = next(filter(None, map(_count, map(body.get, LENGTH_FIELDS))), 0)
     return min(length * (_count(body.get("n")) or 1), MAX_REQUESTED_TOKENS)
@@ -103,33 +107,33 @@ def _count(value: object) -> int:
     return value if type(value) is int and 0 < value <= MAX_REQUESTED_TOKENS else 0
 
 
-def limit_headers(verdict: QuotaDecision) -> list[Header]:
-    """As OpenAI documents them."""
-    told: list[Header] = []
-    for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
-        if standing is not None:
-            told += _headers_of(name, standing)
-    return told
+def limit_headers(decision: QuotaDecision) -> list[Header]:
+    """Return the x-ratelimit headers that OpenAI documents."""
+    headers: list[Header] = []
+    for name, status in (("requests", decision.requests), ("tokens", decision.tokens)):
+        if status is not None:
+            headers += _headers_of(name, status)
+    return headers
 
 
-def _headers_of(name: str, standing: LimitStatus) -> list[Header]:
-    said = {
-        "limit": str(standing.limit),
-        "remaining": str(standing.remaining),
-        "reset": format_duration(standing.reset),
+def _headers_of(name: str, status: LimitStatus) -> list[Header]:
+    values = {
+        "limit": str(status.limit),
+        "remaining": str(status.remaining),
+        "reset": format_duration(status.reset),
     }
-    return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in said.items()]
+    return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in values.items()]
 
 
-def _limit_message(key: ApiKey, verdict: QuotaDecision) -> str:
-    wait = f"Please try again in {format_duration(verdict.wait)}."
-    if verdict.refused == CONCURRENCY:
+def _limit_message(key: ApiKey, decision: QuotaDecision) -> str:
+    wait = f"Please try again in {format_duration(decision.wait)}."
+    if decision.refused == CONCURRENCY:
         return f"Rate limit reached: {key.concurrency} requests at once are running. {wait}"
-    standing = verdict.requests if verdict.refused == "requests" else verdict.tokens
-    assert standing is not None
+    status = decision.requests if decision.refused == "requests" else decision.tokens
+    assert status is not None
     return (
-        f"Rate limit reached on {verdict.refused} per minute: Limit {standing.limit}, "
-        f"Remaining {standing.remaining}. {wait}"
+        f"Rate limit reached on {decision.refused} per minute: Limit {status.limit}, "
+        f"Remaining {status.remaining}. {wait}"
     )
 
 

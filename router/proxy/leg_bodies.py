@@ -1,8 +1,8 @@
-"""What each leg is sent. Pure.
+"""The request bodies of the legs.
 
-What both engines must read alike, which is nearly all, is written once, from what was parsed: so
-they are sent the same prompt, whatever a strange body says twice. The few fields that are a leg's
-own come behind it.
+Both legs share nearly all fields. The router writes these once, from the parsed body, so both
+engines get the same prompt even if the client's body contains a field twice. The few fields of one
+leg follow the shared ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.proxy.prefill_answer import KvParams
 from router.proxy.request import KV_PARAMS, THRESHOLD, Body
 from router.proxy.resume_buffer import ResumeBuffer
 
-# What a prefiller needs to keep its blocks for a decoder (vLLM's NixlConnector).
+# Makes a prefill engine hold its blocks for a decode engine (vLLM's NixlConnector).
 PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -27,8 +27,10 @@ PREFILL_PARAMS = {
     "remote_host": None,
     "remote_port": None,
 }
-# Of the last turn's decoder, whose params then say where its blocks are (bidirectional mode).
+# Makes a prefill engine read retained KV as well, at the place that the last turn's params name
+# (vLLM's bidirectional mode).
 PULL_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
+# Fields that differ between the legs.
 LEG_FIELDS = frozenset(
     (
         "stream",
@@ -42,24 +44,25 @@ LEG_FIELDS = frozenset(
         KV_PARAMS,
     )
 )
-# An engine may have a threshold of its own for requests that name none.
+# Sent always, because an engine may have a default threshold.
 NO_THRESHOLD = b'"cache_hit_threshold":0'
-# One token, not streamed, once: the prefiller computes the prompt and keeps its blocks.
+# The prefill engine computes the prompt and one token.
 ONE_TOKEN = b'"max_tokens":1,"stream":false,' + NO_THRESHOLD
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
-# The token that it samples is the answer's first: so it is what the client would get.
+# Sent for a hand-over: the token of the prefill engine must be one that the client would get.
 MIN_ONE_TOKEN = b'"min_tokens":1'
 KEEP_BLOCKS = b'"kv_transfer_params":' + dumps(PREFILL_PARAMS)
-
-
-# Bytes of which a copy costs less than a view.
+# Up to this size, a copy costs less than a memoryview.
 MAX_COPIED_BYTES = 8192
-# The two halves of a body, which are put together once: with the head that goes before them.
+# The shared fields and those of the leg. `headers.leg_message` joins them with the request's head.
 BodyHalves = tuple[bytes | memoryview, bytes]
 
 
 class LegBodies:
-    """The bodies that one request becomes. Raises BadRequestError for what cannot be written."""
+    """The bodies of one request's legs.
+
+    Raises BadRequestError for a client's body that cannot be written as JSON.
+    """
 
     __slots__ = ("_comma", "_own", "_start", "_threshold")
 
@@ -72,7 +75,7 @@ class LegBodies:
         self._threshold = own.pop(THRESHOLD, None)
         self._own = own
         written = encode_body(body)
-        # Up to where a leg's own fields begin; not copied where it is large.
+        # The shared fields without the closing brace.
         self._start = written[:-1] if len(written) < MAX_COPIED_BYTES else memoryview(written)[:-1]
         self._comma = b"," if body else b""
 
@@ -83,9 +86,13 @@ class LegBodies:
         hands_over: bool = False,
         buffer: ResumeBuffer | None = None,
     ) -> BodyHalves:
-        """`last_turn` are a decoder's params: the prefiller pulls from there what it need not
-        compute. `hands_over`: a decoder is to go on from the token that it samples. `buffer`: of
-        what was said, which it computes like the prompt."""
+        """Return the body of a prefill leg.
+
+        `last_turn`: params of retained KV, which the prefill engine loads instead of computing it.
+        `transfer_id`: the id that both legs of a push share. `hands_over`: a decode engine is to
+        continue from the token that the prefill engine samples. `buffer`: generated tokens, which
+        the prefill engine computes as a part of the prompt.
+        """
         if buffer is not None:
             return self._with(self._going_on(buffer))
         fields = [ONE_TOKEN]
@@ -104,7 +111,8 @@ class LegBodies:
         return self._with(fields)
 
     def _going_on(self, buffer: ResumeBuffer) -> list[bytes]:
-        """What was said counts; one token more is sampled, and not used."""
+        """Return the fields for a prefill of generated tokens. These count for max_tokens. The one
+        token that the engine samples beyond them is not used."""
         most = buffer.num_tokens + 1
         fields = [b'"max_tokens":%d,"stream":false,%s' % (most, NO_THRESHOLD)]
         if MAX_COMPLETION_TOKENS in self._own:
@@ -114,8 +122,11 @@ class LegBodies:
     def decode(
         self, params: KvParams | None, threshold: float = 0.0, whole: bool = False
     ) -> BodyHalves:
-        """Return the body of a decode leg. `threshold` is the share of the prompt that the decode
-        engine must have cached; with 0 the engine must answer. `whole`: without streaming."""
+        """Return the body of a decode leg.
+
+        `threshold` is the share of the prompt that the decode engine must have in its cache; with 0
+        the engine must answer. With `whole` the answer is not streamed.
+        """
         own = self._own
         if whole:
             own = {**own, "stream": False}
@@ -125,7 +136,7 @@ class LegBodies:
         fields = [encode_body(own)[1:-1]] if own else []
         if not threshold:
             fields.append(NO_THRESHOLD)
-        else:  # as the client has written it, if it is the client's
+        else:  # an int stays an int if the client wrote one
             asked = self._threshold if self._threshold == threshold else threshold
             fields.append(b'"cache_hit_threshold":' + dumps(asked))
         if params is not None:
@@ -141,7 +152,7 @@ class LegBodies:
 
 
 class RawBody(LegBodies):
-    """A body that is not written anew."""
+    """A client's body that goes to the engine byte for byte."""
 
     __slots__ = ("_raw",)
 
@@ -157,7 +168,11 @@ def _field(name: str, value: Mapping[str, object]) -> bytes:
 
 
 def encode_body(content: Mapping[str, object]) -> bytes:
-    """Raises BadRequestError for what can be read but not written: nesting beyond 250 levels."""
+    """Return the content as JSON.
+
+    Raises BadRequestError for content that orjson can read but not write: nesting beyond 250
+    levels.
+    """
     try:
         return dumps(content)
     except orjson.JSONEncodeError as error:
@@ -165,7 +180,7 @@ def encode_body(content: Mapping[str, object]) -> bytes:
 
 
 def error_text(answer: bytes) -> str:
-    """What an engine's error object says, as ": text", or nothing."""
+    """Return the message of an engine's error answer as ": text", or "" if there is none."""
     try:
         error = orjson.loads(answer)["error"]
         message = error["message"]

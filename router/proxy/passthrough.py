@@ -1,7 +1,8 @@
-"""Endpoints that one engine answers alone: their requests are passed to it, and its answer back.
+"""Endpoints other than generation: one engine answers, and the router passes both bodies on.
 
-Which of them an engine has is its own matter: its 404 is the answer. A body that is JSON is read
-for its model, and loses what a client may not send; a form is not parsed, only searched for it.
+An engine that lacks such an endpoint answers 404, which the client gets. The router reads the model
+from the body. It removes the fields of a JSON body that clients may not send, and leaves a form as
+it is.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ PARAMETER = rb';[ \t]*([\w*-]+)=("(?:[^"\\]|\\.)*"|[^\s;"\\]*)[ \t]*'
 PARAMETERS = re.compile(PARAMETER)
 DISPOSITION = re.compile(rb"form-data[ \t]*(?:%b)*;?" % PARAMETER, re.IGNORECASE)
 LINE_BREAKS = re.compile(rb"^[ \t]|[\r\n]")
-# Of a form: the fields that it may have, and how long the head of one may be.
+# Limits of a form.
 MAX_FORM_FIELDS = 64
 MAX_FIELD_HEAD_BYTES = 4096
 
 
 async def read_json(request: Request, gateway: Gateway) -> None:
-    """Raises BadRequestError, UnsupportedTypeError."""
+    """Read the JSON body of a passed request. Raises BadRequestError, UnsupportedTypeError."""
     read_request(request, gateway.limits, None)
     request.alone, request.threshold = PASSED, 0.0
 
 
 async def read_form(request: Request, _: Gateway) -> None:
-    """Raises BadRequestError, UnsupportedTypeError."""
+    """Read the model from a form. Raises BadRequestError, UnsupportedTypeError."""
     exchange = request.exchange
     check_form(exchange.headers)
     kind = dict(exchange.headers)[b"content-type"]
@@ -60,8 +61,11 @@ async def read_form(request: Request, _: Gateway) -> None:
 
 
 def model_of_form(form: bytes, boundary: bytes) -> str | None:
-    """Of the field `model`. Raises BadRequestError for a form that an engine might read in another
-    way: whose model that is was asked of its key."""
+    """Return the value of the field `model`, or None if the form has no such field.
+
+    Raises BadRequestError for a form that an engine might parse in another way: the router checks
+    the API key's permission for this model.
+    """
     found = [form[start:end] for name, start, end in _fields(form, boundary) if name == b"model"]
     if len(found) > 1:
         raise _ambiguous_form("several fields are called model")
@@ -72,7 +76,7 @@ def model_of_form(form: bytes, boundary: bytes) -> str | None:
 
 
 def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, int]]:
-    """Their names, and where their values begin and end. Raises BadRequestError."""
+    """Yield for each field its name and the offsets of its value. Raises BadRequestError."""
     line = b"\r\n--" + boundary
     at = -2 if form.startswith(line[2:]) else form.find(line)
     if at == -1:
@@ -80,7 +84,7 @@ def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, i
     for _ in range(MAX_FORM_FIELDS + 1):
         start = at + len(line)
         after = form[start : start + 2]
-        if after in (b"--", b""):  # the end of it all
+        if after in (b"--", b""):  # the end of the form
             return
         if after != b"\r\n":
             raise _ambiguous_form("something follows a boundary")
@@ -97,14 +101,14 @@ def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, i
 
 
 def _name_in(head: bytes) -> bytes | None:
-    """Raises BadRequestError."""
+    """Return the name in the head of a field. Raises BadRequestError."""
     lines = head.split(b"\r\n")
     parts = [line.partition(b":") for line in lines]
-    said = [value.strip() for name, _, value in parts if name.lower() == b"content-disposition"]
+    found = [value.strip() for name, _, value in parts if name.lower() == b"content-disposition"]
     is_plain = not any(LINE_BREAKS.search(line) for line in lines)
-    if not is_plain or len(said) != 1 or not DISPOSITION.fullmatch(said[0]):
+    if not is_plain or len(found) != 1 or not DISPOSITION.fullmatch(found[0]):
         raise _ambiguous_form("a field has no Content-Disposition that is plain")
-    options = ((name.lower(), value) for name, value in PARAMETERS.findall(said[0]))
+    options = ((name.lower(), value) for name, value in PARAMETERS.findall(found[0]))
     named = [(name, value) for name, value in options if name.startswith(b"name")]
     if not named:
         return None

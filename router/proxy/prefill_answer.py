@@ -1,7 +1,7 @@
-"""What a prefiller's answer says.
+"""The answer of a prefill engine, and its KV transfer params.
 
-Its kv_transfer_params go to the decoder byte by byte as they came, whatever is in them: they grow
-with the prompt (a list of blocks, a hash for each), and nobody here needs most of it.
+The router sends the kv_transfer_params to the decode engine byte for byte. They grow with the
+prompt (a list of blocks, a hash for each), and the router itself needs little of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
 
 class KvParams(FrozenStruct, frozen=True):
-    """kv_transfer_params: `raw` is a JSON object, and not an empty one. `begins`: a decoder that
-    can is to go on from the tokens that they tell."""
+    """The kv_transfer_params of a leg."""
 
     raw: bytes
+    """A JSON object that is not empty."""
     continues_tokens: bool = False
+    """The decode engine is to continue from the tokens in the params, if it can."""
 
     @property
     def content(self) -> Body:
-        """Read when it is asked for; empty where it is JSON only to a lenient reader."""
+        """The parsed params; empty for what only a lenient JSON parser accepts."""
         content = _read(self.raw)
         return content if isinstance(content, dict) else {}
 
@@ -50,20 +51,22 @@ class KvParams(FrozenStruct, frozen=True):
 
     @property
     def has_prefix_proof(self) -> bool:
-        """The engine says by hashes which tokens its blocks hold, as ours do."""
+        """The params contain hashes that show which tokens the blocks hold (engine_ext)."""
         return self.mentions_prefix_proof and isinstance(self.content.get("prefix_proof"), dict)
 
     @property
     def fragment(self) -> orjson.Fragment:
-        """To be written as a part of a body."""
+        """The params as a part of a body that orjson writes."""
         return orjson.Fragment(self.raw)
 
     def with_retain(self) -> KvParams:
-        """The decoder is to keep its answer's KV; stock vLLM ignores the key."""
+        """Return params that ask the decode engine to retain the answer's KV. Stock vLLM ignores
+        the key."""
         return with_field(self, b'"retain":true')
 
     def without_retain(self) -> KvParams:
-        """Nobody will ask for it. Our decoders keep it where nothing is said, for other proxies."""
+        """Return params that ask the decode engine to retain nothing. Without the key, engine_ext
+        retains the KV, for the sake of other proxies."""
         return with_field(self, b'"retain":false')
 
     @property
@@ -72,12 +75,13 @@ class KvParams(FrozenStruct, frozen=True):
 
     @property
     def has_one_token(self) -> bool:
-        """In the form that was agreed on, and the prompt's before it."""
+        """The params contain exactly one generated token, and the ids of the prompt."""
         begun = read_generated_tokens(self.raw)
         return begun is not None and len(begun.output_token_ids) == TOKEN_ID_CHARS
 
     def without_generated_tokens(self) -> KvParams:
-        """For a decoder that cannot, or that reads ids in another way."""
+        """Return params for a decode engine that cannot continue from the tokens, or whose token
+        ids have another meaning."""
         content = {name: value for name, value in self.content.items() if name != "begun"}
         return KvParams(dumps(content))
 
@@ -101,16 +105,20 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class PrefillAnswer:
-    """A prefiller's answer: its params, if it gave any."""
+    """The answer of a prefill engine.
+
+    `params` is None if the engine sent none. `raw` is the whole answer until `keep_params`.
+    `is_whole_answer` is True if the one token of the engine ends the answer.
+    """
 
     __slots__ = ("_choices", "_usage", "is_whole_answer", "params", "raw")
 
     def __init__(self, answer: bytes) -> None:
-        """Raises BrokenAnswerError for what is no JSON object."""
+        """Raises BrokenAnswerError if `answer` is not a JSON object."""
         try:
             content = _decode(answer)
             given = bytes(content.kv_transfer_params)
-            given.decode()  # the one thing that was not looked at
+            given.decode()  # msgspec does not check the encoding of a raw value
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
@@ -120,13 +128,17 @@ class PrefillAnswer:
         self.is_whole_answer = False
 
     def keep_params(self) -> None:
-        """Forget all but the params, which alone are needed while a decoder answers."""
+        """Drop all but the params, so that a large answer is not held while a decode engine
+        answers."""
         self.raw = b""
         self._usage = self._choices = ABSENT
 
     def prepare_hand_over(self) -> str:
-        """Makes of what it has sampled the answer's beginning, or all of it (`is_all`), where it
-        can be. Says which, for the books."""
+        """Prepare the hand-over of the token that the engine has sampled.
+
+        The token becomes the first one of the answer, or the whole answer (`is_whole_answer`).
+        Return the metric label of the outcome.
+        """
         params, finish = self.params, finish_reason_of(bytes(self._choices))
         if params is None or not params.has_generated_tokens:
             return "not_told"
@@ -139,25 +151,25 @@ class PrefillAnswer:
 
     @property
     def is_empty(self) -> bool:
-        """It has neither KV to give nor an answer."""
+        """The answer contains neither KV transfer params nor choices."""
         return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in NOTHING
 
     @property
     def usage(self) -> bytes:
-        """As it came."""
+        """The usage as the engine has written it."""
         return bytes(self._usage)
 
     @property
     def prompt_tokens(self) -> int | None:
-        """How long the prompt was, if it says so."""
-        return prompt_tokens_of({"usage": self._said_usage()})
+        """The length of the prompt in tokens, if the engine reports it."""
+        return prompt_tokens_of({"usage": self._parsed_usage()})
 
     @property
     def cached_tokens(self) -> int | None:
-        """How much of it the prefiller had, if it says so."""
-        return cached_tokens_of({"usage": self._said_usage()})
+        """The prompt tokens that were in the engine's cache, if the engine reports them."""
+        return cached_tokens_of({"usage": self._parsed_usage()})
 
-    def _said_usage(self) -> object:
+    def _parsed_usage(self) -> object:
         return _read(bytes(self._usage))
 
 

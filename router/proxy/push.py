@@ -1,8 +1,8 @@
-"""Push: both legs at once, so that the prefiller writes its blocks into those of a waiting decoder.
+"""Push: both legs run at once, and the prefill engine writes its blocks into the decode engine.
 
-The decoder is told where the prefiller is before that has answered, so its coordinates must be
-known: from its identity page, or learned from an answer of its own. Engines match the two legs by
-`transfer_id`, or by an X-Request-Id that both share and nobody else has ever had.
+The decode engine needs the prefill engine's address before that engine has answered. The router
+knows the address from the engine's identity page, or from an earlier answer of the engine. Engines
+match the two legs by `transfer_id`, or by an X-Request-Id that no other request has had.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ RANK_HEADER = b"x-data-parallel-rank"
 
 
 class PushParams(NamedTuple):
-    """What the two legs of one attempt share. `pinned`: a header line for the prefiller, of which
-    one data-parallel rank is meant; `params` are the decoder's."""
+    """What the two legs of one attempt share."""
 
     leg_id: str
+    """The X-Request-Id of both legs."""
     transfer_id: str
     pinned: bytes
+    """The header line that selects a data-parallel rank of the prefill engine, or b""."""
     params: KvParams
+    """The KV transfer params of the decode leg."""
 
 
 def make_push(
     request: Request, prefiller: Engine, decoder: Engine, forced: bool
 ) -> PushParams | None:
-    """None where these two cannot, or nobody knows where the prefiller is."""
+    """Return what the legs of a push share, or None if the prefill engine's address is not known.
+
+    Unless `forced`, return None as well if not both engines support push.
+    """
     if not (
         forced or (prefiller.capabilities.supports_push and decoder.capabilities.supports_push)
     ):
@@ -52,14 +57,18 @@ def make_push(
         **at._asdict(),
     }
     if prefiller.capabilities.verifies_prefix:
-        # As its answer would show. Else the decoder takes it for a stock engine, which cannot be
-        # told that a turn is gone, and keeps each for its whole time, though it be to leave.
+        # Without this the decode engine takes the prefill engine for stock vLLM. It would then
+        # hold each retained turn until it expires, even while it drains.
         params["proves_prefix"] = True
     return PushParams(leg_id, transfer_id, pinned, KvParams(dumps(params)))
 
 
 def _choose_rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
-    """The client's choice, if it made one; else each rank in turn."""
+    """Return the address of a data-parallel rank and the header line that selects it.
+
+    The rank is the client's choice, or else each rank in turn. Return None if its address is not
+    known.
+    """
     ranks = prefiller.capabilities.rank_endpoints
     wanted = rank_chosen_by_client(request)
     if wanted is not None:

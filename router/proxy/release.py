@@ -1,14 +1,19 @@
-"""Frees a prefiller's blocks that no decoder will read, long before their lease ends.
+"""Releases KV that no engine will read, long before its lease ends.
 
-A decoder that has the request frees them itself when the request is aborted. But the client may
-leave, or the decoder fail, before the decoder has it. Then our prefillers are told at a page of
-their own: one hop, and no decoder is needed, which may be what has failed. Where that does not
-work, a decoder gets a small request. With one of our prefillers, whose params prove what they hold,
-it finds that this shares nothing with the prefilled prompt and tells the prefiller at once. Without
-proof it would read; so it is asked for a model that nobody serves, and when it rejects a request
-with kv_transfer_params it tells the prefiller too (vllm#41269). Told twice is told once.
+If a decode engine has the request and aborts it, the decode engine releases the blocks of the
+prefill engine itself. But the client may disconnect, or the decode engine fail, before the decode
+engine has the request. Then the router releases the blocks:
 
-A decoder that keeps a turn which nobody will pull is told so at the same page.
+1. A prefill engine with engine_ext has an endpoint for this. No decode engine is needed, which may
+   be the one that has failed.
+2. Otherwise a decode engine gets a small request with the params. If the params contain prefix
+   hashes, the decode engine finds that its prompt shares no prefix with the blocks, and releases
+   them at once. Without hashes it would read the blocks, so the request names a model that no
+   engine serves: an engine that rejects a request with kv_transfer_params releases the blocks too
+   (vllm#41269).
+
+A second release of the same blocks has no effect. Retained KV of a turn that no prefill engine will
+read is released by the same endpoint of the decode engine.
 """
 
 from __future__ import annotations
@@ -30,9 +35,9 @@ from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.proxy.run import Run
 from router.proxy.side_requests import one_token_body, send_side_request
 
-# Seconds that a prefiller whose request was given up may take to say that it had ended by then.
+# Seconds that a cancelled leg may take to return an answer that its engine had finished by then.
 LATE_ANSWER_TIMEOUT_S = 1.0
-# Seconds after which a decoder has read, tokenized and queued a request, even under load.
+# Seconds after which a decode engine has read, tokenized and queued a leg, even under load.
 LEG_ARRIVAL_TIME_S = 5.0
 RELEASE_PATH = "/disagg/release"
 RELEASE_MODEL = "disagg-router/released"
@@ -51,8 +56,12 @@ def release_unread(run: Run, params: KvParams | None, cause: BaseException | Non
 
 
 def _was_read(run: Run, params: KvParams) -> bool:
-    """A decoder's first byte shows it; its second token, where it was handed the first, which it
-    says before it has any KV. Where nobody counts, the prefiller knows."""
+    """Return True if the decode engine has certainly read the KV.
+
+    The first byte of an answer shows that. With a hand-over of the first token, the second token
+    shows it, because the decode engine sends the first one before it has any KV. If the tokens are
+    not counted, return False: the prefill engine knows whether its blocks were read.
+    """
     if run.request.record.first_byte is None:
         return False
     buffer = run.resume.buffer
@@ -60,14 +69,17 @@ def _was_read(run: Run, params: KvParams) -> bool:
 
 
 def _has_leg_arrived(request: Request) -> bool:
-    """Whether the decoder surely has the leg, so that its abort releases the prefiller."""
+    """Return True if the decode engine has the leg, so that its abort releases the blocks."""
     started = request.record.decode_started
     return started is not None and now() - started > LEG_ARRIVAL_TIME_S
 
 
 async def release_late_prefill(request: Request, gateway: Gateway, answer: EngineAnswer) -> None:
-    """The client left while a prefiller worked. It is told so by a half-closed connection; what it
-    had answered by then still comes, and names blocks that nobody will read. Never raises."""
+    """Cancel a prefill leg whose client has disconnected. Never raises an UpstreamError.
+
+    A half-closed connection tells the engine. If the engine had finished by then, its answer still
+    arrives and names the blocks to release.
+    """
     answer.half_close()
     try:
         async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
@@ -84,8 +96,11 @@ async def release_late_prefill(request: Request, gateway: Gateway, answer: Engin
 async def release_late_turn(
     request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer
 ) -> None:
-    """A decoder was left for another while it answered. It is told so by a half-closed connection;
-    what it had answered by then still comes, and at its end is what it keeps. Never raises."""
+    """Cancel a hedged decode leg of a turn that another leg has won. Never raises an UpstreamError.
+
+    A half-closed connection tells the engine. If the engine had finished by then, its answer still
+    arrives and names the retained KV to release.
+    """
     answer.half_close()
     try:
         async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
@@ -100,8 +115,11 @@ async def release_late_turn(
 
 
 async def release_prefill(request: Request, gateway: Gateway, name: str, params: KvParams) -> None:
-    """Tells the prefiller of that `name`, itself or through a decoder, that nobody will read. Never
-    raises. The params are held beyond their request, so they have to find room."""
+    """Release the KV at the prefill engine `name`. Never raises an UpstreamError.
+
+    The params outlive their request, so they need a reservation of memory for answers. Without room
+    for it the lease has to expire.
+    """
     reservation = Reservation(gateway.memory.answers)
     try:
         has_room = reservation.resize(len(params.raw))
@@ -112,8 +130,8 @@ async def release_prefill(request: Request, gateway: Gateway, name: str, params:
 
 
 async def _release_prefill(request: Request, gateway: Gateway, name: str, params: KvParams) -> str:
-    """Returns the outcome, as the metric has it."""
-    if params.has_generated_tokens:  # of which nobody here is to begin anything
+    """Return the outcome as a metric label."""
+    if params.has_generated_tokens:  # a decode engine must not continue from them
         params = params.without_generated_tokens()
     prefiller = gateway.fleet.find_alive(name)
     if prefiller is not None and params.has_prefix_proof:
@@ -135,7 +153,7 @@ async def _release_prefill(request: Request, gateway: Gateway, name: str, params
 
 
 def release_turn(request: Request, gateway: Gateway, entry: Entry) -> None:
-    """Nobody will pull this turn's KV: its decoder frees it before its time."""
+    """Release the retained KV of a turn at its decode engine, if the engine supports that."""
     decoder = gateway.fleet.find_alive(entry.decoder)
     if decoder is not None and decoder.capabilities.supports_release:
         gateway.tasks.spawn(_release_turn(request, gateway, decoder, entry.params))
@@ -147,7 +165,7 @@ async def _release_turn(request: Request, gateway: Gateway, decoder: Engine, par
 
 
 async def _send(request: Request, gateway: Gateway, engine: Engine, path: str, body: Body) -> int:
-    """The answer's status, 0 without one."""
+    """Send a side request and return the status of the answer, or 0 if there is none."""
     try:
         return (await send_side_request(request, engine, path, body, "release")).status
     except UpstreamError as error:
@@ -158,8 +176,9 @@ async def _send(request: Request, gateway: Gateway, engine: Engine, path: str, b
 def _decoders_to_release_with(
     request: Request, gateway: Gateway, group: str | None
 ) -> Sequence[Engine]:
-    """The one that was asked, which knows the prefiller already, unless that is what failed; and
-    another one. Nobody of a group that cannot read from the prefiller's `group`, if that is known.
+    """Return up to two decode engines that can release KV in a group (None: any group).
+
+    The request's own decode engine comes first, because it is connected to the prefill engine.
     """
     known = gateway.fleet.find_alive(request.record.decoder)
     able = [

@@ -1,4 +1,4 @@
-"""What of the last turn's KV one request may use, and at which prefiller: no I/O here."""
+"""Decides what a request may reuse of the KV that its conversation's last turn has left. No I/O."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from router.fleet.fleet import Fleet
 from router.proxy.request import Body
 from router.routing.load_policies import LoadBound
 
-# Differences that an engine finds by itself when it compares token hashes.
+# Reasons of a ReuseDecision that a prefill engine finds by itself when it compares prefix hashes.
 FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")
 
 
 class TurnOffer(FrozenStruct, frozen=True):
-    """What a prefiller is told to pull, None for nothing; the rest is for the books."""
+    """What a prefill engine may read of the last turn's KV."""
 
     outcome: str
     reason: str = ""
+    """Label values of the metric conversation_turns_total, as is `outcome`."""
     params: Body | None = None
+    """The KV transfer params that the engine gets, None if it may read nothing."""
 
     @property
     def tokens(self) -> int:
-        held = None if self.params is None else self.params.get("remote_num_tokens")
-        return held if type(held) is int and 0 < held <= MAX_COUNT else 0
+        """How many tokens of KV are offered."""
+        count = None if self.params is None else self.params.get("remote_num_tokens")
+        return count if type(count) is int and 0 < count <= MAX_COUNT else 0
 
 
 class TurnReuse(FrozenStruct, frozen=True):
-    """What recalling the last turn came to. `entry` and `verdict` are there together: a last turn
-    at a decoder that still has it. That is `decoder`, if it may be asked: one that is draining is
-    only read from, and the conversation goes on elsewhere. `unproven` is the setting
-    conversation_unproven."""
+    """What one request may use of its conversation's last turn.
+
+    `entry` and `decision` are set if a decode engine still has the KV of that turn. `decoder` is
+    that engine if it takes new requests; KV of a draining engine can still be read. `unproven` is
+    the setting conversation_unproven. `outcome` and `reason` are label values of a metric.
+    """
 
     turn: Turn
     unproven: str
@@ -49,18 +54,19 @@ class TurnReuse(FrozenStruct, frozen=True):
     entry: Entry | None = None
     decision: ReuseDecision | None = None
     group: str = ""
-    """Of the decoder that has it."""
+    """The group of the engine that has the KV."""
 
     def cached_share(self) -> float:
-        """About how much of this prompt the decoder has; 0 if it does not extend the last one."""
+        """Return the share of this prompt that the decode engine has in its cache, about; 0 if the
+        prompt does not extend the last turn."""
         if self.entry is None or self.decision is None:
             return 0
         extends = self.decision.match is ReuseMatch.HIT or self.decision.reason == "rendering"
         return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
 
     def rank_at(self, engine: Engine) -> int | None:
-        """Of the decoder's data-parallel ranks, by its own page, the one that has it: the others'
-        caches are of other conversations. None where there is but one."""
+        """Return the data-parallel rank of the engine that has the last turn in its cache, or None
+        if the engine has one rank only, or is another engine."""
         engine_id = None if self.entry is None else self.entry.engine_id
         if (
             engine is not self.decoder
@@ -72,7 +78,7 @@ class TurnReuse(FrozenStruct, frozen=True):
         return number if number in engine.capabilities.rank_endpoints else None
 
     def offer(self, prefiller: Engine) -> TurnOffer:
-        """What this prefiller may pull."""
+        """Return what this prefill engine may read of the last turn."""
         if self.entry is None or self.decision is None:
             return TurnOffer(self.outcome, self.reason)
         if prefiller.group != self.group:
@@ -83,7 +89,7 @@ class TurnReuse(FrozenStruct, frozen=True):
 
     def _offer(self, entry: Entry, decision: ReuseDecision, prefiller: Engine) -> TurnOffer:
         if entry.is_revocable and not prefiller.capabilities.verifies_prefix:
-            # It could not find out that the decoder has dropped the turn.
+            # The engine could not detect that the decode engine has dropped the turn.
             return TurnOffer(ReuseMatch.MISMATCH, "unproven")
         whole = decision.match is ReuseMatch.HIT
         proven = entry.has_prefix_hashes and prefiller.capabilities.verifies_prefix
@@ -97,12 +103,15 @@ class TurnReuse(FrozenStruct, frozen=True):
         return TurnOffer(match, decision.reason or "unproven", params)
 
 
-# The last turn's KV is used up, and was of no use.
+# The last turn's KV was read by a leg that failed, and can be read only once.
 SPENT_TURN = TurnOffer("failed")
 
 
 def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> TurnReuse:
-    """What recalling the last turn came to."""
+    """Return what a request may use of the turn's recalled entry.
+
+    `bound` limits the load up to which the decode engine of the last turn is preferred.
+    """
     entry = turn.entry
     if entry is None:
         return TurnReuse(turn, unproven, turn.recalled)
@@ -127,7 +136,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
 
 
 def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:
-    """Whether it still runs as it did when the last turn ended."""
+    """Return True if the engine has not restarted since the last turn ended."""
     known, then = decoder.capabilities.engine_id, entry.engine_id
     if known is not None and then is not None and known != strip_dp_rank(then):
         return False

@@ -1,9 +1,9 @@
-"""Makes engines that will work together known to each other before a user's request does.
+"""Connects pairs of engines before a user's request does (warm-up).
 
-The first KV that goes from one engine to another costs a handshake, seconds on real hardware. So a
-pair of which one is new gets a tiny request of the router's own, along both legs: a few random
-tokens, which no cache holds, and one token of answer. A pair that cannot be warmed is none the
-worse for it, and is not tried again: the first request to come pays, as it would have.
+The first KV transfer between two engines needs a handshake, which takes seconds on real hardware.
+So the router sends a small request of its own along both legs of each new pair: a prompt of random
+tokens, which no cache holds, and one token of answer. A pair is tried once. If its warm-up fails,
+the first request of the pair waits for the handshake, as it would without warm-ups.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ logger = logging.getLogger("disagg_router.fleet")
 
 T = TypeVar("T")
 LAZY, EAGER = "lazy", "eager"
-# Seconds between two looks at who is new; for one tiny request; and that an engine is kept back.
+# Seconds between two looks for new engines.
 SCAN_INTERVAL_S = 0.2
+# Seconds that one warm-up request may take.
 WARM_UP_TIMEOUT_S = 20.0
+# Seconds for which EAGER keeps client requests from a new engine at most.
 MAX_COLD_S = 30.0
-# Requests at once, and engines of the other role that a new one is made known to.
 MAX_CONCURRENT_WARM_UPS = 2
+# Engines of the other role with which a new engine is connected.
 MAX_PARTNERS = 64
-# Pairs that wait: what comes later than these would has met by itself.
+# Pairs that wait for their warm-up. Client requests connect further pairs in the meantime.
 MAX_WAITING_PAIRS = 4096
-# Of a prompt: more than two blocks of any usual size, with small ids that every vocabulary has.
+# The prompt: longer than two blocks of any usual size, of small ids that every vocabulary has.
 PROMPT_TOKENS = 260
 PROMPT_TOKEN_IDS = range(5, 200)
 ENDPOINT = "/v1/completions"
 
 
 class EngineLife(NamedTuple):
-    """An engine from when it was found healthy until it is lost, or becomes another."""
+    """An engine from the moment that it is found healthy until it is lost, or changes its role or
+    group."""
 
     engine: Engine
     lost_at: float
@@ -82,30 +85,35 @@ class EnginePair(NamedTuple):
 
     @property
     def can_pair(self) -> bool:
-        """As things are now: either may have become another while the pair waited."""
+        """KV may move between the engines as they are now. An engine may have changed its model."""
         prefiller, decoder = self.prefiller.engine, self.decoder.engine
         plays = prefiller.role.plays(PREFILL) and decoder.role.plays(DECODE)
         return plays and _can_pair(prefiller, decoder)
 
 
 class EngineWarmer:
-    """`mode`: LAZY warms the pairs of engines that come while the router runs. EAGER warms those of
-    all, and keeps requests from one that came until it is warm, as long as there is another one to
-    ask, and for LONGEST_COLD seconds at most."""
+    """Warms pairs of engines in the background.
+
+    Mode LAZY warms the pairs of engines that join while the router runs. Mode EAGER warms all pairs
+    and keeps client requests from an engine that joins until its pairs are warm, as long as other
+    engines are available, and for `max_cold_s` seconds at most.
+    """
 
     def __init__(self, gateway: Gateway, mode: str, max_cold_s: float = MAX_COLD_S) -> None:
         self._gateway = gateway
         self._mode = mode
         self._max_cold_s = max_cold_s
         self._random = Random()
+        # Engines whose pairs are warm, are being warmed or wait for it.
         self._met: set[EngineLife] = set()
         self._waiting: deque[EnginePair] = deque()
         self._running: dict[asyncio.Task[None], EnginePair] = {}
+        # Engines that get no client requests yet, and until which loop time.
         self._cold: dict[EngineLife, float] = {}
         self._first = frozenset(gateway.fleet.engines)
 
     async def run(self) -> None:
-        """Ends only when it is cancelled."""
+        """Warm new pairs until the task is cancelled."""
         looked_at = None
         try:
             while True:
@@ -116,15 +124,18 @@ class EngineWarmer:
                         await self._find_new_engines()
                     self._start_warm_ups()
                 except Exception:
-                    logger.exception("engines are not warmed")
+                    logger.exception("the warm-up of new engines failed")
                 await asyncio.sleep(SCAN_INTERVAL_S)
         finally:
             for task in self._running:
                 task.cancel()
 
     async def _find_new_engines(self) -> None:
-        """Who is new since the last look. Each is a task's step of its own: that a thousand come at
-        once must not keep requests waiting."""
+        """Find the engines that are new since the last call, and queue their pairs.
+
+        The loop runs other tasks after each engine, so that a thousand new engines do not delay
+        requests.
+        """
         engines = self._gateway.fleet.engines
         alive = {life for engine in engines if (life := _life_of(engine)).is_current}
         new, self._met = alive - self._met, self._met & alive
@@ -139,8 +150,8 @@ class EngineWarmer:
             await asyncio.sleep(0)
 
     def _new_partners(self, life: EngineLife) -> Iterable[EngineLife]:
-        """Of two that were there when the router started, and have not been lost since, it is taken
-        that they know each other."""
+        """Return the engines to which this one may not be connected yet. Two engines that were
+        there when the router started, and were not lost since, count as connected."""
         if not self._was_there(life):
             return self._met
         return [other for other in self._met if not self._was_there(other)]
@@ -159,7 +170,7 @@ class EngineWarmer:
             self._admit_warm_engines()
 
     def _admit_warm_engines(self) -> None:
-        """Those that are warm, or have waited long enough."""
+        """Send client requests to the engines that are warm, or have waited long enough."""
         pairs = [*self._waiting, *self._running.values()]
         left = Counter(life for pair in pairs for life in pair)
         for life, latest in list(self._cold.items()):
@@ -169,7 +180,7 @@ class EngineWarmer:
                     self._gateway.fleet.note_warm(life.engine)
 
     async def _warm(self, pair: EnginePair) -> None:
-        """Never raises, unless it is cancelled."""
+        """Warm a pair and count the outcome. Raises only CancelledError."""
         prefiller, decoder = pair.prefiller.engine, pair.decoder.engine
         started = now()
         try:
@@ -187,9 +198,7 @@ class EngineWarmer:
         else:
             outcome = "done"
             took = now() - started
-            logger.info(
-                "%s and %s know each other after %.2f s", prefiller.name, decoder.name, took
-            )
+            logger.info("warm-up of %s and %s took %.2f s", prefiller.name, decoder.name, took)
         self._gateway.metrics.warm_ups.labels(outcome).inc()
 
     async def _send_legs(self, prefiller: Engine, decoder: Engine) -> None:
@@ -207,7 +216,7 @@ class EngineWarmer:
                 body = run.bodies.decode(None if params is None else params.without_retain())
                 try:
                     if prefiller.group != decoder.group:
-                        raise BrokenAnswerError("they are not of one group any more")
+                        raise BrokenAnswerError("the engines are in different groups by now")
                     _require(await decode_leg(run, decoder, body))
                 except BaseException as cause:
                     release.release_unread(run, params, cause)
@@ -236,7 +245,7 @@ class EngineWarmer:
 
 
 class DiscardedExchange:
-    """An Exchange that nobody waits at the other end of."""
+    """An Exchange without a client: the answer is discarded."""
 
     endpoint = ENDPOINT
     headers: Sequence[Header] = ()
@@ -254,7 +263,7 @@ class DiscardedExchange:
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
-        """It asked for no stream."""
+        """Discard the answer. The request asks for no stream."""
         self.started = True
 
     async def finish(self, tail: bytes) -> None:
@@ -298,8 +307,8 @@ def _require(outcome: T | LegFailure | LegRefusal) -> T:
 
 
 def _pairs(life: EngineLife, partners: Iterable[EngineLife]) -> Iterable[EnginePair]:
-    """Of engines between which KV may go; those that have the most to do first, for they will meet
-    first."""
+    """Return the pairs of an engine with those partners to which KV may move. Busy partners come
+    first, because client requests would use these pairs first."""
     near = [other for other in partners if _can_pair(life.engine, other.engine)]
     near.sort(key=lambda other: (-other.engine.in_flight, other.engine.name))
     pairs: list[EnginePair] = []
@@ -316,7 +325,7 @@ def _can_pair(one: Engine, other: Engine) -> bool:
 
 
 def _shared_models(one: Engine, other: Engine) -> frozenset[str] | None:
-    """None: not known."""
+    """Return the models that both engines serve, or None if those of neither are known."""
     if one.models is None or other.models is None:
         return one.models or other.models
     return one.models & other.models
