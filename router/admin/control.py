@@ -24,14 +24,20 @@ from router.admin.desired_state import (
 )
 from router.auth.api_keys import Keyring
 from router.fleet.engine_spec import Intent
-from router.fleet.overrides import OVERRIDES_SOURCE, OperatorOverrides
-from router.fleet.sources.file import address_of, listed_in
+from router.fleet.reconcile import (
+    OVERRIDES_SOURCE,
+    OperatorOverrides,
+)
+from router.fleet.sources.file import (
+    address_of,
+    parse_entry,
+)
 from router.fleet.sources.source import SourceError
 from router.fleet.views import (
     EngineView,
     FleetView,
     GroupView,
-    is_informed,
+    has_all_listings,
     merge_engine_views,
     merge_group_views,
 )
@@ -121,7 +127,7 @@ class Control:
             return
         async with self._lock:
             views = await self._processes.publish(self.state)
-            if not is_informed(views):
+            if not has_all_listings(views):
                 return
             listed = {address_of(e.url) for e in merge_engine_views(views) if e.sources}
             overrides = self.state.overrides.pruned(listed)
@@ -148,7 +154,7 @@ class Control:
     async def add(self, entry: object) -> EngineView:
         """Add an engine. `entry` has the form of an entry of the engines file."""
         try:
-            listed = listed_in(entry)
+            listed = parse_entry(entry)
         except SourceError as error:
             raise AdminRequestError(400, str(error)) from None
         spec = listed.spec

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from pydantic import TypeAdapter
 
-from router.fleet.overrides import OperatorOverrides
+from router.fleet.reconcile import OperatorOverrides
 from router.settings import Settings
 
 STORE_KEY_SETTINGS = ("conversation_store_key", "conversation_store_key_file")

@@ -20,7 +20,10 @@ from router.admin.control import AdminRequestError, Control, EngineList, ReloadR
 from router.auth.credentials import Headers, has_bearer_token
 from router.fleet.engine_spec import EngineRole
 from router.fleet.sources.file import EngineFileEntry
-from router.fleet.views import EngineView, GroupView
+from router.fleet.views import (
+    EngineView,
+    GroupView,
+)
 from router.openai import fastapi_errors
 from router.openai.errors import error_body, type_of_status
 from router.settings import GROUP_NAME, MAX_GROUP_WEIGHT, SettingsError

@@ -23,7 +23,10 @@ from router.common.signature import ValueSigner
 from router.common.watched_file import WatchedFiles
 from router.conversations.signed_store import SignedStore
 from router.fleet.registry import EngineRegistry
-from router.fleet.views import FleetView, build_fleet_view
+from router.fleet.views import (
+    FleetView,
+    build_fleet_view,
+)
 from router.proxy.gateway import Gateway
 from router.settings import Settings
 from router.telemetry import logs

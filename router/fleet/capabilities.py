@@ -1,4 +1,4 @@
-"""What an engine's own answers have shown about it."""
+"""What an engine supports, from its identity page (GET /disagg/identity) and from its answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Answers that could have shown something and did not, before it is taken for absent.
-ENOUGH = 3
-RANKED = "_dp"
-DP_RANK = re.compile(RANKED + r"(\d{1,6})$")
+# After this many answers without evidence of a capability it counts as missing.
+MAX_ANSWERS_WITHOUT_EVIDENCE = 3
+DP_RANK_MARK = "_dp"
+DP_RANK = re.compile(DP_RANK_MARK + r"(\d{1,6})$")
 
 
 class RankEndpoint(NamedTuple):
-    """Where a rank of a prefiller takes registrations, in the words of kv_transfer_params."""
+    """Where a rank of a prefill engine takes registrations for push; fields of
+    kv_transfer_params."""
 
     remote_engine_id: str
     remote_host: str
@@ -24,82 +25,92 @@ class RankEndpoint(NamedTuple):
 
 
 def strip_dp_rank(engine_id: str) -> str:
-    """The id without the data-parallel rank that vLLM appends to it."""
-    return DP_RANK.sub("", engine_id) if RANKED in engine_id else engine_id
+    """Return the id without the data-parallel rank that vLLM appends to it."""
+    return DP_RANK.sub("", engine_id) if DP_RANK_MARK in engine_id else engine_id
 
 
 def dp_rank_of(engine_id: str) -> int | None:
-    """The data-parallel rank; None where there is but one."""
+    """Return the data-parallel rank; None for an engine without several ranks."""
     found = DP_RANK.search(engine_id)
     return None if found is None else int(found[1])
 
 
 @dataclass(slots=True)
 class EngineCapabilities:
-    """Forgotten when the engine is lost: another one may come back at its address.
+    """What is known of one engine process. The fleet replaces it when the engine is lost, because
+    another process may return at its address.
 
-    None means not known. Flows note what they see; the prober asks for the engine's own word (GET
-    /disagg/identity), which no answer overrules.
+    None means unknown. The engine's identity page takes precedence over evidence from answers.
     """
 
     engine_id: str | None = None
+    """The id in its kv_transfer_params, without the data-parallel rank."""
     verifies_prefix: bool = False
+    """It proves which prefix of a prompt its KV covers."""
     streams_kv_params: bool | None = None
+    """Its streams end with kv_transfer_params if the request asks for them."""
     supports_threshold: bool | None = None
+    """It knows `cache_hit_threshold` and rejects a request that would compute more."""
     supports_release: bool = False
-    """It has POST /disagg/release, which frees what it keeps for another engine."""
+    """It has POST /disagg/release, which frees KV that it holds for another engine."""
     is_identity_known: bool = False
+    """It has answered the request for its identity page, maybe with 404."""
     lists_capabilities: bool = False
+    """Its identity page lists capabilities."""
     lacks_turns: bool = False
-    """It has said so: it does not keep an answer's KV, nor pull another's."""
+    """It neither retains an answer's KV nor pulls another engine's: by its own page."""
     is_lack_logged: bool = False
-    """Of that the log has a line."""
+    """`lacks_turns` was logged."""
     transfer_modes: frozenset[str] | None = None
     compatibility: str = ""
-    """What two engines must have in common to read each other's KV: a hash of the model, how it is
-    laid out and the connector's version, and the version of our extension, where it has it. Empty
-    where it does not say, or its ranks differ."""
+    """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
+    the connector's version, plus the version of our extension if the engine has it. Empty if
+    unknown, or if the engine's ranks differ."""
     supports_push: bool = False
-    """It has said so."""
     supports_hand_over: bool = False
+    """It can hand over a first token that it sampled."""
     supports_resume: bool = False
-    """It goes on from what another has sampled."""
+    """It can continue an answer that another engine began."""
     reports_token_ids: bool = False
-    """Of a stream, the ids of the tokens that it says."""
+    """Its streams carry the ids of their tokens."""
     returns_preempted: bool = False
-    """It ends what it would have to preempt, for another to go on. All four: it has said so."""
+    """It returns an answer that it would have to preempt, for another engine to continue."""
     shares_kv_loads: bool = False
-    """Of several answers to one prompt it reads the remote KV once. It has said so."""
+    """It loads remote KV once for several answers to one prompt."""
     reports_load_failures: bool = False
-    """It says of a load that failed from whom, and why. It has said so."""
+    """It reports the source and the reason of a failed KV load."""
     render_hashes: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of what two engines must share for that: by the name of it."""
+    """Hashes of what engines must share to continue each other's answers, by its name."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
-    """For push: by data-parallel rank."""
-    _bare_streams: int = 0
-    _bare_accepts: int = 0
+    """By data-parallel rank."""
+    _streams_without_params: int = 0
+    _answers_without_share: int = 0
 
     def note_engine_id(self, params: dict[str, object]) -> None:
+        """Take the engine's id from the kv_transfer_params of its answer."""
         engine_id = params.get("remote_engine_id")
         self.engine_id = strip_dp_rank(engine_id) if isinstance(engine_id, str) else None
 
     def note_stream_params(self, has_params: bool) -> None:
-        """Whether a stream that was to bring params brought them."""
+        """A stream that was to end with kv_transfer_params has ended, with them or without."""
         if has_params:
-            self.streams_kv_params, self._bare_streams = True, 0
+            self.streams_kv_params, self._streams_without_params = True, 0
         elif self.streams_kv_params is None:
-            self._bare_streams += 1
-            if self._bare_streams >= ENOUGH:
+            self._streams_without_params += 1
+            if self._streams_without_params >= MAX_ANSWERS_WITHOUT_EVIDENCE:
                 self.streams_kv_params = False
 
     def note_threshold_rejected(self) -> None:
+        """The engine rejected a request because of its cache_hit_threshold."""
         self.supports_threshold = True
 
     def note_threshold_accepted(self, threshold: float, cached_share: float | None) -> bool:
-        """An engine that computed more than it was allowed to does not know the field.
+        """The engine accepted a request with this threshold. `cached_share` is the cached part of
+        the prompt, None if the answer did not report it.
 
-        Nor does one whose answers never tell how much that was: True when it is taken for that,
-        which may be wrong, if its cache had it all.
+        An engine that computed more than the threshold allows does not support it. Return True if
+        the engine is only assumed not to, because several answers did not report their share; this
+        is wrong if everything was cached.
         """
         if self.supports_threshold is not None:
             return False
@@ -107,55 +118,58 @@ class EngineCapabilities:
             if cached_share < threshold:
                 self.supports_threshold = False
             return False
-        self._bare_accepts += 1
-        if self._bare_accepts < ENOUGH:
+        self._answers_without_share += 1
+        if self._answers_without_share < MAX_ANSWERS_WITHOUT_EVIDENCE:
             return False
         self.supports_threshold = False
         return True
 
     def note_identity(self, identity: dict[str, object]) -> None:
-        capabilities = identity.get("capabilities")
-        if isinstance(capabilities, list | dict):
+        """Take what the identity page says, which may be anything."""
+        names = identity.get("capabilities")
+        if isinstance(names, list | dict):
             self.lists_capabilities = True
-            self.supports_threshold = "cache_hit_threshold" in capabilities
-            self.supports_release = "release" in capabilities
-            # Ours alone name what they prove; others' pages may know no turns by that name.
-            self.lacks_turns = "prefix_proof" in capabilities and "turns" not in capabilities
-            self.verifies_prefix = self.verifies_prefix or "prefix_proof" in capabilities
-            self.supports_hand_over = "hand_over" in capabilities
-            self.supports_resume = "begun" in capabilities
-            self.reports_token_ids = "tell_token_ids" in capabilities
-            self.shares_kv_loads = "shared_loads" in capabilities
-            self.returns_preempted = "hand_back" in capabilities
-            self.reports_load_failures = "load_failures" in capabilities
+            self.supports_threshold = "cache_hit_threshold" in names
+            self.supports_release = "release" in names
+            # Only our engines name prefix_proof; pages of others may not know the name "turns".
+            self.lacks_turns = "prefix_proof" in names and "turns" not in names
+            self.verifies_prefix = self.verifies_prefix or "prefix_proof" in names
+            self.supports_hand_over = "hand_over" in names
+            self.supports_resume = "begun" in names
+            self.reports_token_ids = "tell_token_ids" in names
+            self.shares_kv_loads = "shared_loads" in names
+            self.returns_preempted = "hand_back" in names
+            self.reports_load_failures = "load_failures" in names
             self.render_hashes = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
-            self._note_modes(mode for mode in modes if isinstance(mode, str))
+            self._set_transfer_modes(mode for mode in modes if isinstance(mode, str))
         if isinstance(ranks, list):
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
 
     def note_push_failed(self) -> None:
-        """A push failed: the prefiller may be another by now, somewhere else."""
+        """A push failed: another prefill engine may be at the address by now."""
         self.is_identity_known, self.rank_endpoints = False, {}
 
     def note_kv_params(self, params: Mapping[str, object]) -> None:
-        """What a prefiller's own kv_transfer_params say; they are newer than its page."""
+        """Take the kv_transfer_params of a prefill engine's answer, which are newer than its
+        identity page."""
         mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
         if isinstance(mode, str):
-            self._note_modes((mode,))
+            self._set_transfer_modes((mode,))
         if at is not None:
-            self.rank_endpoints = {**self.rank_endpoints, dp_rank_of(at.remote_engine_id) or 0: at}
+            rank = dp_rank_of(at.remote_engine_id) or 0
+            self.rank_endpoints = {**self.rank_endpoints, rank: at}
 
-    def _note_modes(self, modes: Iterable[str]) -> None:
+    def _set_transfer_modes(self, modes: Iterable[str]) -> None:
         self.transfer_modes = frozenset(modes)
         self.supports_push = "push" in self.transfer_modes
 
 
 def rank_endpoint_in(params: object) -> RankEndpoint | None:
-    """Of a dict that has them all, rightly typed."""
+    """Return the endpoint if `params` has all of its fields with the right types."""
     if not isinstance(params, Mapping):
         return None
     given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port")]
@@ -172,7 +186,7 @@ def _texts_in(given: object) -> dict[str, str]:
 
 
 def _compatibility_of(ranks: list[object], versions: object) -> str:
-    """Engines with two versions of our extension refuse each other."""
+    """Engines with different versions of our extension reject each other."""
     hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
     extension = _texts_in(versions).get("extension")
     match list(hashes):

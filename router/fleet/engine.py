@@ -1,4 +1,4 @@
-"""One engine: what it is, and three things that are not the same: health, intent and load."""
+"""One engine, with three independent kinds of state: its health, its intent and its load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.http_client.pool import CompleteAnswer, EnginePool
 
 
 class Health(StrEnum):
-    """What it does when it is asked."""
+    """The result of the last probes."""
 
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
@@ -22,44 +22,50 @@ class Health(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Mutated by its Fleet alone; flows count their legs with `in_flight`, and the estimated tokens
-    of these legs' prompts with `tokens_in_flight`. `admitted` are the requests that hold
-    a seat here (router.proxy.admission), whether their leg runs yet or not."""
+    """An engine. Only its Fleet changes it, apart from the load, which requests count."""
 
     spec: EngineSpec
     pool: EnginePool
+    """Its connections."""
     breaker: CircuitBreaker
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
     is_available: bool = False
-    """Nothing speaks against it."""
+    """Healthy, serving, and neither cold, cooling down nor behind an open circuit."""
     is_cold: bool = False
-    """It is new, and is being made known to others: see router.proxy.warmup."""
+    """New, while the router warms it up: see router.proxy.warmup."""
     is_cooling: bool = False
-    """It said that it has too much to do, and until when."""
+    """Overloaded, by its own answer (Retry-After)."""
     failed_recently: bool = False
-    """Other engines are preferred for a second: an engine that fails fast looks idle."""
+    """Other engines are preferred for a second, since an engine that fails fast looks idle."""
     reason: str = "not probed yet"
+    """Why the engine is not healthy."""
     failed_probes: int = 0
+    """Consecutive failed probes."""
     in_flight: int = 0
+    """Request legs that run on it."""
     tokens_in_flight: int = 0
+    """Estimated prompt tokens of these legs."""
     kv_leases: int = 0
-    """Requests whose KV waits here until a decoder has read it."""
+    """Requests whose KV it holds until a decode engine has read it."""
     admitted: int = 0
+    """Requests that hold a slot here (router.proxy.admission), with or without a running leg."""
     admitted_tokens: int = 0
+    """Estimated prompt tokens that it computes for them."""
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     models: frozenset[str] | None = None
-    """None: not known, so it is taken to serve every one."""
+    """None if unknown: the engine then counts as serving every model."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of prompt and answer together, of those models of which it has told."""
+    """Tokens of prompt and answer together, by model, as far as the engine reports them."""
     lost_at: float = 0.0
-    """Unix time when it was last found unhealthy: what it held before may be gone."""
+    """Unix time when it last became unhealthy: KV that it held before may be lost."""
     group: str = ""
-    """Its KV moves only within: as its source says, or else as it says itself."""
+    """KV moves only within a group, which the source or else the engine itself names."""
     compatibility: str = ""
-    """What it said last (see Learned), whether it lives or not: the dead move no other's group."""
+    """The last known EngineCapabilities.compatibility. It outlives a failure, so that a failed
+    engine does not change the groups of the others."""
     credential: str = ""
-    """An Authorization header's value for what the router itself asks."""
+    """The Authorization header for the router's own requests."""
     name: str = field(init=False)
     role: EngineRole = field(init=False)
 
@@ -69,16 +75,16 @@ class Engine:
         self.models = self.spec.models or None
 
     def update_spec(self, spec: EngineSpec) -> None:
-        """Another description of what listens at the same address."""
+        """Replace the description of the engine at this address."""
         if spec.models != self.spec.models:
-            self.models = spec.models or None  # what it said itself may be old by now
+            self.models = spec.models or None  # models that it reported itself may be outdated
         self.spec, self.role, self.group = spec, spec.role, spec.group
 
     async def get(
         self, path: str, deadline: float, limit: int, credential: str = ""
     ) -> CompleteAnswer:
-        """What it answers to GET, of at most `limit` bytes. `credential`: its caller's, where the
-        router has none of its own. Raises UpstreamError."""
+        """Return the answer to a GET request, of at most `limit` bytes. `credential` is the
+        client's, for a router without its own. Raises UpstreamError."""
         lines = [f"GET {path} HTTP/1.1", f"host: {self.name}"]
         if credential := self.credential or credential:
             lines.append(f"authorization: {credential}")
@@ -87,16 +93,16 @@ class Engine:
 
     @property
     def is_usable(self) -> bool:
-        """Requests may go there at all, if there is none better."""
+        """Requests may go there if no available engine is left."""
         return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits for anything of it: it may go, once it gets nothing new."""
+        """No request waits for it, so it can be removed if it gets no new ones."""
         return self.in_flight == 0 and self.kv_leases == 0
 
     def update_availability(self) -> None:
-        """Notes anew whether anything speaks against it: to be called after each change."""
+        """Recompute `is_available`: to be called after each change of the state."""
         self.is_available = (
             self.health is Health.HEALTHY
             and self.intent is Intent.SERVING

@@ -1,4 +1,4 @@
-"""What an engine is, as a source of engines says it: nothing of how it fares."""
+"""What an engine is according to a source, apart from its state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ class EngineRole(StrEnum):
 
 
 class Intent(StrEnum):
-    """What is wanted of an engine."""
+    """The desired state of an engine."""
 
     SERVING = "serving"
     DRAINING = "draining"
 
 
 PREFILL, DECODE, BOTH = EngineRole
-# The legs that a request may have.
+# The roles of the legs that a request may have.
 LEGS = (PREFILL, DECODE)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """`models` empty: those that the engine names itself. KV moves only within a `group`, and a
-    group gets requests by its engines' `weight`. `tls`: it is spoken to over that."""
+    """An engine as a source describes it.
+
+    `models` is empty if the engine itself reports its models. KV moves only within a `group`, which
+    gets requests in proportion to the `weight` of its engines. `tls`: connect over TLS.
+    """
 
     role: EngineRole
     address: Address
@@ -54,7 +57,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class ListedEngine:
-    """An engine as a source lists it."""
+    """An engine in the list of a source."""
 
     spec: EngineSpec
     intent: Intent = Intent.SERVING

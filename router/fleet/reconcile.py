@@ -1,28 +1,32 @@
-"""What several sources list, as one fleet; and how to come from what is there to what is wanted.
+"""From the lists of several sources and the overrides of operators to one fleet. Pure.
 
-Pure: sets in, a set of steps out.
+`merge_listings` combines the lists, `apply_overrides` puts the operators' wishes on top, and
+`reconcile` returns the changes from the present fleet to the wanted one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.settings import Address
 
 T = TypeVar("T")
+# The name of the source of engines that operators add.
+OVERRIDES_SOURCE = "admin"
 
 
 class MergedListing(NamedTuple):
-    """`conflicts` has a line for each engine of which two sources say what cannot both be."""
+    """`conflicts` has a line for each engine that two sources describe in contradictory ways."""
 
     engines: Mapping[Address, ListedEngine]
     conflicts: Sequence[str]
 
 
 class FleetChanges(NamedTuple):
-    """What has to be done. An engine is in one of these at most."""
+    """What has to be done. An engine is in at most one of the three."""
 
     join: Sequence[ListedEngine]
     leave: Sequence[Address]
@@ -32,79 +36,127 @@ class FleetChanges(NamedTuple):
         return any(self)
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorOverrides:
+    """What operators have set at run time: engines that they added, engines that they drain, and
+    the weights of groups. No address is added twice."""
+
+    added: tuple[EngineSpec, ...] = ()
+    draining: frozenset[Address] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def adds(self, address: Address) -> bool:
+        return any(spec.address == address for spec in self.added)
+
+    def with_engine(self, spec: EngineSpec) -> OperatorOverrides:
+        """Its address must not be added yet."""
+        assert not self.adds(spec.address)
+        return replace(self, added=(*self.added, spec))
+
+    def without_engine(self, address: Address) -> OperatorOverrides:
+        return replace(self, added=tuple(s for s in self.added if s.address != address))
+
+    def with_drain(self, address: Address) -> OperatorOverrides:
+        return replace(self, draining=self.draining | {address})
+
+    def without_drain(self, address: Address) -> OperatorOverrides:
+        return replace(self, draining=self.draining - {address})
+
+    def with_weight(self, group: str, weight: float) -> OperatorOverrides:
+        return replace(self, weights={**self.weights, group: weight})
+
+    def without_weight(self, group: str) -> OperatorOverrides:
+        left = {name: weight for name, weight in self.weights.items() if name != group}
+        return replace(self, weights=left)
+
+    def pruned(self, listed: Set[Address]) -> OperatorOverrides:
+        """Return the overrides without drains of engines that no source lists: another engine may
+        appear at such an address."""
+        return replace(self, draining=self.draining & listed)
+
+
 def reconcile(
-    there: Mapping[Address, ListedEngine], wanted: Mapping[Address, ListedEngine]
+    present: Mapping[Address, ListedEngine], wanted: Mapping[Address, ListedEngine]
 ) -> FleetChanges:
     return FleetChanges(
-        [listed for address, listed in wanted.items() if address not in there],
-        [address for address in there if address not in wanted],
+        [listed for address, listed in wanted.items() if address not in present],
+        [address for address in present if address not in wanted],
         [
             listed
             for address, listed in wanted.items()
-            if address in there and there[address] != listed
+            if address in present and present[address] != listed
         ],
     )
 
 
-def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> MergedListing:
-    """`listings` are what sources list, by their names, those first that count more.
+def apply_overrides(
+    listings: Iterable[tuple[str, Iterable[ListedEngine]]], overrides: OperatorOverrides
+) -> MergedListing:
+    """Merge the listings, before them the engines that operators added, and drain the engines that
+    operators drain, whatever the sources say."""
+    added = (OVERRIDES_SOURCE, map(ListedEngine, overrides.added))
+    engines, conflicts = merge_listings([added, *listings])
+    drained = {
+        address: replace(engines[address], intent=Intent.DRAINING)
+        for address in overrides.draining
+        if address in engines
+    }
+    return MergedListing({**engines, **drained}, conflicts)
 
-    An address is one engine, whoever lists it. It plays every role that is listed, and drains where
-    anybody says so, who knows more than those that do not. Of the rest, what a source says counts
-    before what is so by default, and then what the first one says.
+
+def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> MergedListing:
+    """Merge the lists of sources, given with the sources' names in the order of precedence.
+
+    An address is one engine, whichever sources list it. It plays all listed roles, and it drains if
+    any source says so. For each other property explicit values take precedence over defaults, and
+    then earlier sources over later ones.
     """
     engines: dict[Address, ListedEngine] = {}
     several: dict[Address, list[tuple[str, ListedEngine]]] = {}
-    whose: dict[Address, str] = {}
-    for name, listing in listings:
+    first_source: dict[Address, str] = {}
+    for source, listing in listings:
         for listed in listing:
             address = listed.address
             known = engines.setdefault(address, listed)
             if known is listed:
-                whose[address] = name
+                first_source[address] = source
             elif known != listed or address in several:
-                several.setdefault(address, [(whose[address], known)]).append((name, listed))
+                descriptions = several.setdefault(address, [(first_source[address], known)])
+                descriptions.append((source, listed))
     conflicts: list[str] = []
-    for address, said in several.items():
-        engines[address] = _one(address, said, conflicts)
+    for address, descriptions in several.items():
+        engines[address] = _merge_descriptions(address, descriptions, conflicts)
     return MergedListing(engines, sorted(conflicts))
 
 
-def _one(
-    address: Address, said: Sequence[tuple[str, ListedEngine]], conflicts: list[str]
+def _merge_descriptions(
+    address: Address, descriptions: Sequence[tuple[str, ListedEngine]], conflicts: list[str]
 ) -> ListedEngine:
-    specs = [(name, listed.spec) for name, listed in said]
-    roles = {spec.role for _, spec in specs}
-    drains = any(listed.intent is Intent.DRAINING for _, listed in said)
+    roles = {listed.spec.role for _, listed in descriptions}
+    drains = any(listed.intent is Intent.DRAINING for _, listed in descriptions)
 
-    def settled(what: str, default: T) -> T:
-        return _settled(address, what, default, specs, conflicts)
+    def choose(name: str, default: T) -> T:
+        given: list[tuple[str, Any]] = [
+            (source, value)
+            for source, listed in descriptions
+            if (value := getattr(listed.spec, name)) != default
+        ]
+        if not given:
+            return default
+        source, value = given[0]
+        chosen: T = value
+        if other := next((other for other, one in given if one != value), ""):
+            conflicts.append(
+                f"{address}: {source} and {other} disagree on its {name}: {source} wins"
+            )
+        return chosen
 
     spec = EngineSpec(
         roles.pop() if len(roles) == 1 else EngineRole.BOTH,
         address,
-        settled("models", frozenset()),
-        settled("group", DEFAULT_GROUP),
-        settled("weight", 1.0),
-        settled("tls", False),
+        choose("models", frozenset()),
+        choose("group", DEFAULT_GROUP),
+        choose("weight", 1.0),
+        choose("tls", False),
     )
     return ListedEngine(spec, Intent.DRAINING if drains else Intent.SERVING)
-
-
-def _settled(
-    address: Address,
-    what: str,
-    default: T,
-    specs: Sequence[tuple[str, EngineSpec]],
-    conflicts: list[str],
-) -> T:
-    given: list[tuple[str, Any]] = [
-        (name, value) for name, spec in specs if (value := getattr(spec, what)) != default
-    ]
-    if not given:
-        return default
-    name, first = given[0]
-    if other := next((other for other, value in given if value != first), ""):
-        conflicts.append(f"{address}: {name} and {other} list it with another {what}: {name} wins")
-    chosen: T = first
-    return chosen

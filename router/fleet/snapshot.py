@@ -1,23 +1,62 @@
-"""Which engines may be asked for which model, in one immutable picture.
+"""Which engines can read each other's KV, and which may serve which model.
 
-Made anew when something changes, which is seldom; read once by every request. The pools of a model
-are those of its groups: KV moves only between engines of one pool.
+`assign_groups` names the group of each engine. A source may do so. The engines whose source does
+not are grouped by the compatibility that they report (see EngineCapabilities): equal values are one
+group, named after the value, so that all routers use the same name and a group keeps its name when
+another one appears. Engines that report none, such as stock engines, belong to the only group there
+is. With two or more groups it is unknown which of them they could read, so they form their own.
+
+`build_snapshot` makes an immutable picture of the usable engines. It is made when something
+changes, which is rare, and read once by each request.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole
 
-MOST_KNOWN = 64
+# The characters of a compatibility value in a group's name, if that distinguishes the groups.
+SHOWN_CHARS = 8
+MAX_TUPLES = 64
+
+
+def assign_groups(engines: Iterable[Engine]) -> None:
+    unassigned: list[Engine] = []
+    values: set[str] = set()
+    for engine in engines:
+        if engine.spec.group != DEFAULT_GROUP:
+            continue
+        engine.compatibility = engine.capabilities.compatibility or engine.compatibility
+        if engine.compatibility:
+            values.add(engine.compatibility)
+        unassigned.append(engine)
+    names = _group_names(values)
+    other = next(iter(names.values())) if len(names) == 1 else DEFAULT_GROUP
+    for engine in unassigned:
+        engine.group = names.get(engine.compatibility, other)
+
+
+def _group_names(values: Set[str]) -> Mapping[str, str]:
+    """Return a name for each value; values with an equal beginning are distinguished by a hash."""
+    shown = {value: value[:SHOWN_CHARS] for value in values}
+    counts = Counter(shown.values())
+    names: dict[str, str] = {}
+    for value, start in shown.items():
+        names[value] = f"{DEFAULT_GROUP}-{start}"
+        if counts[start] > 1:
+            text = value.encode("utf-8", "surrogatepass")
+            names[value] += f"-{hashlib.blake2b(text, digest_size=8).hexdigest()}"
+    return names
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPool:
-    """Engines of one group that serve one model; either sequence may be empty, not both."""
+    """The engines of one group that serve one model. One of the roles may be empty."""
 
     group: str
     weight: float
@@ -30,33 +69,35 @@ class GroupPool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """The usable engines by model and group."""
+
     by_model: Mapping[str, Sequence[GroupPool]]
     any_model: Sequence[GroupPool]
-    """For a request that names no model."""
+    """For a request without a model."""
     unknown_models: Sequence[GroupPool]
-    """Of the engines whose models nobody knows: they may serve what no other does."""
+    """Engines whose models are unknown: they may serve models that no other engine serves."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
-    """Of a model: the longest context that one of its decoders has, if all have told."""
+    """By model, the longest context of its decode engines in tokens, if all have reported it."""
 
     def pools(self, model: object) -> Sequence[GroupPool]:
-        """Empty where nobody serves it, or nobody may be asked."""
+        """Return the pools for a request's model; empty if no usable engine serves it."""
         if not isinstance(model, str) or not model:
             return self.any_model
         return self.by_model.get(model, self.unknown_models)
 
 
 class EngineTuples:
-    """The same engines are the same tuple, in every model's pools and whenever they come back, so
-    that what a policy has worked out for a tuple is found by its identity."""
+    """Returns the same tuple object for the same engines, in the pools of all models and later on,
+    so that policies can recognize a set of engines by the identity of the tuple."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Engine, ...], tuple[Engine, ...]] = {}
 
-    def of(self, engines: Iterable[Engine]) -> tuple[Engine, ...]:
+    def get(self, engines: Iterable[Engine]) -> tuple[Engine, ...]:
         made = tuple(engines)
         known = self._known.pop(made, made)
-        self._known[known] = known  # the youngest is the last
-        if len(self._known) > MOST_KNOWN:
+        self._known[known] = known  # the last one is the most recently used
+        if len(self._known) > MAX_TUPLES:
             del self._known[next(iter(self._known))]
         return known
 
@@ -67,60 +108,56 @@ class EngineTuples:
 
 def build_snapshot(
     engines: Iterable[Engine],
-    members: EngineTuples | None = None,
+    tuples: EngineTuples | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """Without `members` nothing is compared with what was before. `weights` of groups count before
-    those of their engines."""
-    members, weights = members or EngineTuples(), weights or {}
-    wanted = [engine for engine in engines if engine.is_usable]
-    unnamed = [engine for engine in wanted if engine.models is None]
+    """Make a snapshot. `weights` of groups take precedence over the weights of their engines."""
+    tuples, weights = tuples or EngineTuples(), weights or {}
+    usable = [engine for engine in engines if engine.is_usable]
+    unknown = [engine for engine in usable if engine.models is None]
     serving: dict[str, list[Engine]] = {}
-    for engine in wanted:
+    for engine in usable:
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
     return Snapshot(
-        {model: _pools([*named, *unnamed], members, weights) for model, named in serving.items()},
-        _pools(wanted, members, weights),
-        _pools(unnamed, members, weights),
-        {} if unnamed else _contexts(serving),
+        {model: _pools([*named, *unknown], tuples, weights) for model, named in serving.items()},
+        _pools(usable, tuples, weights),
+        _pools(unknown, tuples, weights),
+        {} if unknown else _context_lengths(serving),
     )
 
 
-def _contexts(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
+def _context_lengths(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for model, engines in serving.items():
-        told = [e.context_lengths.get(model) for e in engines if e.role.plays(EngineRole.DECODE)]
-        known = [tokens for tokens in told if tokens is not None]
-        if known and len(known) == len(told):
+        decoders = [engine for engine in engines if engine.role.plays(EngineRole.DECODE)]
+        lengths = [engine.context_lengths.get(model) for engine in decoders]
+        known = [tokens for tokens in lengths if tokens is not None]
+        if known and len(known) == len(lengths):
             found[model] = max(known)
     return found
 
 
 def _pools(
-    engines: Sequence[Engine], members: EngineTuples, weights: Mapping[str, float]
+    engines: Sequence[Engine], tuples: EngineTuples, weights: Mapping[str, float]
 ) -> tuple[GroupPool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
         groups.setdefault(engine.group, []).append(engine)
-    return tuple(
-        _pool(group, found, members, weights.get(group)) for group, found in groups.items()
-    )
+    pools: list[GroupPool] = []
+    for group, members in groups.items():
+        prefillers = tuples.get(_best(members, EngineRole.PREFILL))
+        decoders = tuples.get(_best(members, EngineRole.DECODE))
+        weight = weights.get(group)
+        if weight is None:
+            weight = sum([engine.spec.weight for engine in decoders or prefillers])
+        pools.append(GroupPool(group, weight, prefillers, decoders))
+    return tuple(pools)
 
 
-def _pool(
-    group: str, found: Sequence[Engine], members: EngineTuples, weight: float | None
-) -> GroupPool:
-    prefillers = members.of(_best(found, EngineRole.PREFILL))
-    decoders = members.of(_best(found, EngineRole.DECODE))
-    if weight is None:
-        weight = sum([engine.spec.weight for engine in decoders or prefillers])
-    return GroupPool(group, weight, prefillers, decoders)
-
-
-def _best(found: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
-    """Those against which nothing speaks; else the healthy ones all the same; else those that were
-    not probed yet. A circuit or a word of "too much" never leaves a role with nobody to ask."""
-    able = [engine for engine in found if engine.role.plays(role)]
-    asked = [engine for engine in able if engine.is_available]
-    return asked or [engine for engine in able if engine.health is Health.HEALTHY] or able
+def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
+    """Return the available engines, or else the healthy ones, or else those not probed yet. So an
+    open circuit or an overload never leaves a role without any engine."""
+    able = [engine for engine in members if engine.role.plays(role)]
+    available = [engine for engine in able if engine.is_available]
+    return available or [engine for engine in able if engine.health is Health.HEALTHY] or able

@@ -15,29 +15,29 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-# Seconds.
-FIRST_PAUSE = 10.0
-LONGEST_PAUSE = 300.0
-# Pairs that are remembered, at most; the one that has failed longest ago makes room.
-MOST_PAIRS = 1024
+FIRST_PAUSE_S = 10.0
+MAX_PAUSE_S = 300.0
+# At most this many pairs are recorded. The pair with the oldest failure is dropped for a new one.
+MAX_PAIRS = 1024
 
 
 @dataclass(slots=True)
 class FailingPair:
     pause: float
+    """Seconds that the pair is avoided after a failure."""
     until: float
-    """When it may be tried again."""
+    """The time when it may be tried again."""
     is_tried: bool = False
-    """A request that began after a pause has it, and has not ended in a failure."""
+    """A request tries the pair after a pause, and has not failed yet."""
     keeps_prefiller: bool = False
-    """What became of the last request that the policies would have given to the pair."""
+    """Which engine the last avoiding request kept."""
 
 
 class UnreachablePairs:
-    """Names of engines: of the prefiller first. False while nothing has failed."""
+    """Pairs of names: the prefill engine's first. False while no pair has failed."""
 
-    def __init__(self, chance: Callable[[], float] = random.random) -> None:
-        self._random = chance
+    def __init__(self, random_share: Callable[[], float] = random.random) -> None:
+        self._random = random_share
         self._failing: dict[tuple[str, str], FailingPair] = {}
 
     def __bool__(self) -> bool:
@@ -48,43 +48,43 @@ class UnreachablePairs:
         return failing is not None and now < failing.until
 
     def keeps_prefiller(self, prefiller: str, decoder: str) -> bool:
-        """Of an avoided pair, every second request stays with the prefiller and the others with the
-        decoder, so that both go on working."""
+        """Decide which engine of an avoided pair a request keeps: in turn the prefill engine (True)
+        and the decode engine, so that both go on serving."""
         failing = self._failing[prefiller, decoder]
         failing.keeps_prefiller = not failing.keeps_prefiller
         return failing.keeps_prefiller
 
     def note_load_started(self, prefiller: str, decoder: str, now: float) -> None:
-        """A request is about to load. After a pause it is the one that tries."""
+        """A request is about to load KV. After a pause it is the one that tries the pair."""
         failing = self._failing.get((prefiller, decoder))
         if failing is not None and now >= failing.until:
             failing.until, failing.is_tried = now + failing.pause, True
 
     def record_failure(self, prefiller: str, decoder: str, now: float) -> float | None:
-        """The seconds to avoid the pair from now on; None where it is avoided already, and this
-        request was under way by then."""
+        """Return the seconds to avoid the pair; None if the pair is avoided already, since this
+        request had begun before."""
         failing = self._failing.pop((prefiller, decoder), None)
         if failing is not None and now < failing.until and not failing.is_tried:
             self._failing[prefiller, decoder] = failing
             return None
-        longer = FIRST_PAUSE if failing is None else min(2 * failing.pause, LONGEST_PAUSE)
+        longer = FIRST_PAUSE_S if failing is None else min(2 * failing.pause, MAX_PAUSE_S)
         pause = longer * (0.75 + self._random() / 2)
         self._failing[prefiller, decoder] = FailingPair(longer, now + pause)
-        if len(self._failing) > MOST_PAIRS:
+        if len(self._failing) > MAX_PAIRS:
             del self._failing[next(iter(self._failing))]
         return pause
 
     def record_success(self, prefiller: str, decoder: str) -> bool:
-        """True: the pair was avoided, and is not any more."""
+        """Return True if the pair had failed before and is cleared by this success."""
         return self._failing.pop((prefiller, decoder), None) is not None
 
     def forget(self, engine: str) -> None:
-        """It is gone, or another process by now."""
+        """Clear the pairs of an engine that was removed or lost."""
         for pair in [pair for pair in self._failing if engine in pair]:
             del self._failing[pair]
 
     def avoided(self, now: float) -> Iterator[tuple[str, str]]:
-        """May be asked from any thread."""
+        """Yield the pairs that are avoided. Safe in any thread."""
         for pair, failing in list(self._failing.items()):
             if now < failing.until:
                 yield pair

@@ -1,27 +1,27 @@
-"""What one process sees of engines and groups, and what several see together.
+"""What one router process knows of engines and groups, and how several views are combined.
 
-Counts add up; of all else the worst that any of them sees is what counts. These models are
-the admin API's answers, too.
+Counts add up; of any other property the worst value counts. The models are also the admin API's
+answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from router.fleet.circuit_breaker import CircuitState
+from router.fleet.consistency import count_groups
 from router.fleet.engine import Engine, Health
 from router.fleet.engine_spec import EngineRole, Intent
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import count_groups
 from router.fleet.registry import EngineRegistry
 
-# Which word counts where processes differ: the last one.
+# In the order of precedence where processes differ: the last one counts.
 HEALTHS = (Health.HEALTHY, Health.UNKNOWN, Health.UNHEALTHY)
 CIRCUITS = (CircuitState.CLOSED, CircuitState.HALF_OPEN, CircuitState.OPEN)
-Origin = Literal["admin", "settings", "engines"]
+WeightOrigin = Literal["admin", "settings", "engines"]
 
 
 class EngineView(BaseModel):
@@ -29,67 +29,71 @@ class EngineView(BaseModel):
     url: str
     role: EngineRole
     group: str
-    models: list[str] | None = Field(description="null: not known")
+    models: list[str] | None = Field(description="null: unknown")
     weight: float
     health: Health
     reason: str = Field(description="Why it is not healthy")
     intent: Intent
     cold: bool
-    cooling: bool = Field(False, description="It said that it has too much to do")
-    in_flight: int = Field(description="Legs that run")
-    tokens_in_flight: int = Field(description="Tokens of these legs' prompts, as estimated")
-    holding: int = Field(description="Requests whose KV waits there until a decoder has read it")
+    cooling: bool = Field(False, description="It reported an overload (Retry-After)")
+    in_flight: int = Field(description="Running request legs")
+    tokens_in_flight: int = Field(description="Estimated prompt tokens of these legs")
+    holding: int = Field(description="Requests whose KV it holds until a decode engine has read it")
     circuit: CircuitState
-    sources: list[str] = Field(description="Who lists it; nobody: it is on its way out")
-    drained: bool = Field(description="It gets nothing new, and nobody waits for anything of it")
+    sources: list[str] = Field(description="The sources that list it; empty: it is about to leave")
+    drained: bool = Field(description="It gets no new legs, and no request needs it")
 
 
 class GroupView(BaseModel):
     name: str
     weight: float
-    weighed_by: Origin
-    prefillers: int = Field(description="Engines that may be asked, as far as we know")
+    weighed_by: WeightOrigin
+    prefillers: int = Field(description="Usable engines")
     decoders: int
     complete: bool
 
 
 class FleetView(BaseModel):
-    """`is_informed`: each of its sources has told what it lists."""
+    """The view of one process. `has_all_listings`: each of its sources has sent a list."""
 
     engines: list[EngineView]
     groups: list[GroupView]
-    is_informed: bool
+    has_all_listings: bool
 
 
 def build_fleet_view(fleet: Fleet, registry: EngineRegistry) -> FleetView:
-    own = registry.overrides.weights
+    def origin(group: str) -> WeightOrigin:
+        if group in registry.overrides.weights:
+            return "admin"
+        return "settings" if group in fleet.group_weights else "engines"
+
     return FleetView(
-        engines=[_engine(engine, registry) for engine in fleet.engines],
+        engines=[_view_engine(engine, registry) for engine in fleet.engines],
         groups=[
             GroupView(
                 name=name,
                 weight=group.weight,
-                weighed_by=_origin(name in own, name in fleet.group_weights),
+                weighed_by=origin(name),
                 prefillers=group.prefillers,
                 decoders=group.decoders,
                 complete=group.is_complete,
             )
             for name, group in count_groups(fleet).items()
         ],
-        is_informed=registry.is_informed,
+        has_all_listings=registry.has_all_listings,
     )
 
 
 def merge_engine_views(views: Sequence[FleetView | None]) -> list[EngineView]:
-    """As all processes see them. One that does not answer may have legs anywhere, so then nobody
-    is drained."""
-    told = [view for view in views if view is not None]
+    """Combine the engines of all processes. A process that does not answer (None) may have legs at
+    any engine, so then no engine counts as drained."""
+    answered = [view for view in views if view is not None]
     found: dict[str, list[EngineView]] = {}
-    for view in told:
+    for view in answered:
         for engine in view.engines:
             found.setdefault(engine.name, []).append(engine)
-    engines = [_one_engine(seen) for seen in found.values()]
-    if len(told) == len(views):
+    engines = [_merge_engine(seen) for seen in found.values()]
+    if len(answered) == len(views):
         return engines
     return [engine.model_copy(update={"drained": False}) for engine in engines]
 
@@ -99,15 +103,15 @@ def merge_group_views(views: Sequence[FleetView | None]) -> list[GroupView]:
     for view in views:
         for group in () if view is None else view.groups:
             found.setdefault(group.name, []).append(group)
-    return [_one_group(seen) for seen in found.values()]
+    return [_merge_group(seen) for seen in found.values()]
 
 
-def is_informed(views: Sequence[FleetView | None]) -> bool:
-    """Every process answers, and knows all that there is to know."""
-    return all(view is not None and view.is_informed for view in views)
+def has_all_listings(views: Sequence[FleetView | None]) -> bool:
+    """Return True if every process has answered and has the lists of all sources."""
+    return all(view is not None and view.has_all_listings for view in views)
 
 
-def _engine(engine: Engine, registry: EngineRegistry) -> EngineView:
+def _view_engine(engine: Engine, registry: EngineRegistry) -> EngineView:
     spec = engine.spec
     return EngineView(
         name=engine.name,
@@ -130,38 +134,25 @@ def _engine(engine: Engine, registry: EngineRegistry) -> EngineView:
     )
 
 
-def _origin(is_own: bool, is_configured: bool) -> Origin:
-    if is_own:
-        return "admin"
-    return "settings" if is_configured else "engines"
-
-
-def _one_engine(seen: Sequence[EngineView]) -> EngineView:
+def _merge_engine(seen: Sequence[EngineView]) -> EngineView:
     worst = max(seen, key=lambda one: HEALTHS.index(one.health))
+    is_draining = all(one.intent is Intent.DRAINING for one in seen)
     return worst.model_copy(
         update={
-            "intent": Intent.DRAINING if _all(seen, Intent.DRAINING) else Intent.SERVING,
+            "intent": Intent.DRAINING if is_draining else Intent.SERVING,
             "cold": any(one.cold for one in seen),
             "cooling": any(one.cooling for one in seen),
             "in_flight": sum(one.in_flight for one in seen),
             "tokens_in_flight": sum(one.tokens_in_flight for one in seen),
             "holding": sum(one.holding for one in seen),
             "circuit": max((one.circuit for one in seen), key=CIRCUITS.index),
-            "sources": _union(one.sources for one in seen),
+            "sources": list(dict.fromkeys(name for one in seen for name in one.sources)),
             "drained": all(one.drained for one in seen),
         }
     )
 
 
-def _all(seen: Iterable[EngineView], intent: Intent) -> bool:
-    return all(one.intent is intent for one in seen)
-
-
-def _union(lists: Iterable[Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(name for names in lists for name in names))
-
-
-def _one_group(seen: Sequence[GroupView]) -> GroupView:
+def _merge_group(seen: Sequence[GroupView]) -> GroupView:
     return seen[0].model_copy(
         update={
             "weight": max(one.weight for one in seen),

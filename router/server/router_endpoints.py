@@ -14,7 +14,11 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import LEGS, EngineRole
-from router.fleet.probes import ANSWER_LIMIT, Model, models_in
+from router.fleet.probes import (
+    MAX_ANSWER_BYTES,
+    Model,
+    models_in,
+)
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
@@ -76,7 +80,7 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
 
 async def _ask_for_models(engine: Engine, shown: str) -> CompleteAnswer | None:
     try:
-        return await engine.get("/v1/models", now() + MODELS_TIMEOUT_S, ANSWER_LIMIT, shown)
+        return await engine.get("/v1/models", now() + MODELS_TIMEOUT_S, MAX_ANSWER_BYTES, shown)
     except UpstreamError:
         return None
 

@@ -53,5 +53,5 @@ def test_two_engines_with_one_engine_id_answer_right_and_it_is_told(
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         wait_for(lambda: "one engine_id at several engines" in status(), status)
-        assert "have one engine_id, copied" in router.log.read_text()
+        assert "have the same engine_id, copied" in router.log.read_text()
         decode(decoder, prompts[0], params)

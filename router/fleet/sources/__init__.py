@@ -1,1 +1,1 @@
-"""Where engines are known from: flags, a file, DNS, Kubernetes."""
+"""Sources of engines: flags, a file, DNS, Kubernetes. The interface is source.py."""

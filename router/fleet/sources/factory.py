@@ -1,41 +1,67 @@
-"""The sources that the settings name. What a source needs is imported when it is wanted."""
+"""Makes the sources that the settings name. A source's dependencies are imported when needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
+from router.fleet.sources.file import FileSource
 from router.fleet.sources.saved_listing import SavedListing
-from router.fleet.sources.source import EngineSource
-from router.settings import Settings, SettingsError
+from router.fleet.sources.source import (
+    EngineSource,
+    SourceReport,
+)
+from router.settings import Address, Settings, SettingsError, canonical
+
+
+class StaticSource:
+    """The engines of the flags, which never change."""
+
+    name = "flags"
+
+    def __init__(self, settings: Settings) -> None:
+        prefillers, decoders = _canonical(settings.prefillers), _canonical(settings.decoders)
+        roles = dict.fromkeys(prefillers, EngineRole.PREFILL)
+        for address in decoders:  # an engine that is named for both roles is one engine
+            roles[address] = EngineRole.BOTH if address in roles else EngineRole.DECODE
+        tls = frozenset(_canonical(settings.over_tls))
+        specs = (EngineSpec(role, at, tls=at in tls) for at, role in roles.items())
+        self.first = SourceReport(tuple(map(ListedEngine, specs)))
+
+    async def watch(self) -> AsyncGenerator[SourceReport, None]:
+        yield self.first
+
+
+def _canonical(addresses: Iterable[Address]) -> list[Address]:
+    return [Address(canonical(host), port) for host, port in addresses]
 
 
 def make_sources(settings: Settings, shared: Path | None = None) -> list[EngineSource]:
-    """Those that come first count more where two contradict each other. What they list is
-    remembered in the folder `shared` of several processes with the same settings. Raises
-    SettingsError."""
-    sources = [
-        *_flags(settings),
-        *_file(settings),
-        *_dns(settings),
-        *_kubernetes(settings),
-    ]
+    """Return the sources in the order of precedence. `shared` is a folder of several processes with
+    the same settings, in which their lists are saved. Raises SettingsError."""
+    sources: list[EngineSource] = []
+    if settings.prefillers or settings.decoders:
+        sources.append(StaticSource(settings))
+    if settings.engines_file is not None:
+        sources.append(FileSource(settings.engines_file))
+    sources += _dns_sources(settings)
+    sources += _kubernetes_sources(settings)
     if shared is None:
         return sources
     return [SavedListing(one, shared / f"source-{n}.json") for n, one in enumerate(sources)]
 
 
 def check_sources(settings: Settings) -> None:
-    """At start, an engines file that cannot be used is a mistake in the settings like any other:
-    later it is only trouble, since there are engines to go on with. Raises SettingsError."""
-    troubles = [source.first.problem for source in make_sources(settings)]
-    if problems := [f"--engines-file {trouble}" for trouble in troubles if trouble]:
-        raise SettingsError(problems)
+    """Check the sources at start. An engines file that cannot be used is then an error like any
+    other in the settings; later it is only a problem to report. Raises SettingsError."""
+    problems = [source.first.problem for source in make_sources(settings)]
+    if found := [f"--engines-file {problem}" for problem in problems if problem]:
+        raise SettingsError(found)
 
 
 def describe_sources(settings: Settings) -> list[str]:
-    """Where engines are looked for besides the flags."""
+    """Return where engines are discovered, apart from the flags."""
     found = [f"file {settings.engines_file}"] if settings.engines_file else []
     if names := [*settings.prefiller_dns, *settings.decoder_dns]:
         found.append(f"DNS {' '.join(dict.fromkeys(names))}")
@@ -44,27 +70,13 @@ def describe_sources(settings: Settings) -> list[str]:
     return found
 
 
-def _flags(settings: Settings) -> Iterator[EngineSource]:
-    from router.fleet.sources.static import StaticSource
-
-    if settings.prefillers or settings.decoders:
-        yield StaticSource(settings)
-
-
-def _file(settings: Settings) -> Iterator[EngineSource]:
-    from router.fleet.sources.file import FileSource
-
-    if settings.engines_file is not None:
-        yield FileSource(settings.engines_file)
-
-
-def _dns(settings: Settings) -> Iterator[EngineSource]:
+def _dns_sources(settings: Settings) -> Iterator[EngineSource]:
     if not (settings.prefiller_dns or settings.decoder_dns):
         return
     try:
         from router.fleet.sources.dns import DnsSource
     except ImportError as error:
-        raise _missing("--prefiller-dns and --decoder-dns", "dns", error) from None
+        raise _missing_extra("--prefiller-dns and --decoder-dns", "dns", error) from None
     for role, names in (
         (EngineRole.PREFILL, settings.prefiller_dns),
         (EngineRole.DECODE, settings.decoder_dns),
@@ -73,7 +85,7 @@ def _dns(settings: Settings) -> Iterator[EngineSource]:
             yield DnsSource(role, name)
 
 
-def _kubernetes(settings: Settings) -> Iterator[EngineSource]:
+def _kubernetes_sources(settings: Settings) -> Iterator[EngineSource]:
     selectors = {
         EngineRole.PREFILL: settings.kubernetes_prefill_selector,
         EngineRole.DECODE: settings.kubernetes_decode_selector,
@@ -84,7 +96,7 @@ def _kubernetes(settings: Settings) -> Iterator[EngineSource]:
         from router.fleet.sources.kubernetes import KubernetesSource
         from router.fleet.sources.pod_api import PodApi
     except ImportError as error:
-        raise _missing("--kubernetes-...-selector", "kubernetes", error) from None
+        raise _missing_extra("--kubernetes-...-selector", "kubernetes", error) from None
     for role, selector in selectors.items():
         if selector is not None:
             api = PodApi(settings.kubernetes_config, settings.kubernetes_namespace, selector)
@@ -92,7 +104,10 @@ def _kubernetes(settings: Settings) -> Iterator[EngineSource]:
             yield KubernetesSource(role, settings.kubernetes_port, api, scheme=scheme)
 
 
-def _missing(flags: str, extra: str, error: ImportError) -> SettingsError:
+def _missing_extra(flags: str, extra: str, error: ImportError) -> SettingsError:
     return SettingsError(
-        [f"{flags} need what is not installed ({error}): pip install 'disagg-router[{extra}]'"]
+        [
+            f"{flags} need a package that is not installed ({error}): "
+            f"pip install 'disagg-router[{extra}]'"
+        ]
     )

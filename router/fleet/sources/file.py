@@ -1,10 +1,10 @@
-"""Engines that a YAML file lists, read again and again.
+"""Engines in a YAML file, which is read repeatedly.
 
     engines:
       - {url: http://p1:8100, role: prefill, models: [m], group: blue, weight: 1}
       - {url: https://d1:8200, role: decode, draining: true}
 
-One that cannot be used changes nothing.
+A file that cannot be used changes nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from router.common.watched_file import (
 )
 from router.common.yaml_list import MissingListError, parse_yaml_list
 from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.sources.source import SourceError, SourceReport
+from router.fleet.sources.source import (
+    SourceError,
+    SourceReport,
+)
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
-PORTS = {"http": 80, "https": 443}
+DEFAULT_PORTS = {"http": 80, "https": 443}
 # About ten thousand engines.
-MOST_BYTES = 1024 * 1024
+MAX_FILE_BYTES = 1024 * 1024
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP_NAME.pattern}\Z")]
@@ -50,7 +53,7 @@ class EngineFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineFileContent(NamedTuple):
-    """`trouble` is why the content lists nothing that can be used."""
+    """A file's content and the engines in it; `problem` is why it has no usable list."""
 
     content: bytes
     listed: tuple[ListedEngine, ...] | None
@@ -58,11 +61,13 @@ class EngineFileContent(NamedTuple):
 
 
 class FileSource:
+    """The engines of a file that is read every `interval` seconds."""
+
     def __init__(self, path: Path, interval: float = POLL_INTERVAL_S) -> None:
         self.name = "file"
         self._path = path
         self._interval = interval
-        self._read: EngineFileContent | None = None
+        self._content: EngineFileContent | None = None
         self._reading: asyncio.Task[EngineFileContent] | None = None
         self.first = self._report(lambda: read(path, None))
 
@@ -72,32 +77,36 @@ class FileSource:
             yield await self._look()
 
     async def _look(self) -> SourceReport:
-        """In a thread: a file's disk may be slow, or far away and gone."""
+        """Read in a thread: the file may be on a slow or unreachable disk."""
         if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._read))
+            self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._content))
         done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
         if not done:
             return SourceReport(None, f"{self._path}: cannot be read within {READ_TIMEOUT_S:g} s")
         reading, self._reading = self._reading, None
         return self._report(reading.result)
 
-    def _report(self, reading: Callable[[], EngineFileContent]) -> SourceReport:
+    def _report(self, result: Callable[[], EngineFileContent]) -> SourceReport:
         try:
-            self._read = reading()
+            self._content = result()
         except SourceError as error:
             return SourceReport(None, f"{self._path}: {error}")
-        _, listed, trouble = self._read
-        return SourceReport(listed, f"{self._path}: {trouble}" if trouble else "")
+        _, listed, problem = self._content
+        return SourceReport(listed, f"{self._path}: {problem}" if problem else "")
 
 
 def read(path: Path, before: EngineFileContent | None) -> EngineFileContent:
-    """What the file says; `before` itself, if it says the same. Raises SourceError."""
+    """Return the file's content; `before` itself if it is unchanged. Raises SourceError."""
+
+    def read_once() -> bytes:
+        return read_regular_file(path, MAX_FILE_BYTES)
+
     try:
-        content = _content(path)
-        if before is not None and content == before.content:
-            return before
+        content = read_once()
         if before is not None:
-            content = read_until_settled(lambda: _content(path), content)
+            if content == before.content:
+                return before
+            content = read_until_settled(read_once, content)
     except UnreadableError as error:
         raise SourceError(str(error)) from None
     try:
@@ -107,12 +116,17 @@ def read(path: Path, before: EngineFileContent | None) -> EngineFileContent:
 
 
 def parse(content: bytes) -> tuple[ListedEngine, ...]:
-    """Raises SourceError, which names the first thing that is wrong."""
-    entries = _entries(content)
+    """Return the engines of a file. Raises SourceError, which names the first error."""
+    try:
+        entries = parse_yaml_list(content, "engines")
+    except MissingListError as error:
+        raise SourceError(str(error)) from None
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise SourceError(_one_line(error)) from None
     listed: dict[Address, ListedEngine] = {}
     for number, entry in enumerate(entries, 1):
         try:
-            one = listed_in(entry)
+            one = parse_entry(entry)
         except SourceError as error:
             raise SourceError(f"engine {number}: {error}") from None
         if one.address in listed:
@@ -121,53 +135,34 @@ def parse(content: bytes) -> tuple[ListedEngine, ...]:
     return tuple(listed.values())
 
 
-def listed_in(entry: object) -> ListedEngine:
-    """What one entry lists. Raises SourceError."""
+def parse_entry(content: object) -> ListedEngine:
+    """Return the engine of one entry. Raises SourceError."""
     try:
-        return _listed(msgspec.convert(entry, EngineFileEntry))
+        entry = msgspec.convert(content, EngineFileEntry)
+        if not (math.isfinite(entry.weight) and 0 <= entry.weight <= MAX_GROUP_WEIGHT):
+            raise ValueError(f"weight: not a number from 0 to {MAX_GROUP_WEIGHT:g}")
+        address, models = address_of(entry.url), frozenset(entry.models)
     except (msgspec.ValidationError, ValueError) as error:
-        raise SourceError(_line(error)) from None
-
-
-def _content(path: Path) -> bytes:
-    """Raises UnreadableError."""
-    return read_regular_file(path, MOST_BYTES)
-
-
-def _entries(content: bytes) -> list[object]:
-    """Raises SourceError."""
-    try:
-        return parse_yaml_list(content, "engines")
-    except MissingListError as error:
-        raise SourceError(str(error)) from None
-    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
-        raise SourceError(_line(error)) from None
-
-
-def _listed(entry: EngineFileEntry) -> ListedEngine:
-    """Raises ValueError."""
-    if not (math.isfinite(entry.weight) and 0 <= entry.weight <= MAX_GROUP_WEIGHT):
-        raise ValueError(f"weight: not a number from 0 to {MAX_GROUP_WEIGHT:g}")
-    address, models = address_of(entry.url), frozenset(entry.models)
+        raise SourceError(_one_line(error)) from None
     tls = entry.url.startswith(TLS_SCHEME)
     spec = EngineSpec(entry.role, address, models, entry.group, entry.weight, tls)
     return ListedEngine(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
 
 
 def address_of(url: str) -> Address:
-    """Of a URL that is scheme, host and port and nothing else. Raises ValueError."""
-    wrong = ValueError(f"url: {_line(repr(url))} is not as in http://host:8100")
+    """Return the address in a URL of only scheme, host and port. Raises ValueError."""
+    wrong = ValueError(f"url: {_one_line(repr(url))} is not of the form http://host:8100")
     try:
         parts = urlsplit(url)
-        usual = PORTS.get(parts.scheme, 0)
-        host, port = parts.hostname or "", usual if parts.port is None else parts.port
+        default = DEFAULT_PORTS.get(parts.scheme, 0)
+        host, port = parts.hostname or "", default if parts.port is None else parts.port
     except ValueError:
         raise wrong from None
     rest = parts.path.strip("/"), parts.query, parts.fragment, "@" in parts.netloc
-    if parts.scheme not in PORTS or any(rest) or not url.isascii() or not url.isprintable():
+    if parts.scheme not in DEFAULT_PORTS or any(rest) or not url.isascii():
         raise wrong
     is_host = ":" in host if "[" in parts.netloc else HOST_NAME.fullmatch(host)
-    if not is_host or not 0 < port < 65536 or "?" in url or "#" in url:
+    if not is_host or not 0 < port < 65536 or "?" in url or "#" in url or not url.isprintable():
         raise wrong
     try:
         return Address(canonical(host), port)
@@ -175,6 +170,6 @@ def address_of(url: str) -> Address:
         raise wrong from None
 
 
-def _line(what: object) -> str:
+def _one_line(what: object) -> str:
     text = str(what).replace('in "<byte string>", ', "in ")
     return textwrap.shorten(" ".join(text.split()), 300)

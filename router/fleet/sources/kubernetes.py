@@ -1,8 +1,8 @@
-"""Engines that are pods: listed, watched from there, and listed again whenever that cannot go on.
+"""Engines that are pods: listed, then watched, and listed again whenever the watch breaks off.
 
-A watch alone is not enough. After a gap it tells what is there and not what has gone, so only a new
-list removes who was deleted unseen; and where nothing is heard, the list finds out whether there is
-nothing to hear. While the API server is away, the pods known last are the engines.
+A watch alone is not enough. After a gap it reports which pods exist but not which were deleted, so
+only a new list removes those; and when a watch is quiet, the list finds out whether it is broken.
+While the API server cannot be reached, the last known pods are the engines.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from router.fleet.engine_spec import EngineRole, Intent, ListedEngine
-from router.fleet.sources.backoff import Backoff
-from router.fleet.sources.pod_api import PodChange, VersionExpiredError
+from router.fleet.sources.pod_api import (
+    PodChange,
+    VersionExpiredError,
+)
 from router.fleet.sources.pod_engines import Pod, PodEngine, read_pod
-from router.fleet.sources.source import SourceError, SourceReport
+from router.fleet.sources.source import (
+    Backoff,
+    SourceError,
+    SourceReport,
+)
 from router.settings import Address
 
-# Watches, one after the other, until all is listed anew: ten minutes, if nothing goes wrong.
-ROUNDS = 10
-# Seconds after which a watch is no failure, whatever ends it.
-STEADY = 5.0
-MOST_TOLD = 3
+# Successive watches until the next list: ten minutes, if nothing fails.
+WATCHES_PER_LIST = 10
+# A watch that lasted this long is no failure, whatever ended it.
+MIN_WATCH_S = 5.0
+MAX_REPORTED_PODS = 3
 
 
 class PodLister(Protocol):
-    """Where pods are asked for: PodApi."""
+    """The part of PodApi that KubernetesSource uses."""
 
     async def list_all(self) -> tuple[list[Pod], str]: ...
 
@@ -39,13 +45,16 @@ class PodLister(Protocol):
 
 
 class KubernetesSource:
+    """The engines of one role. `port` (a number or a name) and `scheme` are the defaults for pods
+    without annotations."""
+
     def __init__(
         self,
         role: EngineRole,
         port: str,
         api: PodLister,
-        steady: float = STEADY,
-        chance: Callable[[], float] = random.random,
+        min_watch: float = MIN_WATCH_S,
+        random_share: Callable[[], float] = random.random,
         scheme: str = "http",
     ) -> None:
         self.name = f"kubernetes:{role}"
@@ -54,9 +63,9 @@ class KubernetesSource:
         self._port = port
         self._scheme = scheme
         self._api = api
-        self._steady = steady
-        self._backoff = Backoff(chance)
-        self._seen: dict[str, PodEngine] = {}
+        self._min_watch = min_watch
+        self._backoff = Backoff(random_share)
+        self._pods: dict[str, PodEngine] = {}
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
         try:
@@ -66,7 +75,7 @@ class KubernetesSource:
                         async for report in reports:
                             yield report
                 except VersionExpiredError:
-                    await sleep(self._backoff.next())  # as happens when much changes
+                    await sleep(self._backoff.next())  # normal when much changes
                 except SourceError as error:
                     yield SourceReport(None, str(error))
                     await sleep(self._backoff.next())
@@ -74,47 +83,48 @@ class KubernetesSource:
             await self._api.close()
 
     async def _follow(self) -> AsyncGenerator[SourceReport, None]:
-        """Until all has to be listed again. Raises SourceError."""
+        """List the pods and watch them until they have to be listed again. Raises SourceError."""
         pods, version = await self._api.list_all()
-        self._seen = {pod.metadata.name: self._look(pod) for pod in pods}
+        self._pods = {pod.metadata.name: self._read(pod) for pod in pods}
         yield self._report()
-        for _ in range(ROUNDS):
+        for _ in range(WATCHES_PER_LIST):
             began = time.monotonic()
             async with contextlib.aclosing(self._api.watch(version)) as arriving:
                 async for changes in arriving:
                     version = changes[-1].version or version
-                    taken = [self._takes(change) for change in changes]
-                    if any(taken):
+                    effects = [self._apply(change) for change in changes]
+                    if any(effects):
                         yield self._report()
-            if time.monotonic() - began < self._steady:
-                raise SourceError("the API server ends a watch as soon as it has begun")
+            if time.monotonic() - began < self._min_watch:
+                raise SourceError("the API server ends each watch at once")
             self._backoff.reset()
             yield self._report()
 
-    def _takes(self, change: PodChange) -> bool:
-        """Whether anything is different by that."""
+    def _apply(self, change: PodChange) -> bool:
+        """Return True if the change concerns an engine."""
         if change.pod is None:
             return False
         name, none = change.pod.metadata.name, PodEngine(None)
-        before = self._seen.pop(name, none)
-        after = none if change.is_deleted else self._look(change.pod)
+        before = self._pods.pop(name, none)
+        after = none if change.is_deleted else self._read(change.pod)
         if after != none:
-            self._seen[name] = after
+            self._pods[name] = after
         return after != before
 
-    def _look(self, pod: Pod) -> PodEngine:
+    def _read(self, pod: Pod) -> PodEngine:
         return read_pod(pod, self._role, self._port, self._scheme)
 
     def _report(self) -> SourceReport:
-        troubles = sorted(one.problem for one in self._seen.values() if one.problem)
-        more = [f"and {len(troubles) - MOST_TOLD} more"] if len(troubles) > MOST_TOLD else []
-        listed = [one.listed for one in self._seen.values() if one.listed is not None]
-        return SourceReport(distinct(listed), "; ".join([*troubles[:MOST_TOLD], *more]))
+        problems = sorted(one.problem for one in self._pods.values() if one.problem)
+        if (num_more := len(problems) - MAX_REPORTED_PODS) > 0:
+            problems = [*problems[:MAX_REPORTED_PODS], f"and {num_more} more"]
+        listed = [one.listed for one in self._pods.values() if one.listed is not None]
+        return SourceReport(distinct(listed), "; ".join(problems))
 
 
 def distinct(listed: Iterable[ListedEngine]) -> tuple[ListedEngine, ...]:
-    """One for each address: an address that is given anew may still be named by the pod that had it
-    before, and that is the one which drains."""
+    """Return one engine per address. A reused address may still be listed by its former pod, which
+    is the draining one."""
     found: dict[Address, ListedEngine] = {}
     for one in listed:
         before = found.setdefault(one.address, one)

@@ -1,8 +1,8 @@
 """Pods from a Kubernetes API server: listed in pages, then watched from there.
 
-lightkube finds the cluster and proves who we are: service account or kubeconfig, tokens that are
-replaced, programs that make them. The two questions are ours: its own watch goes on after a gap
-without what was deleted meanwhile, and reads all of every pod.
+lightkube finds the cluster and authenticates: service account or kubeconfig, replaced tokens,
+credential plugins. List and watch are implemented here, since lightkube's own watch continues after
+a gap without the pods that were deleted meanwhile, and parses every field of every pod.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
 from router.fleet.sources.pod_engines import Pod
-from router.fleet.sources.source import SourceError, line_of
+from router.fleet.sources.source import (
+    SourceError,
+    one_line,
+)
 from router.settings import SettingsError
 
-# Pods in one answer: about a megabyte, which is read in a few milliseconds.
-PAGE = 100
-MOST_PAGES = 200
-MOST_BYTES = 64 * 1024 * 1024
-LONGEST_LINE = 4 * 1024 * 1024
-# Seconds for one page, and for the first word of a watch.
-PATIENCE = 10.0
-# Seconds that a watch lives before the server ends it, and that we wait beyond that: a connection
-# whose other end is gone without a word looks like pods that do not change.
-LIFE, GRACE = 60, 5.0
-UNHURRIED = httpx2.Timeout(PATIENCE, read=None)
-GONE = 410
+# One page is about a megabyte, which takes a few milliseconds to parse.
+PAGE_SIZE = 100
+MAX_PAGES = 200
+MAX_PAGE_BYTES = 64 * 1024 * 1024
+MAX_LINE_BYTES = 4 * 1024 * 1024
+# For one page, and for the head of a watch.
+API_TIMEOUT_S = 10.0
+# The server ends a watch after this time, and the source ends it after some more: a connection that
+# was lost without notice looks like pods that do not change.
+WATCH_S, WATCH_GRACE_S = 60, 5.0
+WATCH_TIMEOUT = httpx2.Timeout(API_TIMEOUT_S, read=None)
+GONE_STATUS = 410
 
 
 class VersionExpiredError(SourceError):
-    """What happened since the version that we know is forgotten: list again."""
+    """The server has no history since the known version: list again."""
 
 
 class PodListPage(msgspec.Struct):
@@ -62,7 +65,7 @@ class ApiStatus(msgspec.Struct):
 
 
 class PodChange(msgspec.Struct):
-    """`pod` is as it was last where it is deleted; None where only the version went on."""
+    """`pod` is the last state of a deleted pod; None if only the version has advanced."""
 
     version: str
     pod: Pod | None = None
@@ -70,12 +73,13 @@ class PodChange(msgspec.Struct):
 
 
 class PodApi:
-    """Pods of one namespace that a selector selects."""
+    """The pods of one namespace that match a label selector."""
 
     def __init__(
-        self, config: Path | None, namespace: str | None, selector: str, life: float = LIFE
+        self, config: Path | None, namespace: str | None, selector: str, watch_s: float = WATCH_S
     ) -> None:
-        """Asks nobody yet. Raises SettingsError where no cluster is known."""
+        """Read the configuration, without contacting the server. Raises SettingsError without a
+        cluster."""
         try:
             found = KubeConfig.from_env() if config is None else KubeConfig.from_file(config)
             cluster = found.get()
@@ -83,87 +87,88 @@ class PodApi:
             self._cluster = cluster
             self._client: httpx2.AsyncClient | None = self._connect()
         except Exception as error:
-            # lightkube raises whatever the files made it stumble over.
-            raise SettingsError([f"--kubernetes-config: {line_of(error)}"]) from None
+            # lightkube raises any error on unexpected files
+            raise SettingsError([f"--kubernetes-config: {one_line(error)}"]) from None
         self._path = f"/api/v1/namespaces/{namespace or cluster.namespace}/pods"
         self._selector = selector
-        self._life = life
+        self._watch_s = watch_s
 
     async def list_all(self) -> tuple[list[Pod], str]:
-        """All of them, and the version from which to watch. Raises SourceError."""
+        """Return all pods and the version from which to watch. Raises SourceError."""
         pods: list[Pod] = []
-        params = {"limit": str(PAGE)}
-        for _ in range(MOST_PAGES):
+        params = {"limit": str(PAGE_SIZE)}
+        for _ in range(MAX_PAGES):
             page = await self._page(params)
             pods += page.items or ()
             if not page.metadata.next_page:
                 return pods, page.metadata.resource_version
             params["continue"] = page.metadata.next_page
-        raise SourceError(f"the API server lists more than {MOST_PAGES * PAGE} pods")
+        raise SourceError(f"the API server lists more than {MAX_PAGES * PAGE_SIZE} pods")
 
     async def watch(self, version: str) -> AsyncGenerator[list[PodChange], None]:
-        """What changes from there on, as it arrives, until the server ends it. Raises
+        """Yield the changes since a version as they arrive, until the server ends the watch. Raises
         SourceError."""
         params = {
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(max(1, round(self._life))),
+            "timeoutSeconds": str(max(1, round(self._watch_s))),
         }
         async with contextlib.aclosing(self._lines(params)) as lines:
             async for whole in lines:
                 try:
                     changes = [_change(line) for line in whole]
                 except msgspec.DecodeError as error:
-                    raise _told(error) from None
+                    raise _source_error(error) from None
                 yield changes
 
     async def close(self) -> None:
-        """Until it is asked again."""
+        """Close the connections; the next request opens new ones."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     def _connect(self) -> httpx2.AsyncClient:
-        return AsyncClient(self._cluster, ConnectionParams(timeout=httpx2.Timeout(PATIENCE)))
+        return AsyncClient(self._cluster, ConnectionParams(timeout=httpx2.Timeout(API_TIMEOUT_S)))
 
     async def _page(self, params: dict[str, str]) -> PodListPage:
         body = bytearray()
         try:
-            async with asyncio.timeout(PATIENCE), self._asked(params) as answer:
+            async with asyncio.timeout(API_TIMEOUT_S), self._get(params) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
-                    if len(body) > MOST_BYTES:
-                        raise SourceError("the API server's list of pods is absurdly long")
+                    if len(body) > MAX_PAGE_BYTES:
+                        raise SourceError("the API server's list of pods is too long")
             _check(answer.status_code, bytes(body))
             return msgspec.json.decode(body, type=PodListPage)
         except TimeoutError:
-            raise SourceError(f"the API server: no list of pods within {PATIENCE:g} s") from None
+            text = f"the API server: no list of pods within {API_TIMEOUT_S:g} s"
+            raise SourceError(text) from None
         except Exception as error:
-            raise _told(error) from None
+            raise _source_error(error) from None
 
     async def _lines(self, params: dict[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """No deadline is held across a yield: it would end what the reader does."""
-        end = asyncio.get_running_loop().time() + self._life + GRACE
+        """Yield complete lines. No timeout is active across a yield: it would hit the caller."""
+        end = asyncio.get_running_loop().time() + self._watch_s + WATCH_GRACE_S
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(PATIENCE):
-                    answer = await stack.enter_async_context(self._asked(params, UNHURRIED))
+                async with asyncio.timeout(API_TIMEOUT_S):
+                    answer = await stack.enter_async_context(self._get(params, WATCH_TIMEOUT))
                     if answer.status_code != 200:
                         _check(answer.status_code, await answer.aread())
                 pieces, lines = answer.aiter_bytes(), LineSplitter()
                 while piece := await _next(pieces, end):
-                    if whole := lines.of(piece):
+                    if whole := lines.feed(piece):
                         yield whole
         except TimeoutError:
             raise SourceError("the API server is silent: a watch did not end in time") from None
         except Exception as error:
-            raise _told(error) from None
+            raise _source_error(error) from None
 
-    def _asked(
+    def _get(
         self, params: dict[str, str], timeout: httpx2.Timeout | None = None
     ) -> contextlib.AbstractAsyncContextManager[httpx2.Response]:
-        """Uncompressed: that is less work for both, and they are near each other."""
+        """Request an uncompressed answer: less work for both sides, which are near each other."""
         self._client = self._client or self._connect()
         return self._client.stream(
             "GET",
@@ -175,21 +180,21 @@ class PodApi:
 
 
 class LineSplitter:
-    """Bytes as they come, cut into lines."""
+    """Cuts bytes into lines as they arrive."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def of(self, piece: bytes) -> list[bytes]:
-        """Those that are whole now. Raises SourceError."""
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the lines that are complete now. Raises SourceError."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
-            raise SourceError("the API server tells of an absurdly large pod")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise SourceError("the API server sent a pod that is too large")
         return [line for line in whole if line.strip()]
 
 
 async def _next(pieces: AsyncIterator[bytes], end: float) -> bytes:
-    """Empty at the end. Raises TimeoutError."""
+    """Return the next piece, empty at the end. Raises TimeoutError."""
     async with asyncio.timeout_at(end):
         return await anext(pieces, b"")
 
@@ -220,14 +225,14 @@ def _check(status: int, body: bytes) -> None:
 def _fail(problem: ApiStatus) -> NoReturn:
     """Raises SourceError."""
     words = " ".join(f"{problem.reason} {problem.message}".split())
-    said = f"the API server says {problem.code} {textwrap.shorten(words, 300)}".strip()
-    raise VersionExpiredError(said) if problem.code == GONE else SourceError(said)
+    text = f"the API server returned {problem.code} {textwrap.shorten(words, 300)}".strip()
+    raise VersionExpiredError(text) if problem.code == GONE_STATUS else SourceError(text)
 
 
-def _told(error: Exception) -> SourceError:
-    """Whatever was met on the way to the API server and back is the world's, not ours."""
+def _source_error(error: Exception) -> SourceError:
+    """Return any failure of a request as a SourceError."""
     if isinstance(error, SourceError):
         return error
     if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
-        return SourceError(f"the API server's answer makes no sense: {line_of(error)}")
-    return SourceError(f"the API server cannot be asked: {line_of(error)}")
+        return SourceError(f"the API server's answer cannot be parsed: {one_line(error)}")
+    return SourceError(f"the API server cannot be reached: {one_line(error)}")

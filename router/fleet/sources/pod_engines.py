@@ -1,4 +1,4 @@
-"""Pods as engines: pure. Of a pod only what is needed is read, whatever else it holds."""
+"""Reads pods as engines. Pure; only the needed fields of a pod are parsed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Inte
 from router.fleet.sources.source import SourceError
 from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 
-# What a pod may say of itself, as a label or, before that, as an annotation.
-OURS = "disagg-router.io/"
-THEIRS = "llm-d.ai/role"
+# Labels and annotations of a pod that describe its engine; annotations take precedence.
+PREFIX = "disagg-router.io/"
+LLM_D_ROLE = "llm-d.ai/role"
 ROLES = {
     "prefill": EngineRole.PREFILL,
     "decode": EngineRole.DECODE,
     "both": EngineRole.BOTH,
     "prefill-decode": EngineRole.BOTH,
 }
-OVER = ("Succeeded", "Failed")
+ENDED_PHASES = ("Succeeded", "Failed")
 
 
 class PodMetadata(msgspec.Struct, rename="camel"):
@@ -63,14 +63,15 @@ class Pod(msgspec.Struct):
 
 
 class PodEngine(NamedTuple):
-    """`listed` is None for a pod that is no engine now; `trouble` is why, where it should be."""
+    """`listed` is None for a pod that is not an engine now; `problem` is why, if it should be."""
 
     listed: ListedEngine | None
     problem: str = ""
 
 
 def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> PodEngine:
-    """`role`, `port` and `scheme` are those of pods that do not say otherwise."""
+    """Return the engine of a pod. `role`, `port` and `scheme` are the defaults for pods without
+    labels or annotations."""
     intent = _intent(pod)
     if intent is None:
         return PodEngine(None)
@@ -81,9 +82,9 @@ def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> Pod
 
 
 def _intent(pod: Pod) -> Intent | None:
-    """None for a pod that is not there yet, or not any more. One that is told to end may have legs
-    to finish, whether it still calls itself ready or not."""
-    if pod.status.phase in OVER or not pod.status.pod_ip:
+    """Return None for a pod that has not started or has ended. A pod that is being deleted may have
+    legs to finish, whether it is still ready or not."""
+    if pod.status.phase in ENDED_PHASES or not pod.status.pod_ip:
         return None
     if pod.metadata.deletion_timestamp:
         return Intent.DRAINING
@@ -94,46 +95,47 @@ def _intent(pod: Pod) -> Intent | None:
 
 def _spec(pod: Pod, role: EngineRole, port: str, scheme: str) -> EngineSpec:
     """Raises SourceError, ValueError."""
-    address = Address(canonical(pod.status.pod_ip or ""), _port(pod, _says(pod, "port") or port))
-    models = frozenset((_says(pod, "models") or "").replace(",", " ").split())
-    group = _says(pod, "group") or DEFAULT_GROUP
-    tls = _is_tls(_says(pod, "scheme") or scheme)
+    port_number = _port(pod, _annotation(pod, "port") or port)
+    address = Address(canonical(pod.status.pod_ip or ""), port_number)
+    models = frozenset((_annotation(pod, "models") or "").replace(",", " ").split())
+    group = _annotation(pod, "group") or DEFAULT_GROUP
+    tls = _is_tls(_annotation(pod, "scheme") or scheme)
     return EngineSpec(_role(pod, role), address, models, group, _weight(pod), tls)
 
 
 def _is_tls(scheme: str) -> bool:
-    """Raises SourceError: what is misspelt is not spoken to in plain."""
+    """Raises SourceError: a misspelt scheme must not mean plain HTTP."""
     if scheme not in ("http", "https"):
-        raise SourceError(f"{OURS}scheme is {scheme[:64]!r}, not http or https")
+        raise SourceError(f"{PREFIX}scheme is {scheme[:64]!r}, not http or https")
     return scheme == "https"
 
 
-def _says(pod: Pod, what: str) -> str | None:
-    for said in (pod.metadata.annotations, pod.metadata.labels):
-        if said and OURS + what in said:
-            return said[OURS + what]
+def _annotation(pod: Pod, what: str) -> str | None:
+    for given in (pod.metadata.annotations, pod.metadata.labels):
+        if given and PREFIX + what in given:
+            return given[PREFIX + what]
     return None
 
 
 def _role(pod: Pod, role: EngineRole) -> EngineRole:
-    """A role of llm-d that is none of ours leaves it to the selector. Raises SourceError."""
-    ours = _says(pod, "role")
-    if ours is None:
-        return ROLES.get((pod.metadata.labels or {}).get(THEIRS, ""), role)
-    if ours not in ROLES:
-        raise SourceError(f"{OURS}role is {ours[:64]!r}, not prefill, decode or both")
-    return ROLES[ours]
+    """Return the default role for a role of llm-d that is not ours. Raises SourceError."""
+    given = _annotation(pod, "role")
+    if given is None:
+        return ROLES.get((pod.metadata.labels or {}).get(LLM_D_ROLE, ""), role)
+    if given not in ROLES:
+        raise SourceError(f"{PREFIX}role is {given[:64]!r}, not prefill, decode or both")
+    return ROLES[given]
 
 
 def _weight(pod: Pod) -> float:
     """Raises SourceError."""
-    said = _says(pod, "weight")
+    given = _annotation(pod, "weight")
     try:
-        weight = 1.0 if said is None else float(said)
+        weight = 1.0 if given is None else float(given)
     except ValueError:
         weight = math.nan
     if not 0 <= weight <= MAX_GROUP_WEIGHT:
-        raise SourceError(f"{OURS}weight is {str(said)[:64]!r}, not a number from 0 to 1e6")
+        raise SourceError(f"{PREFIX}weight is {str(given)[:64]!r}, not a number from 0 to 1e6")
     return weight
 
 

@@ -1,7 +1,8 @@
-"""What a source listed last, for the process that takes the place of one that died.
+"""The last list of a source, saved for a process that replaces a failed one.
 
-The processes of one router share a folder. Who begins while a source cannot tell (its file is
-broken, its API server is away) goes on with what the others go on with, until the source is well.
+The processes of one router share a folder. A process that starts while a source fails (its file is
+broken, its API server is away) uses the saved list, like the other processes, until the source
+works again.
 """
 
 from __future__ import annotations
@@ -16,69 +17,72 @@ from pathlib import Path
 import msgspec
 
 from router.fleet.engine_spec import ListedEngine
-from router.fleet.sources.source import EngineSource, SourceReport
+from router.fleet.sources.source import (
+    EngineSource,
+    SourceReport,
+)
 
 logger = logging.getLogger("disagg_router.fleet")
-# Seconds to write it down; what takes longer is left to itself.
-PATIENCE = 5.0
+# Reports wait this long for the list to be saved; a slower write goes on in its thread.
+SAVE_TIMEOUT_S = 5.0
 
 
 class SavedListing:
-    """A source, whose last listing is in `file`: written by whichever process hears of it."""
+    """A source whose last list is saved in `file` by each process that receives it."""
 
     def __init__(self, source: EngineSource, file: Path) -> None:
         self.name = source.name
         self._source = source
         self._file = file
-        self._written: tuple[ListedEngine, ...] | None = None
-        self._refused: tuple[ListedEngine, ...] | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._saved: tuple[ListedEngine, ...] | None = None
+        self._failed: tuple[ListedEngine, ...] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self.first = source.first
         if self.first.listed is None:
-            self.first = SourceReport(recalled(file), self.first.problem)
+            self.first = SourceReport(load_listing(file), self.first.problem)
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
         async with contextlib.aclosing(self._source.watch()) as reports:
             async for report in reports:
                 yield report
-                if report.listed is not None and report.listed != self._written:
-                    await self._write(report.listed)
+                if report.listed is not None and report.listed != self._saved:
+                    await self._save(report.listed)
 
-    async def _write(self, listed: tuple[ListedEngine, ...]) -> None:
-        """In a thread, and one at a time. A failure is no trouble of the source's; it is told once,
-        and tried again with the next report."""
-        if self._writing is not None and not await self._has_ended(self._writing):
+    async def _save(self, listed: tuple[ListedEngine, ...]) -> None:
+        """Save in a thread, one list at a time. A failure is not a problem of the source: it is
+        logged once, and saving is tried again with the next report."""
+        if self._saving is not None and not await self._has_ended(self._saving):
             return
-        if listed != self._written:
-            self._written = listed
-            self._writing = asyncio.create_task(asyncio.to_thread(remember, self._file, listed))
-            await self._has_ended(self._writing)
+        if listed != self._saved:
+            self._saved = listed
+            self._saving = asyncio.create_task(asyncio.to_thread(save_listing, self._file, listed))
+            await self._has_ended(self._saving)
 
-    async def _has_ended(self, writing: asyncio.Task[None]) -> bool:
-        done, _ = await asyncio.wait([writing], timeout=PATIENCE)
+    async def _has_ended(self, saving: asyncio.Task[None]) -> bool:
+        done, _ = await asyncio.wait([saving], timeout=SAVE_TIMEOUT_S)
         if not done:
             return False
-        self._writing, error = None, writing.exception()
+        self._saving, error = None, saving.exception()
         if error is not None:
-            refused, self._refused, self._written = self._refused, self._written, None
-            if refused != self._refused:
-                logger.warning("what source %s lists cannot be written down: %s", self.name, error)
+            failed, self._failed, self._saved = self._failed, self._saved, None
+            if failed != self._failed:
+                logger.warning("the list of source %s cannot be saved: %s", self.name, error)
         return True
 
 
-def remember(file: Path, listed: tuple[ListedEngine, ...]) -> None:
-    """Whole or not at all, whoever reads or dies meanwhile. Raises OSError."""
+def save_listing(file: Path, listed: tuple[ListedEngine, ...]) -> None:
+    """Replace the file atomically. Raises OSError."""
     fresh = file.with_suffix(f".{os.getpid()}")
     fresh.write_bytes(msgspec.json.encode(listed))
     fresh.replace(file)
 
 
-def recalled(file: Path) -> tuple[ListedEngine, ...] | None:
-    """None where nobody has written anything, or nothing that can be read."""
+def load_listing(file: Path) -> tuple[ListedEngine, ...] | None:
+    """Return the saved list; None if there is none that can be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=tuple[ListedEngine, ...])
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, ValueError) as error:
-        logger.warning("what a source listed last cannot be read: %s", error)
+        logger.warning("the saved list of a source cannot be read: %s", error)
         return None

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from router.fleet.engine_spec import EngineRole
-from router.fleet.probes import ANSWER_LIMIT
+from router.fleet.probes import MAX_ANSWER_BYTES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
@@ -82,7 +82,7 @@ async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: M
     assert not router.gateway.fleet.unavailable_roles()
     d.healthy = False
     await eventually(lambda: router.gateway.fleet.unavailable_roles())
-    assert "/health says 503" in (await router.client.get("/ready")).text
+    assert "/health returned 503" in (await router.client.get("/ready")).text
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: M
         b"7",
         b'{"capabilities": 7}',
         b'{"capabilities": [[], {}]}',
-        b"x" * (ANSWER_LIMIT + 1),
+        b"x" * (MAX_ANSWER_BYTES + 1),
     ],
 )
 async def test_no_answer_of_an_engine_ends_the_probing(

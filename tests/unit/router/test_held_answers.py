@@ -152,7 +152,7 @@ async def test_large_answer_is_refused_when_there_is_no_room_and_passed_when_the
         p.scripts, d.scripts = [usual_prefill], [usual_decode]
         assert (await router.complete()).status_code == 200
     assert router.metric("refusals_total", reason="answers") == 1
-    assert not any(engine.breaker._bad for engine in router.gateway.fleet.engines)
+    assert not any(engine.breaker.failures for engine in router.gateway.fleet.engines)
     answer = await router.client.post(case.path, json=case.body)
     assert answer.status_code == case.status
     await router.settled()

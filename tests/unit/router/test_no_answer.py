@@ -154,7 +154,7 @@ async def test_another_decoder_answers(
             assert "error" not in answer.text.replace('"error":null', "")
         assert len([leg for leg in d.requests if not is_release(leg)]) == 1
         await router.settled()
-        assert router.engine(d).breaker._bad == 1
+        assert router.engine(d).breaker.failures == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -187,8 +187,8 @@ async def test_a_long_answer_that_is_broken_off_is_none(
             assert answer.status_code == 200
             assert "good" in answer.text
         await router.settled()
-        assert router.engine(d).breaker._bad == 1
-        assert router.engine(other).breaker._bad == 0
+        assert router.engine(d).breaker.failures == 1
+        assert router.engine(other).breaker.failures == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -207,7 +207,7 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
         assert "good" in answer.text
         assert "bad" not in answer.text
         await router.settled()
-        assert router.engine(other).breaker._bad == 0
+        assert router.engine(other).breaker.failures == 0
 
 
 LATER = {
@@ -260,7 +260,7 @@ async def test_once_something_was_sent_the_stream_ends_with_an_error(
     for reason in (b"abort", b"cache_threshold", b"end_turn", b"response.completed", b"[DONE]"):
         assert reason not in seen
     await router.settled()
-    assert router.engine(d).breaker._bad == 1
+    assert router.engine(d).breaker.failures == 1
     router.gateway.records.flush()
     assert (
         router.gateway.metrics.registry.get_sample_value(
@@ -297,7 +297,7 @@ async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
     assert told["incomplete_details"] == {"reason": finish}
     again = {"model": "m", "input": "b", "previous_response_id": told["id"]}
     assert (await router.client.post("/v1/responses", json=again)).status_code == 400
-    assert router.engine(d).breaker._bad == 0
+    assert router.engine(d).breaker.failures == 0
     assert len([leg for leg in d.requests if not is_release(leg)]) == 3
 
 
@@ -345,7 +345,7 @@ async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
         assert answer.status_code == 400
         assert answer.json()["error"] == wrong
         assert len(d.requests) + len([r for r in other.requests if not is_release(r)]) <= 2
-        assert router.engine(d).breaker._bad == router.engine(other).breaker._bad == 0
+        assert router.engine(d).breaker.failures == router.engine(other).breaker.failures == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])

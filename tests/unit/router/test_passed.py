@@ -143,7 +143,7 @@ async def test_silence_has_an_empty_transcript(
     data = {"model": "m", "response_format": "text"}
     answer = await router.client.post(AUDIO, files=files, data=data)
     assert answer.status_code == status
-    assert router.engine(d).breaker._bad == (status != 200)
+    assert router.engine(d).breaker.failures == (status != 200)
 
 
 async def test_a_forms_model_is_known_or_not_found(router: Router, d: MockEngine) -> None:

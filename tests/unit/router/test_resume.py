@@ -222,7 +222,7 @@ async def test_a_request_that_is_wrong_is_refused_once(
     assert error_in(seen)["message"] == "the decode engine ended the answer: no such grammar"
     assert len(legs(d, d2)) == 1
     await router.settled()
-    assert router.engine(d).breaker._bad == router.engine(d2).breaker._bad == 0
+    assert router.engine(d).breaker.failures == router.engine(d2).breaker.failures == 0
 
 
 async def test_a_load_that_fails_behind_the_first_token_speaks_against_the_pair(
@@ -430,7 +430,7 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's server without its core."""
-    monkeypatch.setattr(probes, "LEAVING_STREAMS", 0.3)
+    monkeypatch.setattr(probes, "STREAM_GRACE_S", 0.3)
     router = await start()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())

@@ -81,7 +81,7 @@ async def test_who_goes_on_goes_on_with_a_stream(
     assert "xx" not in answer.text
     assert error_in(answer.text)["message"] == "the decode engine sent a broken answer"
     await router.settled()
-    assert sum(router.engine(engine).breaker._bad for engine in (d, d2)) == 2
+    assert sum(router.engine(engine).breaker.failures for engine in (d, d2)) == 2
 
 
 async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngine) -> None:

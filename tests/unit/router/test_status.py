@@ -131,7 +131,9 @@ async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
         sharing = sorted(router.engine(mock).name for mock in (p, d))
 
         def logged() -> list[str]:
-            return [r.getMessage() for r in caplog.records if "one engine_id" in r.getMessage()]
+            return [
+                r.getMessage() for r in caplog.records if "the same engine_id" in r.getMessage()
+            ]
 
         await eventually(logged)
         shared = {

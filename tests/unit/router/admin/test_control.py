@@ -13,8 +13,14 @@ from router.admin import control as control_module
 from router.admin.control import AdminRequestError, Control, ReloadResult, WorkerCounts
 from router.admin.desired_state import RELOADABLE, DesiredState
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.overrides import OperatorOverrides, apply_overrides
-from router.fleet.views import EngineView, FleetView
+from router.fleet.reconcile import (
+    OperatorOverrides,
+    apply_overrides,
+)
+from router.fleet.views import (
+    EngineView,
+    FleetView,
+)
 from router.settings import Address, Settings, SettingsError, load
 from tests.unit.router.fleet.test_views import seen, view
 from tests.unit.router.test_settings import ENGINES
@@ -30,7 +36,7 @@ class FakeProcesses:
 
     def __init__(self, *of: list[ListedEngine] | None) -> None:
         self.of: list[list[ListedEngine] | None] = list(of)
-        self.is_informed = True
+        self.has_all_listings = True
         self.told: list[DesiredState] = []
 
     async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
@@ -46,7 +52,7 @@ class FakeProcesses:
         by_file = {one.address for one in listed}
         return view(
             *[_seen(one, address in by_file, overrides) for address, one in engines.items()],
-            informed=self.is_informed,
+            informed=self.has_all_listings,
         )
 
 
@@ -169,16 +175,16 @@ async def test_without_a_process_nothing_is_promised() -> None:
 async def test_a_drain_stays_until_nobody_lists_the_engine() -> None:
     control, processes, _ = control_of([A, B], [A, B])
     await control.drain("a:1")
-    for of, is_informed in (
+    for of, has_all_listings in (
         ([[B], [A, B]], True),
         ([[B], None], True),
         ([None, None], True),
         ([[], []], False),
     ):
-        processes.of, processes.is_informed = list(of), is_informed
+        processes.of, processes.has_all_listings = list(of), has_all_listings
         await control.forget_drains()
-        assert control.state.overrides.draining == {Address("a", 1)}, (of, is_informed)
-    processes.of, processes.is_informed = [[B], [B]], True
+        assert control.state.overrides.draining == {Address("a", 1)}, (of, has_all_listings)
+    processes.of, processes.has_all_listings = [[B], [B]], True
     await control.forget_drains()
     assert not control.state.overrides.draining
     processes.of = [[A, B], [A, B]]

@@ -15,7 +15,7 @@ from router.admin import processes as processes_module
 from router.admin.desired_state import DesiredState, Tunables
 from router.admin.processes import ControlChannel, WorkerProcess, follow_control
 from router.fleet.engine_spec import EngineRole, EngineSpec
-from router.fleet.overrides import OperatorOverrides
+from router.fleet.reconcile import OperatorOverrides
 from router.fleet.views import FleetView
 from router.settings import Address, load
 from tests.unit.router.harness import eventually
@@ -40,7 +40,7 @@ class FakeProcess:
             fault, self.fault = self.fault, None
             raise fault
         self.states.append(state)
-        return FleetView(engines=[], groups=[], is_informed=True)
+        return FleetView(engines=[], groups=[], has_all_listings=True)
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ async def test_all_are_told_and_who_comes_later_is_told_at_once(tmp_path: Path) 
     async with channel.open(path), worker(path) as one:
         assert one.states == [EMPTY], "before it serves"
         assert await channel.publish(FULL) == [
-            FleetView(engines=[], groups=[], is_informed=True),
+            FleetView(engines=[], groups=[], has_all_listings=True),
             None,
         ]
         assert one.states[-1] == FULL
@@ -107,11 +107,14 @@ async def test_what_is_told_while_one_comes_reaches_it(tmp_path: Path) -> None:
         assert DesiredState.from_json(await reader.readline()) == EMPTY
         telling = asyncio.create_task(cast(Any, channel.publish(FULL)))
         await asyncio.sleep(0)
-        said = FleetView(engines=[], groups=[], is_informed=True).model_dump_json().encode() + b"\n"
+        said = (
+            FleetView(engines=[], groups=[], has_all_listings=True).model_dump_json().encode()
+            + b"\n"
+        )
         writer.write(said)
         assert DesiredState.from_json(await reader.readline()) == FULL
         writer.write(said)
-        assert await telling == [FleetView(engines=[], groups=[], is_informed=True)]
+        assert await telling == [FleetView(engines=[], groups=[], has_all_listings=True)]
         writer.close()
 
 

@@ -57,6 +57,6 @@ def test_the_control_of_workers_ends_without_a_word(
 async def _dial(path: Path) -> None:
     reader, writer = await asyncio.open_unix_connection(str(path))
     assert await reader.readline()
-    writer.write(b'{"engines": [], "groups": [], "is_informed": true}\n')
+    writer.write(b'{"engines": [], "groups": [], "has_all_listings": true}\n')
     await writer.drain()
     writer.close()

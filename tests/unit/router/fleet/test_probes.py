@@ -114,7 +114,7 @@ async def test_an_engine_that_has_left_is_waited_for_as_long_as_it_speaks_or_a_w
     goes_on: bool,
 ) -> None:
     """It listens no more: it drains, or its core has died and nothing will ever come."""
-    monkeypatch.setattr(probes, "LEAVING", 0.5)
+    monkeypatch.setattr(probes, "LEG_GRACE_S", 0.5)
     router = await start_router(health_interval=0.05, engine_idle_connections=0)
 
     async def leaves(request: Received, peer: Peer) -> None:
@@ -189,7 +189,7 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     assert answer.status_code == 503
     assert "name cannot be resolved" in answer.json()["error"]["message"]
     assert [engine.capabilities for engine in engines] == capabilities
-    assert all(e.is_available and not e.lost_at and not e.breaker._bad for e in engines)
+    assert all(e.is_available and not e.lost_at and not e.breaker.failures for e in engines)
 
 
 async def test_probes_without_a_descriptor_condemn_no_engine(
@@ -252,7 +252,7 @@ async def test_a_router_whose_prober_was_ended_is_not_ready(router: Router) -> N
     task = prober_task()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await ready(router) == (503, "died: CancelledError: ")
+    assert await ready(router) == (503, "failed: CancelledError: ")
     assert (await router.complete()).status_code == 200, "engines are asked all the same"
 
 
@@ -265,7 +265,7 @@ async def test_a_router_whose_prober_raised_is_not_ready(
     task = prober_task()
     monkeypatch.setattr(Prober, "_supervise", fails)
     await asyncio.wait([task], timeout=5)
-    assert await ready(router) == (503, "died: RuntimeError: a bug")
+    assert await ready(router) == (503, "failed: RuntimeError: a bug")
 
 
 async def test_a_watch_that_raised_or_was_ended_is_begun_again(
@@ -278,7 +278,7 @@ async def test_a_watch_that_raised_or_was_ended_is_begun_again(
     with monkeypatch.context() as patched:
         patched.setattr(Prober, "probe", fails)
         await asyncio.sleep(0.2)
-    for watch in prober._watches.values():
+    for watch in prober._probes.values():
         watch.task.cancel()
     before = p.probes
     await eventually(lambda: p.probes > before + 1)
@@ -289,14 +289,14 @@ async def test_a_watch_that_stands_still_is_told(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prober: Any = router.state.prober
-    for watch in prober._watches.values():
+    for watch in prober._probes.values():
         watch.task.cancel()
         watch.task = asyncio.create_task(asyncio.sleep(60))
-        watch.looked_at -= 1000
+        watch.probed_at -= 1000
     status, reason = await ready(router)
     assert status == 503
-    assert reason.startswith("does not look at 127.0.0.1:")
-    for watch in prober._watches.values():
+    assert reason.startswith("does not probe 127.0.0.1:")
+    for watch in prober._probes.values():
         watch.task.cancel()
 
 

@@ -78,4 +78,4 @@ def test_a_source_that_says_more_is_no_contradiction() -> None:
     other = ListedEngine(EngineSpec(EngineRole.PREFILL, at, group="green"))
     engines, conflicts = merge_listings([("a", [ListedEngine(more)]), ("b", [other])])
     assert engines[at].spec.group == "blue"
-    assert conflicts == ["h:1: a and b list it with another group: a wins"]
+    assert conflicts == ["h:1: a and b disagree on its group: a wins"]

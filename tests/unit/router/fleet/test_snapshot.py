@@ -101,10 +101,10 @@ def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
 
 def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
     members, one, other = EngineTuples(), engine(1, EngineRole.DECODE), engine(2, EngineRole.DECODE)
-    both, alone = members.of([one, other]), members.of([other])
+    both, alone = members.get([one, other]), members.get([other])
     members.forget({one})
-    assert members.of([one, other]) is not both
-    assert members.of([other]) is alone
+    assert members.get([one, other]) is not both
+    assert members.get([other]) is alone
 
 
 def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:

@@ -13,7 +13,7 @@ from router.fleet.views import (
     EngineView,
     FleetView,
     GroupView,
-    is_informed,
+    has_all_listings,
     merge_engine_views,
     merge_group_views,
 )
@@ -44,7 +44,7 @@ def seen(**fields: Any) -> EngineView:
 def view(
     *engines: EngineView, groups: tuple[GroupView, ...] = (), informed: bool = True
 ) -> FleetView:
-    return FleetView(engines=list(engines), groups=list(groups), is_informed=informed)
+    return FleetView(engines=list(engines), groups=list(groups), has_all_listings=informed)
 
 
 def group(prefillers: int, decoders: int, weight: float = 1.0) -> GroupView:
@@ -89,9 +89,9 @@ def test_it_is_drained_only_where_everybody_says_so() -> None:
 def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
     [one] = merge_engine_views([view(seen()), None])
     assert not one.drained
-    assert not is_informed([view(), None])
-    assert not is_informed([view(), view(informed=False)])
-    assert is_informed([view(), view()])
+    assert not has_all_listings([view(), None])
+    assert not has_all_listings([view(), view(informed=False)])
+    assert has_all_listings([view(), view()])
 
 
 @pytest.mark.parametrize("views", [[], [None], [None, None]])

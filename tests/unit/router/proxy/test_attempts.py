@@ -151,13 +151,13 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
         assert len(set(ids)) == len(ids)
 
         engine = asked.engine
-        assert engine.breaker._bad == (rule.blames_engine and kind != "connect_refused")
+        assert engine.breaker.failures == (rule.blames_engine and kind != "connect_refused")
         assert engine.is_cooling == (kind == "overloaded")
         is_gone = kind == "connect_refused"
         assert (engine.health is Health.UNHEALTHY) == is_gone
         assert (engine.capabilities is not capabilities) == is_gone, "what was capabilities stays"
         others = [one for one in router.gateway.fleet.engines if one is not engine]
-        assert all(one.is_available and not one.breaker._bad for one in others)
+        assert all(one.is_available and not one.breaker.failures for one in others)
 
 
 @pytest.mark.parametrize("role", LEGS)
@@ -175,7 +175,7 @@ async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_as
         assert (await asked.router.complete()).status_code == 200
         await asked.router.settled()
         assert (len(asked.legs(asked.first)), len(asked.legs(asked.other))) == (1, 1)
-        assert asked.engine.breaker._bad == 1
+        assert asked.engine.breaker.failures == 1
         labels = {"role": role, "kind": "disconnected"}
         assert asked.router.metric("upstream_errors_total", **labels) == 1
 
@@ -202,7 +202,7 @@ async def test_without_a_descriptor_the_client_is_told_and_no_engine_is_condemne
         unreleased = router.metric("releases_total", outcome="failed")
         assert unreleased == (role is EngineRole.DECODE), "nor can anybody be told of the blocks"
         engines = router.gateway.fleet.engines
-        assert all(engine.is_available and not engine.breaker._bad for engine in engines)
+        assert all(engine.is_available and not engine.breaker.failures for engine in engines)
         assert all(e.capabilities is known for e, known in zip(engines, capabilities, strict=True))
         assert (await router.complete()).status_code == 200
 
@@ -262,7 +262,7 @@ async def test_a_failure_after_the_first_byte_ends_the_stream_and_asks_nobody_el
         await asked.router.settled()
         assert (len(asked.prefills()), len(asked.decodes())) == (1, 1)
         assert not asked.releases(), "the decoder has read"
-        assert asked.engine.breaker._bad == RULES[kind].blames_engine
+        assert asked.engine.breaker.failures == RULES[kind].blames_engine
         assert asked.engine.health is Health.HEALTHY
 
 
@@ -277,7 +277,7 @@ async def test_a_client_that_stops_reading_ends_its_stream_and_blames_nobody(
             await asked.router.settled()
         kind = "reader_stalled"
         assert asked.router.metric("upstream_errors_total", role="decode", kind=kind) == 1
-        assert (len(asked.decodes()), asked.engine.breaker._bad) == (1, 0)
+        assert (len(asked.decodes()), asked.engine.breaker.failures) == (1, 0)
         assert not asked.releases()
 
 
@@ -411,7 +411,7 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
         asking = [asyncio.create_task(asked.router.complete()) for _ in range(6)]
         await eventually(lambda: len(p.requests) == 7)
         open_circuit(fleet, engine)
-        fleet._try_again(engine, engine.breaker.times_opened)
+        fleet._end_pause(engine, engine.breaker.times_opened)
         prefill.set()
         await eventually(lambda: len(d.requests) == 2)
         trial = engine.breaker.trial
@@ -439,9 +439,9 @@ async def test_the_timer_of_a_pause_that_is_over_does_not_end_the_next_one(
         first = engine.breaker.times_opened
         engine.breaker.record_success()
         open_circuit(fleet, engine)
-        fleet._try_again(engine, first)
+        fleet._end_pause(engine, first)
         assert engine.breaker.circuit is CircuitState.OPEN
-        fleet._try_again(engine, engine.breaker.times_opened)
+        fleet._end_pause(engine, engine.breaker.times_opened)
         assert engine.is_available
 
 
@@ -483,7 +483,7 @@ async def test_a_request_whose_time_is_over_in_a_connect_blames_nobody(
             answers = [await asked.router.complete() for _ in range(4)]
         assert {answer.status_code for answer in answers} <= {200, 504}
         assert 504 in {answer.status_code for answer in answers}
-        assert (asked.engine.breaker._bad, asked.engine.health) == (0, Health.HEALTHY)
+        assert (asked.engine.breaker.failures, asked.engine.health) == (0, Health.HEALTHY)
         assert asked.engine.capabilities is capabilities
 
 
@@ -500,7 +500,7 @@ async def test_a_request_whose_time_is_over_blames_nobody_and_asks_nobody_else(
             assert json.loads(answer.content.split(b"data: ")[-1])["error"]["code"] == 504
         else:
             assert answer.status_code == 504
-        assert asked.engine.breaker._bad == 0
+        assert asked.engine.breaker.failures == 0
         assert not asked.other.requests
 
 

@@ -170,7 +170,7 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
     assert router.metric("pair_avoided", prefiller=prefiller, decoder=decoder) == 1
     assert router.metric("kv_load_failures_total", scope="pair") == 1
     assert all(e.breaker.circuit is CircuitState.CLOSED for e in router.gateway.fleet.engines)
-    assert router.engine(fleet.ds[0]).breaker._in_a_row == 0, "it is not blamed"
+    assert router.engine(fleet.ds[0]).breaker._consecutive == 0, "it is not blamed"
     status = parse_metrics(router.gateway.metrics.exposition().decode())
     assert status.avoided_pairs == (AvoidedPair(prefiller, decoder),)
     assert f"pair {prefiller} -> {decoder}" in "\n".join(lines(status, None, 0))
@@ -179,7 +179,7 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
 async def test_a_pair_is_tried_again_and_a_load_that_works_clears_it(
     start_router: StartRouter, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.unreachable_pairs.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("router.fleet.unreachable_pairs.FIRST_PAUSE_S", 0.05)
     router = await started(start_router, fleet)
     await ask(router, 4)
     fleet.cut_off.clear()

@@ -26,7 +26,7 @@ from tests.unit.router.mock_engine import MockEngine
 
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
     return ProcessSnapshot(
-        view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], is_informed=True),
+        view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], has_all_listings=True),
         links=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
         running=[],
         ended=[],

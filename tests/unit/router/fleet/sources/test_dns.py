@@ -13,7 +13,7 @@ import pytest
 
 from router.fleet.engine_spec import EngineRole
 from router.fleet.sources import dns as dns_module
-from router.fleet.sources.dns import EMPTY_AGE, LONGEST, SHORTEST, DnsSource, look_up
+from router.fleet.sources.dns import EMPTY_TTL_S, MAX_TTL_S, MIN_TTL_S, DnsSource, look_up
 from router.fleet.sources.source import SourceReport
 from router.settings import Address
 from tests.unit.router.fleet.sources.dns_server import Zone, name_server
@@ -30,7 +30,9 @@ async def zone() -> AsyncIterator[Zone]:
 
 
 def source(zone: Zone, name: str = NAME) -> DnsSource:
-    return DnsSource(EngineRole.DECODE, name, zone.resolver, doubt=0.01, chance=lambda: 1.0)
+    return DnsSource(
+        EngineRole.DECODE, name, zone.resolver, confirm_interval=0.01, random_share=lambda: 1.0
+    )
 
 
 def addresses(report: SourceReport) -> set[str]:
@@ -81,7 +83,7 @@ async def test_a_target_that_is_not_there_is_left_out_and_asked_for_soon(zone: Z
     zone.has("_http._tcp.decode.svc", "SRV", "0 0 1 a.svc.", "0 0 1 gone.svc.", "0 0 1 .")
     zone.has("a.svc", "A", "10.0.0.1")
     report, pause = await source(zone, SERVICE)._look()
-    assert (addresses(report), pause) == ({"10.0.0.1:1"}, EMPTY_AGE)
+    assert (addresses(report), pause) == ({"10.0.0.1:1"}, EMPTY_TTL_S)
 
 
 async def test_hundreds_of_addresses_come_over_tcp(zone: Zone) -> None:
@@ -91,7 +93,7 @@ async def test_hundreds_of_addresses_come_over_tcp(zone: Zone) -> None:
     assert [way for _, _, way in zone.asked] == ["udp", "tcp"]
 
 
-@pytest.mark.parametrize(("ttl", "pause"), [(0, SHORTEST), (600_000, LONGEST), (15, 15)])
+@pytest.mark.parametrize(("ttl", "pause"), [(0, MIN_TTL_S), (600_000, MAX_TTL_S), (15, 15)])
 async def test_a_ttl_says_when_to_ask_again_within_reason(
     zone: Zone, ttl: int, pause: float
 ) -> None:
@@ -157,14 +159,14 @@ async def test_a_name_that_is_empty_is_believed_the_third_time_in_a_row(
 
 async def test_who_was_never_there_need_not_be_confirmed(zone: Zone) -> None:
     report, pause = await source(zone)._look()
-    assert (report, pause) == (SourceReport(()), EMPTY_AGE)
+    assert (report, pause) == (SourceReport(()), EMPTY_TTL_S)
 
 
 async def test_all_questions_together_have_one_deadline(
     zone: Zone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many targets, each of which would be in time by itself."""
-    monkeypatch.setattr(dns_module, "PATIENCE", 0.3)
+    monkeypatch.setattr(dns_module, "LOOKUP_TIMEOUT_S", 0.3)
     zone.has("_http._tcp.decode.svc", "SRV", *[f"0 0 1 t{n}.svc." for n in range(200)])
     zone.is_mute, zone.failing = True, ("A",)
     report, _ = await asyncio.wait_for(source(zone, SERVICE)._look(), 3)
@@ -204,12 +206,12 @@ async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None
             raise OSError("no /etc/resolv.conf")
         return zone.resolver()
 
-    asking = DnsSource(EngineRole.DECODE, NAME, make, chance=lambda: -0.98)  # type: ignore[arg-type]
-    asking._doubt = 0
+    asking = DnsSource(EngineRole.DECODE, NAME, make, random_share=lambda: -0.98)  # type: ignore[arg-type]
+    asking._confirm_interval = 0
     reports = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dns_module, "SHORTEST", 0.01)
-        patch.setattr(dns_module, "LONGEST", 0.01)
+        patch.setattr(dns_module, "MIN_TTL_S", 0.01)
+        patch.setattr(dns_module, "MAX_TTL_S", 0.01)
         async with contextlib.aclosing(asking.watch()) as words:
             for _ in range(3):
                 reports.append(await asyncio.wait_for(anext(words), 5))

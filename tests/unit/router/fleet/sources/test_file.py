@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.sources.file import MOST_BYTES, FileSource, address_of, parse
-from router.fleet.sources.source import SourceError, SourceReport
+from router.fleet.sources.file import (
+    MAX_FILE_BYTES,
+    FileSource,
+    address_of,
+    parse,
+)
+from router.fleet.sources.source import (
+    SourceError,
+    SourceReport,
+)
 from router.settings import Address
 
 P1 = "engines: [{url: 'http://p1:8100', role: prefill}]\n"
@@ -196,7 +204,7 @@ async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path
         os.mkfifo(path)
         assert await ask() == SourceReport(None, f"{path}: is no regular file")
         path.unlink()
-        path.write_bytes(b"#" * (MOST_BYTES + 1))
+        path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
         assert await ask() == SourceReport(None, f"{path}: is larger than 1 MiB")
         path.write_text(P1)
         assert await ask() == SourceReport(LISTED_P1)
@@ -227,7 +235,7 @@ async def test_a_disk_that_does_not_answer_is_trouble_and_not_asked_twice(
     path, gate, asked = tmp_path / "engines.yaml", threading.Event(), 0
     path.write_text(P1)
 
-    def stuck(descriptor: Path) -> bytes:
+    def stuck(path: Path, max_bytes: int) -> bytes:
         nonlocal asked
         asked += 1
         gate.wait(10)
@@ -235,7 +243,7 @@ async def test_a_disk_that_does_not_answer_is_trouble_and_not_asked_twice(
 
     async with watched(path) as (_, ask):
         monkeypatch.setattr("router.fleet.sources.file.READ_TIMEOUT_S", 0.02)
-        monkeypatch.setattr("router.fleet.sources.file._content", stuck)
+        monkeypatch.setattr("router.fleet.sources.file.read_regular_file", stuck)
         for _ in range(3):
             assert await ask() == SourceReport(None, f"{path}: cannot be read within 0.02 s")
         assert asked == 1

@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 
 from router.fleet.engine_spec import EngineRole, Intent
-from router.fleet.sources import backoff, pod_api
 from router.fleet.sources import kubernetes as kubernetes_module
+from router.fleet.sources import pod_api, source
 from router.fleet.sources.kubernetes import KubernetesSource
-from router.fleet.sources.pod_api import LineSplitter, PodApi
-from router.fleet.sources.source import SourceError, SourceReport
+from router.fleet.sources.pod_api import (
+    LineSplitter,
+    PodApi,
+)
+from router.fleet.sources.source import (
+    SourceError,
+    SourceReport,
+)
 from router.settings import SettingsError
 from tests.unit.router.fleet.sources.api_server import ApiServer, api_server, kubeconfig, pod
 from tests.unit.router.harness import eventually
@@ -39,19 +45,19 @@ class Watched:
             self.names = {str(one.address): str(one.intent) for one in report.listed}
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         return self.reports[-1].problem if self.reports else "nothing"
 
     async def lists(self, *hosts: str) -> None:
         expected = {f"{host}:8000" for host in hosts}
-        await eventually(lambda: self.names.keys() == expected and not self.trouble)
+        await eventually(lambda: self.names.keys() == expected and not self.problem)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "FIRST", 0.01)
-    monkeypatch.setattr(backoff, "LONGEST", 0.05)
-    monkeypatch.setattr(pod_api, "GRACE", 0.2)
+    monkeypatch.setattr(source, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(source, "MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(pod_api, "WATCH_GRACE_S", 0.2)
 
 
 @pytest.fixture
@@ -126,10 +132,10 @@ async def test_a_watch_goes_on_where_the_last_one_ended_and_all_is_listed_now_an
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a watch has kept from us comes to light then."""
-    monkeypatch.setattr(kubernetes_module, "ROUNDS", 3)
+    monkeypatch.setattr(kubernetes_module, "WATCHES_PER_LIST", 3)
     server.put(pod("d1"))
     server.put(pod("d2", "10.0.0.2"))
-    async with watching(server, tmp_path, life=1, steady=0) as watched:
+    async with watching(server, tmp_path, life=1, min_watch=0) as watched:
         await watched.lists("10.0.0.1", "10.0.0.2")
         await eventually(lambda: server.watching)
         server.bookmark()
@@ -147,24 +153,24 @@ async def test_a_bookmark_spares_the_next_watch_what_is_known(
     server: ApiServer, tmp_path: Path
 ) -> None:
     server.put(pod("d1"))
-    async with watching(server, tmp_path, life=1, steady=0) as watched:
+    async with watching(server, tmp_path, life=1, min_watch=0) as watched:
         await eventually(lambda: server.watching)
         server.bookmark()
         version = str(server.version)
         await eventually(lambda: server.asked[-1].get("resourceVersion") == version)
         assert server.lists == 1
-        assert not watched.trouble
+        assert not watched.problem
 
 
 async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_path: Path) -> None:
     server.put(pod("d1"))
-    async with watching(server, tmp_path, life=1, steady=0) as watched:
+    async with watching(server, tmp_path, life=1, min_watch=0) as watched:
         await eventually(lambda: server.watching)
         server.delete("d1", is_told=False)
         server.put(pod("d2", "10.0.0.2"), is_told=False)
         server.oldest = server.version
         await watched.lists("10.0.0.2")
-        assert all(not report.problem for report in watched.reports), "that is no trouble"
+        assert all(not report.problem for report in watched.reports), "that is no problem"
 
 
 async def test_an_api_server_that_is_away_takes_nothing_away(
@@ -176,8 +182,8 @@ async def test_an_api_server_that_is_away_takes_nothing_away(
         await watched.lists("10.0.0.1", "10.0.0.2")
         await eventually(lambda: server.watching)
         await server.stop()
-        await eventually(lambda: watched.trouble)
-        assert "cannot be asked" in watched.trouble
+        await eventually(lambda: watched.problem)
+        assert "cannot be reached" in watched.problem
         assert len(watched.names) == 2
         count = len(watched.reports)
         await eventually(lambda: len(watched.reports) > count + 2)
@@ -218,8 +224,8 @@ async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
 @pytest.mark.parametrize(
     ("how", "complaint"),
     [
-        ({"code": 403}, "says 403 No not now"),
-        ({"code": 500}, "says 500"),
+        ({"code": 403}, "returned 403 No not now"),
+        ({"code": 500}, "returned 500"),
         ({"code": 410}, ""),
         ({"garbage": b"<html>"}, "makes no sense"),
         ({"garbage": b'{"items": [{"metadata": 7}]}'}, "makes no sense"),
@@ -229,8 +235,8 @@ async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
         ({"watch_garbage": b"<html>\n"}, "makes no sense"),
         ({"watch_garbage": b'{"type":"ADDED","object":7}\n'}, "makes no sense"),
         ({"watch_garbage": b'{"type":"EXPLODED","object":{}}\n'}, "makes no sense"),
-        ({"watch_garbage": b'{"type":"ERROR","object":{"code":500}}\n'}, "says 500"),
-        ({"watch_garbage": b"x" * (pod_api.LONGEST_LINE + 1)}, "absurdly large"),
+        ({"watch_garbage": b'{"type":"ERROR","object":{"code":500}}\n'}, "returned 500"),
+        ({"watch_garbage": b"x" * (pod_api.MAX_LINE_BYTES + 1)}, "too large"),
         ({"watch_garbage": b"\n"}, "as soon as it has begun"),
     ],
 )
@@ -238,7 +244,7 @@ async def test_no_answer_ends_the_watching_nor_takes_anything_away(
     server: ApiServer, tmp_path: Path, how: dict[str, Any], complaint: str
 ) -> None:
     server.put(pod("d1"))
-    async with watching(server, tmp_path, life=1, steady=0.02) as watched:
+    async with watching(server, tmp_path, life=1, min_watch=0.02) as watched:
         await watched.lists("10.0.0.1")
         for name, value in how.items():
             setattr(server, name, value)
@@ -258,20 +264,20 @@ async def test_a_server_that_never_ends_its_list_is_not_believed(
 ) -> None:
     endless = {"metadata": {"resourceVersion": "1", "continue": "again"}, "items": []}
     server.garbage = json.dumps(endless).encode()
-    monkeypatch.setattr(pod_api, "MOST_PAGES", 5)
+    monkeypatch.setattr(pod_api, "MAX_PAGES", 5)
     async with watching(server, tmp_path) as watched:
-        await eventually(lambda: "more than 500 pods" in watched.trouble)
-        monkeypatch.setattr(pod_api, "MOST_BYTES", 10)
-        await eventually(lambda: "absurdly long" in watched.trouble)
+        await eventually(lambda: "more than 500 pods" in watched.problem)
+        monkeypatch.setattr(pod_api, "MAX_PAGE_BYTES", 10)
+        await eventually(lambda: "too long" in watched.problem)
 
 
 async def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pod_api, "PATIENCE", 0.1)
+    monkeypatch.setattr(pod_api, "API_TIMEOUT_S", 0.1)
     server.is_mute = True
     async with watching(server, tmp_path) as watched:
-        await eventually(lambda: "no list of pods within 0.1 s" in watched.trouble)
+        await eventually(lambda: "no list of pods within 0.1 s" in watched.problem)
         server.is_mute = False
         server.put(pod("d1"))
         await watched.lists("10.0.0.1")
@@ -279,10 +285,10 @@ async def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(
 
 async def test_a_token_that_was_replaced_is_read_again(server: ApiServer, tmp_path: Path) -> None:
     server.put(pod("d1"))
-    async with watching(server, tmp_path, life=1, steady=0) as watched:
+    async with watching(server, tmp_path, life=1, min_watch=0) as watched:
         await watched.lists("10.0.0.1")
         server.token = "newer"
-        await eventually(lambda: "says 401" in watched.trouble)
+        await eventually(lambda: "returned 401" in watched.problem)
         watched.token.write_text("newer")
         server.put(pod("d2", "10.0.0.2"), is_told=False)
         await watched.lists("10.0.0.1", "10.0.0.2")
@@ -298,8 +304,8 @@ async def test_pods_that_make_no_sense_are_told_beside_those_that_do(
     async with watching(server, tmp_path) as watched:
         await eventually(lambda: watched.reports)
         assert set(watched.names) == {"10.0.0.1:8000"}
-        assert watched.trouble.count("weight") == 3
-        assert watched.trouble.endswith("and 2 more")
+        assert watched.problem.count("weight") == 3
+        assert watched.problem.endswith("and 2 more")
         await eventually(lambda: server.watching)
         for number in range(5):
             server.delete(f"x{number}")
@@ -335,7 +341,7 @@ def test_lines_are_whole_however_they_come() -> None:
     for size in (1, 3, 100):
         lines = LineSplitter()
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        found = [line for piece in pieces for line in lines.of(piece)]
+        found = [line for piece in pieces for line in lines.feed(piece)]
         assert found == [b'{"a": 1}', b'{"b": 2}\r']
     with pytest.raises(SourceError):
-        LineSplitter().of(b"x" * (pod_api.LONGEST_LINE + 1))
+        LineSplitter().feed(b"x" * (pod_api.MAX_LINE_BYTES + 1))

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.overrides import OperatorOverrides, apply_overrides
-from router.fleet.reconcile import merge_listings
+from router.fleet.reconcile import (
+    OperatorOverrides,
+    apply_overrides,
+    merge_listings,
+)
 from router.settings import Address
 from tests.unit.router.fleet.test_reconcile import ADDRESSES, LISTED, SETS
 

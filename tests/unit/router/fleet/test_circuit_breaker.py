@@ -104,7 +104,7 @@ def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
 @pytest.mark.parametrize("good_before", [0, 5, 1000, 1_000_000])
 def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -> None:
     breaker = CircuitBreaker(BreakerRules())
-    breaker._good = good_before
+    breaker._successes = good_before
     legs = 0
     while breaker.record_failure() is None:
         breaker.record_success()

@@ -12,7 +12,11 @@ import pytest
 
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources import saved_listing
-from router.fleet.sources.saved_listing import SavedListing, recalled, remember
+from router.fleet.sources.saved_listing import (
+    SavedListing,
+    load_listing,
+    save_listing,
+)
 from router.fleet.sources.source import SourceReport
 from router.settings import Address
 from tests.unit.router.harness import eventually
@@ -79,7 +83,7 @@ async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
         await anext(reports)
         with pytest.raises(StopAsyncIteration):
             await anext(reports)
-    assert recalled(file) is None
+    assert load_listing(file) is None
 
 
 async def test_a_disk_that_refuses_is_told_and_costs_no_report(
@@ -101,7 +105,7 @@ async def test_what_a_disk_refused_is_written_with_the_next_report(
             await anext(reports)
         file.parent.mkdir()
         await anext(reports)
-    assert recalled(file) == (P,)
+    assert load_listing(file) == (P,)
     assert len(caplog.records) == 1, "told once"
 
 
@@ -110,7 +114,7 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
 ) -> None:
     """One write waits; what came meanwhile is written with the first report after it."""
     gate, asked = threading.Event(), 0
-    write: Callable[[Path, tuple[ListedEngine, ...]], None] = remember
+    write: Callable[[Path, tuple[ListedEngine, ...]], None] = save_listing
 
     def stuck(file: Path, listed: tuple[ListedEngine, ...]) -> None:
         nonlocal asked
@@ -118,8 +122,8 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
         gate.wait(10)
         write(file, listed)
 
-    monkeypatch.setattr(saved_listing, "PATIENCE", 0.02)
-    monkeypatch.setattr(saved_listing, "remember", stuck)
+    monkeypatch.setattr(saved_listing, "SAVE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(saved_listing, "save_listing", stuck)
     said = [SourceReport((P,)), SourceReport((D,)), SourceReport((P, D)), SourceReport((P, D))]
     async with contextlib.aclosing(SavedListing(FakeSource(*said), file).watch()) as reports:
         async with asyncio.timeout(5):
@@ -127,8 +131,8 @@ async def test_a_disk_that_does_not_answer_costs_no_report(
                 assert await anext(reports) == expected
         assert asked == 1
         gate.set()
-        await eventually(lambda: recalled(file) == (P,))
+        await eventually(lambda: load_listing(file) == (P,))
         assert await anext(reports) == said[3]
         with pytest.raises(StopAsyncIteration):
             await anext(reports)
-    assert recalled(file) == (P, D)
+    assert load_listing(file) == (P, D)

@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
-from router.fleet.unreachable_pairs import FIRST_PAUSE, LONGEST_PAUSE, MOST_PAIRS, UnreachablePairs
+from router.fleet.unreachable_pairs import (
+    FIRST_PAUSE_S,
+    MAX_PAIRS,
+    MAX_PAUSE_S,
+    UnreachablePairs,
+)
 
 P, D = "p:1", "d:1"
 
 
 def pairs() -> UnreachablePairs:
     """Without jitter."""
-    return UnreachablePairs(chance=lambda: 0.5)
+    return UnreachablePairs(random_share=lambda: 0.5)
 
 
 def test_a_pair_that_fails_is_avoided_for_a_while_and_no_other() -> None:
     known = pairs()
     assert not known
-    assert known.record_failure(P, D, now=0) == FIRST_PAUSE
+    assert known.record_failure(P, D, now=0) == FIRST_PAUSE_S
     assert known
-    assert known.is_avoided(P, D, now=FIRST_PAUSE - 0.1)
-    assert not known.is_avoided(P, D, now=FIRST_PAUSE)
+    assert known.is_avoided(P, D, now=FIRST_PAUSE_S - 0.1)
+    assert not known.is_avoided(P, D, now=FIRST_PAUSE_S)
     assert not known.is_avoided(P, "d:2", now=1)
     assert not known.is_avoided("p:2", D, now=1)
     assert not known.is_avoided(D, P, now=1)
     assert list(known.avoided(now=1)) == [(P, D)]
-    assert list(known.avoided(now=FIRST_PAUSE)) == []
+    assert list(known.avoided(now=FIRST_PAUSE_S)) == []
 
 
 def test_failures_of_requests_that_were_under_way_count_once() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
     assert known.record_failure(P, D, now=1) is None
-    assert not known.is_avoided(P, D, now=FIRST_PAUSE)
+    assert not known.is_avoided(P, D, now=FIRST_PAUSE_S)
 
 
 def test_after_the_pause_one_request_tries_and_a_failure_doubles_the_pause() -> None:
-    known, now, pause = pairs(), 0.0, FIRST_PAUSE
+    known, now, pause = pairs(), 0.0, FIRST_PAUSE_S
     known.record_failure(P, D, now)
-    while pause < LONGEST_PAUSE:
+    while pause < MAX_PAUSE_S:
         now += pause
         assert not known.is_avoided(P, D, now)
         known.note_load_started(P, D, now)
         assert known.is_avoided(P, D, now), "others wait for what comes of it"
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(2 * pause, MAX_PAUSE_S)
         assert known.record_failure(P, D, now + 1) == pause
         now += 1
-    assert known.record_failure(P, D, now + LONGEST_PAUSE) == LONGEST_PAUSE
+    assert known.record_failure(P, D, now + MAX_PAUSE_S) == MAX_PAUSE_S
 
 
 def test_a_try_that_says_nothing_is_followed_by_another_one_later() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
-    known.note_load_started(P, D, now=FIRST_PAUSE)
-    known.note_load_started(P, D, now=FIRST_PAUSE + 1)
-    assert known.is_avoided(P, D, now=2 * FIRST_PAUSE - 1)
-    assert not known.is_avoided(P, D, now=2 * FIRST_PAUSE)
+    known.note_load_started(P, D, now=FIRST_PAUSE_S)
+    known.note_load_started(P, D, now=FIRST_PAUSE_S + 1)
+    assert known.is_avoided(P, D, now=2 * FIRST_PAUSE_S - 1)
+    assert not known.is_avoided(P, D, now=2 * FIRST_PAUSE_S)
 
 
 def test_a_load_that_works_clears_the_pair() -> None:
@@ -62,7 +67,7 @@ def test_a_load_that_works_clears_the_pair() -> None:
     assert known.record_success(P, D)
     assert not known.record_success(P, D)
     assert not known
-    assert known.record_failure(P, D, now=1) == FIRST_PAUSE
+    assert known.record_failure(P, D, now=1) == FIRST_PAUSE_S
 
 
 def test_an_engine_that_is_gone_is_forgotten_on_either_side() -> None:
@@ -76,8 +81,8 @@ def test_an_engine_that_is_gone_is_forgotten_on_either_side() -> None:
 
 def test_pairs_are_bounded_and_the_latest_stay() -> None:
     known = pairs()
-    for number in range(MOST_PAIRS + 5):
+    for number in range(MAX_PAIRS + 5):
         known.record_failure(P, f"d:{number}", now=0)
-    assert len(list(known.avoided(now=1))) == MOST_PAIRS
+    assert len(list(known.avoided(now=1))) == MAX_PAIRS
     assert not known.is_avoided(P, "d:4", now=1)
     assert known.is_avoided(P, "d:5", now=1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from router.fleet import registry as roster_module
+from router.fleet import registry as registry_module
 from router.fleet.engine import Engine, Health
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.fleet import Fleet
-from router.fleet.overrides import OperatorOverrides
+from router.fleet.reconcile import OperatorOverrides
 from router.fleet.registry import EngineRegistry
 from router.fleet.sources.source import SourceReport
 from router.http_client.deadlines import Deadlines
@@ -83,8 +83,8 @@ def listed(name: str, role: EngineRole = EngineRole.DECODE, **spec: Any) -> List
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("PAUSE", 0.01), ("LOOK", 0.02), ("REVIVAL", 0.01)):
-        monkeypatch.setattr(roster_module, name, seconds)
+    for name, seconds in (("BATCH_S", 0.01), ("CHECK_INTERVAL_S", 0.02), ("RESTART_DELAY_S", 0.01)):
+        monkeypatch.setattr(registry_module, name, seconds)
 
 
 @contextlib.asynccontextmanager
@@ -224,11 +224,11 @@ async def test_a_contradiction_is_settled_and_said_once(caplog: pytest.LogCaptur
     async with running(one, other) as world:
         one.lists(listed("a:1", group="blue"))
         other.lists(listed("a:1", group="green"))
-        await eventually(lambda: "another group" in caplog.text)
+        await eventually(lambda: "disagree on its group" in caplog.text)
         other.lists(listed("a:1", group="green"), listed("b:1"))
         await eventually(lambda: "b:1" in world.names)
         assert world.engine("a:1").spec.group == "blue"
-        assert caplog.text.count("another group") == 1
+        assert caplog.text.count("disagree on its group") == 1
 
 
 async def test_trouble_takes_nothing_away_and_is_said_once(
@@ -237,7 +237,7 @@ async def test_trouble_takes_nothing_away_and_is_said_once(
     caplog.set_level("INFO", logger="disagg_router")
     source = FakeSource()
     async with running(source) as world:
-        assert world.registry.problems() == {"fake": "has told nothing yet"}
+        assert world.registry.problems() == {"fake": "has not reported yet"}
         source.lists(listed("a:1"))
         await eventually(lambda: world.names and not world.registry.problems())
         for number in range(20):
@@ -251,7 +251,7 @@ async def test_trouble_takes_nothing_away_and_is_said_once(
         await eventually(lambda: world.registry.sources[0].listed_at > told)
         assert world.registry.problems() == {"fake": "and yet"}
         source.lists(listed("a:1"))
-        await eventually(lambda: "is well again" in caplog.text)
+        await eventually(lambda: "works again" in caplog.text)
         assert not world.registry.problems()
 
 
@@ -390,15 +390,15 @@ async def test_it_is_informed_when_every_source_has_told_its_list_once() -> None
         one.lists(listed("a:1"))
         other.fails("cannot tell")
         await eventually(lambda: world.names and "other" in world.registry.problems())
-        assert not world.registry.is_informed
+        assert not world.registry.has_all_listings
         other.lists()
-        await eventually(lambda: world.registry.is_informed)
+        await eventually(lambda: world.registry.has_all_listings)
         one.fails("cannot tell any more")
         await eventually(lambda: "one" in world.registry.problems())
-        assert world.registry.is_informed, "what it listed last stands"
+        assert world.registry.has_all_listings, "what it listed last stands"
 
 
-async def test_a_roster_without_sources_waits_for_none() -> None:
+async def test_a_registry_without_sources_waits_for_none() -> None:
     async with running() as world:
         await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
         world.registry.set_overrides(OperatorOverrides((listed("a:1").spec,)))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from router.fleet.consistency import (
+    INCOMPLETE_GRACE_S,
+    GroupCounts,
+    IncompleteGroupLog,
+    count_groups,
+)
 from router.fleet.engine import Health
 from router.fleet.engine_spec import EngineRole, EngineSpec
 from router.fleet.fleet import Fleet
-from router.fleet.group_state import PATIENCE, GroupCounts, IncompleteGroupLog, count_groups
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
@@ -57,30 +62,30 @@ async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
     fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
     halves = IncompleteGroupLog(fleet, lambda: time)
     prefiller, decoder = fleet.engines
-    halves.look()
+    halves.check()
     fleet.drain(decoder)
-    halves.look()
+    halves.check()
     fleet.resume(decoder)
-    time += PATIENCE
-    halves.look()
+    time += INCOMPLETE_GRACE_S
+    halves.check()
     assert not caplog.text, "it was so for a moment"
     fleet.drain(decoder)
     for _ in range(3):
-        halves.look()
-        time += PATIENCE
-    assert caplog.text.count("group blue has no decode engine that may be asked") == 1
+        halves.check()
+        time += INCOMPLETE_GRACE_S
+    assert caplog.text.count("group blue has no usable decode engine") == 1
     fleet.note_probe_failed(prefiller, "dead")
-    halves.look()
+    halves.check()
     assert "complete" not in caplog.text, "nobody is left"
     fleet.note_probe_passed(prefiller)
     fleet.resume(decoder)
-    halves.look()
+    halves.check()
     fleet.drain(prefiller)
     for _ in range(3):
-        halves.look()
-        time += PATIENCE
-    assert caplog.text.count("group blue has no prefill engine") == 1
+        halves.check()
+        time += INCOMPLETE_GRACE_S
+    assert caplog.text.count("group blue has no usable prefill engine") == 1
     fleet.resume(prefiller)
     assert prefiller.health is Health.HEALTHY
-    halves.look()
+    halves.check()
     assert "group blue is complete" in caplog.text
