@@ -178,8 +178,8 @@ async def ready(request: Request) -> Response:
     state = state_of(request.app)
     gateway: Gateway = state.gateway
     # A source that fails does not make the router unready: the engines listed last still serve.
-    troubles = state.registry.problems()
-    detail = {"sources": troubles} if troubles else {}
+    problems = state.registry.problems()
+    detail = {"sources": problems} if problems else {}
     reasons = {str(role): why for role, why in gateway.fleet.unavailable_roles().items()}
     if trouble := state.prober.problem():
         reasons["prober"] = trouble
