@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from router.common.exact_json import dumps, number
 from router.openai.answers import Json
 
@@ -54,13 +52,12 @@ def _pieces(choice: Json) -> list[Json]:
     delta = {name: value for name, value in message.items() if value not in (None, [], "")}
     opening = {"role": delta.pop("role", "assistant"), "content": ""}
     if isinstance(delta.get("tool_calls"), list):
-        delta["tool_calls"] = [_with_index(*call) for call in enumerate(delta["tool_calls"])]
+        delta["tool_calls"] = [
+            {"index": number, **call} if isinstance(call, dict) else call
+            for number, call in enumerate(delta["tool_calls"])
+        ]
     rest = {name: value for name, value in choice.items() if name not in ("message", "index")}
     return [
         {"index": index, "delta": opening, "logprobs": None, "finish_reason": None},
         {"index": index, "delta": delta, **rest},
     ]
-
-
-def _with_index(index: int, call: Any) -> Any:
-    return {"index": index, **call} if isinstance(call, dict) else call

@@ -57,10 +57,8 @@ class EngineSlot:
         self._tokens, self._tokens_at_decoder = tokens, tokens if decode_only else 0
         self._group, self._prefiller, self._decoder = found
         self._hedged: set[Engine] = set()
-        if self._prefiller is not None:
-            _enter_engine(self._prefiller, tokens)
-        if self._decoder is not None:
-            _enter_engine(self._decoder, self._tokens_at_decoder)
+        self._move(None, self._prefiller, tokens)
+        self._move(None, self._decoder, self._tokens_at_decoder)
 
     def move_to_route(self, route: Route) -> Route:
         """Move the slot to the first engines of the route that have room.
@@ -68,14 +66,14 @@ class EngineSlot:
         Return the route with these engines first. If no engine of the route has room, the slot
         stays where it is, unless its engines are not usable any more.
         """
-        prefillers = self._preferring(route.prefillers, self._prefiller, self._tokens)
-        decoders = self._preferring(route.decoders, self._decoder, self._tokens_at_decoder)
+        prefillers = self._with_room_first(route.prefillers, self._prefiller, self._tokens)
+        decoders = self._with_room_first(route.decoders, self._decoder, self._tokens_at_decoder)
         if prefillers is None or decoders is None:
-            held = Route(self._group, _as_sequence(self._prefiller), _as_sequence(self._decoder))
-            if not all(engine.is_usable for engine in (*held.prefillers, *held.decoders)):
+            current = Route(self._group, _as_sequence(self._prefiller), _as_sequence(self._decoder))
+            if not all(engine.is_usable for engine in (*current.prefillers, *current.decoders)):
                 prefillers, decoders = route.prefillers, route.decoders
             elif route.group != self._group:
-                return held
+                return current
             else:
                 prefillers = prefillers or _with_first(self._prefiller, route.prefillers)
                 decoders = decoders or _with_first(self._decoder, route.decoders)
@@ -93,18 +91,16 @@ class EngineSlot:
         with_room = (engine for engine in engines if limits.fits(engine, self._tokens))
         return next(with_room, None) or next(iter(engines), None)
 
-    def move_prefill_to(self, engine: Engine) -> None:
+    def move_prefill_to(self, engine: Engine | None) -> None:
         previous, self._prefiller = self._prefiller, engine
         self._move(previous, engine, self._tokens)
 
-    def move_decode_to(self, engine: Engine) -> None:
+    def move_decode_to(self, engine: Engine | None) -> None:
         previous, self._decoder = self._decoder, engine
         self._move(previous, engine, self._tokens_at_decoder)
 
     def release_prefiller(self) -> None:
-        previous, self._prefiller = self._prefiller, None
-        if previous is not None:
-            self._leave_engine(previous, self._tokens)
+        self.move_prefill_to(None)
 
     def reserve_hedged(self, engine: Engine) -> bool:
         """Reserve room at one more decode engine, for a hedged leg.
@@ -116,7 +112,7 @@ class EngineSlot:
         limits, tokens = self._admission.limits, self._tokens_at_decoder
         if self._admission.depth or not limits.fits(engine, tokens):
             return False
-        _enter_engine(engine, tokens)
+        self._move(None, engine, tokens)
         self._hedged.add(engine)
         return True
 
@@ -125,42 +121,36 @@ class EngineSlot:
         released = self._hedged.intersection(engines)
         self._hedged -= released
         for engine in released:
-            self._leave_engine(engine, self._tokens_at_decoder)
+            self._move(engine, None, self._tokens_at_decoder)
 
     def release(self) -> None:
-        self.release_prefiller()
+        self.move_prefill_to(None)
         self.release_hedged(self._hedged)
-        previous, self._decoder = self._decoder, None
-        if previous is not None:
-            self._leave_engine(previous, self._tokens_at_decoder)
+        self.move_decode_to(None)
 
-    def _preferring(
-        self, order: Sequence[Engine], held: Engine | None, tokens: int
+    def _with_room_first(
+        self, order: Sequence[Engine], current: Engine | None, tokens: int
     ) -> Sequence[Engine] | None:
         """Return the order with an engine first that has room, or None if no engine has room."""
-        if held is None or not order or order[0] is held:
+        if current is None or not order or order[0] is current:
             return order
         limits = self._admission.limits
         for engine in order:
-            if engine is held or limits.fits(engine, tokens):
+            if engine is current or limits.fits(engine, tokens):
                 return order if engine is order[0] else _with_first(engine, order)
         return None
 
-    def _move(self, previous: Engine | None, engine: Engine, tokens: int) -> None:
-        if previous is not engine:
-            _enter_engine(engine, tokens)
-            if previous is not None:
-                self._leave_engine(previous, tokens)
-
-    def _leave_engine(self, engine: Engine, tokens: int) -> None:
-        engine.admitted -= 1
-        engine.admitted_tokens -= tokens
-        self._admission.admit_waiting()
-
-
-def _enter_engine(engine: Engine, tokens: int) -> None:
-    engine.admitted += 1
-    engine.admitted_tokens += tokens
+    def _move(self, source: Engine | None, target: Engine | None, tokens: int) -> None:
+        """Take a place at `target`, then release the one at `source`."""
+        if source is target:
+            return
+        if target is not None:
+            target.admitted += 1
+            target.admitted_tokens += tokens
+        if source is not None:
+            source.admitted -= 1
+            source.admitted_tokens -= tokens
+            self._admission.admit_waiting()
 
 
 def _with_first(engine: Engine | None, order: Sequence[Engine]) -> Sequence[Engine]:

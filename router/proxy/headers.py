@@ -87,7 +87,9 @@ def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
     request_id: str = ""
     kept: Sequence[Header] = headers
     if not SPECIAL_HEADERS.isdisjoint(map(HEADER_NAME, headers)):
-        request_id, kept = _client_request_id(headers), _without_connection_headers(headers)
+        given = (value for name, value in headers if name == REQUEST_ID)
+        valid = (value.decode("ascii") for value in given if VALID_REQUEST_ID.fullmatch(value))
+        request_id, kept = next(valid, ""), _without_connection_headers(headers)
     lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")
     return request_id, b"\r\n".join(lines)
@@ -113,13 +115,6 @@ def retry_after(headers: Sequence[Header]) -> int | None:
     if given is None:
         return None
     return min(int(given), MAX_RETRY_AFTER_S) if DIGITS.fullmatch(given) else 1
-
-
-def _client_request_id(headers: Sequence[Header]) -> str:
-    for name, value in headers:
-        if name == REQUEST_ID and VALID_REQUEST_ID.fullmatch(value):
-            return value.decode("ascii")
-    return ""
 
 
 def _without_connection_headers(headers: Sequence[Header]) -> Sequence[Header]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
-from router.auth.rate_limit import LimitStatus, format_duration
+from router.auth.rate_limit import format_duration
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.http_client.sse import data_in
@@ -110,19 +110,13 @@ def _count(value: object) -> int:
 def limit_headers(decision: QuotaDecision) -> list[Header]:
     """Return the x-ratelimit headers that OpenAI documents."""
     headers: list[Header] = []
-    for name, status in (("requests", decision.requests), ("tokens", decision.tokens)):
+    for name, status in ((b"requests", decision.requests), (b"tokens", decision.tokens)):
         if status is not None:
-            headers += _headers_of(name, status)
+            headers.append((b"x-ratelimit-limit-" + name, b"%d" % status.limit))
+            headers.append((b"x-ratelimit-remaining-" + name, b"%d" % status.remaining))
+            reset = format_duration(status.reset).encode()
+            headers.append((b"x-ratelimit-reset-" + name, reset))
     return headers
-
-
-def _headers_of(name: str, status: LimitStatus) -> list[Header]:
-    values = {
-        "limit": str(status.limit),
-        "remaining": str(status.remaining),
-        "reset": format_duration(status.reset),
-    }
-    return [(f"x-ratelimit-{what}-{name}".encode(), text.encode()) for what, text in values.items()]
 
 
 def _limit_message(key: ApiKey, decision: QuotaDecision) -> str:

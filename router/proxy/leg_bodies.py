@@ -107,7 +107,7 @@ class LegBodies:
             named: Body = {"transfer_id": transfer_id} if transfer_id else {}
             if hands_over:
                 named["hand_over"] = True
-            fields.append(_field(KV_PARAMS, {**params, **named}))
+            fields.append(b'"kv_transfer_params":' + encode_body({**params, **named}))
         return self._with(fields)
 
     def _going_on(self, buffer: ResumeBuffer) -> list[bytes]:
@@ -161,10 +161,6 @@ class RawBody(LegBodies):
 
     def passed(self) -> BodyHalves:
         return self._raw, b""
-
-
-def _field(name: str, value: Mapping[str, object]) -> bytes:
-    return b'"%s":' % name.encode("ascii") + encode_body(value)
 
 
 def encode_body(content: Mapping[str, object]) -> bytes:

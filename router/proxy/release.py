@@ -75,20 +75,13 @@ def _has_leg_arrived(request: Request) -> bool:
 
 
 async def release_late_prefill(request: Request, gateway: Gateway, answer: EngineAnswer) -> None:
-    """Cancel a prefill leg whose client has disconnected. Never raises an UpstreamError.
-
-    A half-closed connection tells the engine. If the engine had finished by then, its answer still
-    arrives and names the blocks to release.
-    """
-    answer.half_close()
+    """End a prefill leg whose client has disconnected, and release its blocks if the engine had
+    finished by then. Never raises an UpstreamError."""
     try:
-        async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
-            raw = await answer.read(gateway.limits.max_answer_size)
-            params = PrefillAnswer(raw).params if answer.status == 200 else None
+        raw = await _read_late_answer(gateway, answer)
+        params = PrefillAnswer(raw).params if answer.status == 200 else None
     except (TimeoutError, UpstreamError):
         return
-    finally:
-        answer.close()
     if params is not None:
         await release_prefill(request, gateway, request.record.prefiller, params)
 
@@ -96,22 +89,26 @@ async def release_late_prefill(request: Request, gateway: Gateway, answer: Engin
 async def release_late_turn(
     request: Request, gateway: Gateway, engine: Engine, answer: EngineAnswer
 ) -> None:
-    """Cancel a hedged decode leg of a turn that another leg has won. Never raises an UpstreamError.
-
-    A half-closed connection tells the engine. If the engine had finished by then, its answer still
-    arrives and names the retained KV to release.
-    """
-    answer.half_close()
+    """End a hedged decode leg of a turn that another leg has won, and release its retained KV if
+    the engine had finished by then. Never raises an UpstreamError."""
     try:
-        async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
-            raw = await answer.read(gateway.limits.max_answer_size)
+        raw = await _read_late_answer(gateway, answer)
     except (TimeoutError, UpstreamError):
         return
-    finally:
-        answer.close()
     kept = [event[KV_PARAMS] for event in chunks_in(raw) if isinstance(event.get(KV_PARAMS), dict)]
     if kept and engine.capabilities.supports_release:
         await _release_turn(request, gateway, engine, kept[-1])
+
+
+async def _read_late_answer(gateway: Gateway, answer: EngineAnswer) -> bytes:
+    """Tell the engine by a half-closed connection that nothing more is wanted, and return what it
+    still sends. Raises TimeoutError, UpstreamError."""
+    answer.half_close()
+    try:
+        async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
+            return await answer.read(gateway.limits.max_answer_size)
+    finally:
+        answer.close()
 
 
 async def release_prefill(request: Request, gateway: Gateway, name: str, params: KvParams) -> None:

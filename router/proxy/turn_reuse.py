@@ -79,15 +79,13 @@ class TurnReuse(FrozenStruct, frozen=True):
 
     def offer(self, prefiller: Engine) -> TurnOffer:
         """Return what this prefill engine may read of the last turn."""
-        if self.entry is None or self.decision is None:
+        entry, decision = self.entry, self.decision
+        if entry is None or decision is None:
             return TurnOffer(self.outcome, self.reason)
         if prefiller.group != self.group:
             return TurnOffer(ReuseMatch.MISMATCH, "group")
-        if self.decision.reason == "model":
-            return TurnOffer(self.decision.match, self.decision.reason)
-        return self._offer(self.entry, self.decision, prefiller)
-
-    def _offer(self, entry: Entry, decision: ReuseDecision, prefiller: Engine) -> TurnOffer:
+        if decision.reason == "model":
+            return TurnOffer(decision.match, decision.reason)
         if entry.is_revocable and not prefiller.capabilities.verifies_prefix:
             # The engine could not detect that the decode engine has dropped the turn.
             return TurnOffer(ReuseMatch.MISMATCH, "unproven")
