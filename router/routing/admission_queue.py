@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from router.fleet.engine import Engine
 from router.fleet.snapshot import GroupPool
@@ -25,20 +25,13 @@ TOKENS_PER_ROUND = 4096
 MAX_SKIPPED_ROUNDS = 8
 
 
-class AdmittedLoad(Protocol):
-    admitted: int
-    """Requests that hold a slot of the engine."""
-    admitted_tokens: int
-    """Estimated prompt tokens that the engine computes for them."""
-
-
 class EngineLimits(NamedTuple):
     """Limits of each engine; 0 means unlimited."""
 
     requests: int
     tokens: int
 
-    def fits(self, engine: AdmittedLoad, tokens: int = 0) -> bool:
+    def fits(self, engine: Engine, tokens: int = 0) -> bool:
         """Return True if there is room for a request that computes this many tokens. An engine that
         computes no prompt takes any one, or the largest would never run."""
         if self.requests and engine.admitted >= self.requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from router.routing.policy import (
     MAX_ORDERED,
@@ -56,12 +56,6 @@ def in_turn(candidates: Sequence[T], turn: int) -> Sequence[T]:
     return [*candidates[start:], *candidates[:start]] if start else candidates
 
 
-class EngineInFlight(Protocol):
-    """An engine with the number of legs that run on it."""
-
-    in_flight: int
-
-
 @dataclass(frozen=True, slots=True)
 class LoadBound:
     """The load up to which an engine keeps requests that prefer it. It is overloaded with at least
@@ -70,7 +64,7 @@ class LoadBound:
     factor: float = 1.5
     floor: int = 8
 
-    def limit(self, candidates: Sequence[EngineInFlight], chance: int = 0) -> int:
+    def limit(self, candidates: Sequence[Candidate], chance: int = 0) -> int:
         """Return the largest number of legs of an engine that is not overloaded. Of many candidates
         a sample, which `chance` chooses, gives the mean."""
         sampled = sample(candidates, chance)
@@ -78,7 +72,7 @@ class LoadBound:
         return max(self.floor - 1, int(self.factor * mean))
 
     def is_overloaded(
-        self, engine: EngineInFlight, candidates: Sequence[EngineInFlight], chance: int = 0
+        self, engine: Candidate, candidates: Sequence[Candidate], chance: int = 0
     ) -> bool:
         if engine.in_flight < self.floor:
             return False

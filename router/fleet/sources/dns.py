@@ -145,19 +145,13 @@ async def _look_up_service(resolver: dns.asyncresolver.Resolver, name: str) -> D
 async def _look_up_hosts(
     resolver: dns.asyncresolver.Resolver, names: Iterable[dns.name.Name]
 ) -> dict[dns.name.Name, HostAddresses]:
-    slots, found = asyncio.Semaphore(MAX_QUERIES), {}
+    slots = asyncio.Semaphore(MAX_QUERIES)
 
-    async def look_up_one(name: dns.name.Name) -> None:
+    async def look_up_one(name: dns.name.Name) -> tuple[dns.name.Name, HostAddresses]:
         async with slots:
-            found[name] = await _look_up_host(resolver, name)
+            return name, await _look_up_host(resolver, name)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(look_up_one(name))
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return found
+    return dict(await asyncio.gather(*map(look_up_one, names)))
 
 
 async def _look_up_host(

@@ -8,24 +8,17 @@ While the API server cannot be reached, the last known pods are the engines.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple
 
-from router.fleet.engine_spec import EngineRole, Intent, ListedEngine
-from router.fleet.sources.pod_api import (
-    PodChange,
-    VersionExpiredError,
-)
-from router.fleet.sources.pod_engines import Pod, PodEngine, read_pod
-from router.fleet.sources.source import (
-    Backoff,
-    SourceError,
-    SourceReport,
-)
-from router.settings import Address
+from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.sources.pod_api import Pod, PodApi, PodChange, VersionExpiredError
+from router.fleet.sources.source import Backoff, SourceError, SourceReport
+from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 
 # Successive watches until the next list: ten minutes, if nothing fails.
 WATCHES_PER_LIST = 10
@@ -34,14 +27,35 @@ MIN_WATCH_S = 5.0
 MAX_REPORTED_PODS = 3
 
 
-class PodLister(Protocol):
-    """The part of PodApi that KubernetesSource uses."""
+# Labels and annotations of a pod that describe its engine; annotations take precedence.
+PREFIX = "disagg-router.io/"
+LLM_D_ROLE = "llm-d.ai/role"
+ROLES = {
+    "prefill": EngineRole.PREFILL,
+    "decode": EngineRole.DECODE,
+    "both": EngineRole.BOTH,
+    "prefill-decode": EngineRole.BOTH,
+}
+ENDED_PHASES = ("Succeeded", "Failed")
 
-    async def list_all(self) -> tuple[list[Pod], str]: ...
 
-    def watch(self, version: str) -> AsyncGenerator[list[PodChange], None]: ...
+class PodEngine(NamedTuple):
+    """`listed` is None for a pod that is not an engine now; `problem` is why, if it should be."""
 
-    async def close(self) -> None: ...
+    listed: ListedEngine | None
+    problem: str = ""
+
+
+def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> PodEngine:
+    """Return the engine of a pod. `role`, `port` and `scheme` are the defaults for pods without
+    labels or annotations."""
+    intent = _intent(pod)
+    if intent is None:
+        return PodEngine(None)
+    try:
+        return PodEngine(ListedEngine(_spec(pod, role, port, scheme), intent))
+    except (SourceError, ValueError) as error:
+        return PodEngine(None, f"pod {pod.metadata.name[:253]}: {error}")
 
 
 class KubernetesSource:
@@ -52,7 +66,7 @@ class KubernetesSource:
         self,
         role: EngineRole,
         port: str,
-        api: PodLister,
+        api: PodApi,
         min_watch: float = MIN_WATCH_S,
         random_share: Callable[[], float] = random.random,
         scheme: str = "http",
@@ -131,3 +145,59 @@ def distinct(listed: Iterable[ListedEngine]) -> tuple[ListedEngine, ...]:
         if before.intent is Intent.DRAINING:
             found[one.address] = one
     return tuple(found.values())
+
+
+def _intent(pod: Pod) -> Intent | None:
+    """Return None for a pod that has not started or has ended. A pod that is being deleted may have
+    legs to finish, whether it is still ready or not."""
+    if pod.status.phase in ENDED_PHASES or not pod.status.pod_ip:
+        return None
+    if pod.metadata.deletion_timestamp:
+        return Intent.DRAINING
+    conditions = pod.status.conditions or ()
+    is_ready = any(one.type == "Ready" and one.status == "True" for one in conditions)
+    return Intent.SERVING if is_ready else None
+
+
+def _spec(pod: Pod, role: EngineRole, port: str, scheme: str) -> EngineSpec:
+    """Raises SourceError, ValueError."""
+
+    def described(what: str) -> str | None:
+        for given in (pod.metadata.annotations, pod.metadata.labels):
+            if given and PREFIX + what in given:
+                return given[PREFIX + what]
+        return None
+
+    given_role = described("role")
+    if given_role is None:  # a role of llm-d that is not one of ours means the default role
+        role = ROLES.get((pod.metadata.labels or {}).get(LLM_D_ROLE, ""), role)
+    elif given_role in ROLES:
+        role = ROLES[given_role]
+    else:
+        raise SourceError(f"{PREFIX}role is {given_role[:64]!r}, not prefill, decode or both")
+    scheme = described("scheme") or scheme
+    if scheme not in ("http", "https"):  # a misspelt scheme must not mean plain HTTP
+        raise SourceError(f"{PREFIX}scheme is {scheme[:64]!r}, not http or https")
+    given_weight = described("weight")
+    try:
+        weight = 1.0 if given_weight is None else float(given_weight)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight <= MAX_GROUP_WEIGHT:
+        problem = f"{str(given_weight)[:64]!r}, not a number from 0 to 1e6"
+        raise SourceError(f"{PREFIX}weight is {problem}")
+    address = Address(canonical(pod.status.pod_ip or ""), _port(pod, described("port") or port))
+    models = frozenset((described("models") or "").replace(",", " ").split())
+    group = described("group") or DEFAULT_GROUP
+    return EngineSpec(role, address, models, group, weight, scheme == "https")
+
+
+def _port(pod: Pod, wanted: str) -> int:
+    """Raises SourceError."""
+    if is_port(wanted):
+        return int(wanted)
+    for container in (pod.spec.containers or []) + (pod.spec.init_containers or []):
+        for port in container.ports or ():
+            if port.name == wanted and 0 < port.container_port < 65536:
+                return port.container_port
+    raise SourceError(f"has no port {wanted[:64]!r}")

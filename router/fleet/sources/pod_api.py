@@ -1,4 +1,5 @@
-"""Pods from a Kubernetes API server: listed in pages, then watched from there.
+"""Pods from a Kubernetes API server: listed in pages, then watched from there. Of a pod only the
+fields that are needed are parsed.
 
 lightkube finds the cluster and authenticates: service account or kubeconfig, replaced tokens,
 credential plugins. List and watch are implemented here, since lightkube's own watch continues after
@@ -19,7 +20,6 @@ import msgspec
 from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
-from router.fleet.sources.pod_engines import Pod
 from router.fleet.sources.source import (
     SourceError,
     one_line,
@@ -38,6 +38,45 @@ API_TIMEOUT_S = 10.0
 WATCH_S, WATCH_GRACE_S = 60, 5.0
 WATCH_TIMEOUT = httpx2.Timeout(API_TIMEOUT_S, read=None)
 GONE_STATUS = 410
+
+
+class PodMetadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class ContainerPort(msgspec.Struct, rename="camel"):
+    container_port: int = 0
+    name: str = ""
+
+
+class PodContainer(msgspec.Struct):
+    ports: list[ContainerPort] | None = None
+
+
+class PodSpec(msgspec.Struct, rename="camel"):
+    containers: list[PodContainer] | None = None
+    init_containers: list[PodContainer] | None = None
+
+
+class PodCondition(msgspec.Struct):
+    type: str = ""
+    status: str = ""
+
+
+class PodStatus(msgspec.Struct):
+    phase: str = ""
+    pod_ip: str | None = msgspec.field(default=None, name="podIP")
+    conditions: list[PodCondition] | None = None
+
+
+class Pod(msgspec.Struct):
+    metadata: PodMetadata
+    spec: PodSpec = msgspec.field(default_factory=PodSpec)
+    status: PodStatus = msgspec.field(default_factory=PodStatus)
 
 
 class VersionExpiredError(SourceError):

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.sources.kubernetes import distinct
-from router.fleet.sources.pod_engines import Pod, PodEngine, read_pod
+from router.fleet.sources.kubernetes import PodEngine, distinct, read_pod
+from router.fleet.sources.pod_api import Pod
 from router.settings import Address
 from tests.unit.router.fleet.sources.api_server import pod
 
