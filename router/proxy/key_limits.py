@@ -157,17 +157,24 @@ class RateLimitedExchange(ExchangeWrapper):
 
 
 class CountedAnswer:
-    """An answer whose events are counted as it is relayed."""
+    """A BodySource that counts the events of a stream on their way from the answer to the sink."""
 
     is_event_stream = True
 
     def __init__(self, answer: BodySource, permit: QuotaPermit) -> None:
         self._answer = answer
         self._permit = permit
+        self._sink: AnswerSink | None = None
         self.length = answer.length
 
     async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
-        await self._answer.relay(EventCounter(sink, self._permit), idle, latest)
+        self._sink = sink
+        await self._answer.relay(self, idle, latest)
+
+    def write(self, block: bytes, last: bool) -> None:
+        self._permit.events += num_chunks(block)
+        if self._sink is not None:
+            self._sink.write(block, last)
 
     def pause(self) -> None:
         self._answer.pause()
@@ -177,18 +184,6 @@ class CountedAnswer:
 
     def fail(self, error: UpstreamError) -> None:
         self._answer.fail(error)
-
-
-class EventCounter:
-    """An AnswerSink that counts the events of a stream."""
-
-    def __init__(self, sink: AnswerSink, permit: QuotaPermit) -> None:
-        self._sink = sink
-        self._permit = permit
-
-    def write(self, block: bytes, last: bool) -> None:
-        self._permit.events += num_chunks(block)
-        self._sink.write(block, last)
 
 
 def num_chunks(block: bytes) -> int:

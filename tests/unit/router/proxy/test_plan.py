@@ -55,7 +55,7 @@ def route(*decoders: Engine) -> Route:
 
 
 @pytest.mark.parametrize("why", ["n", "prompt_list", "client_params"])
-def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) -> None:
+def test_request_that_cannot_be_shared_is_decode_only(why: str) -> None:
     plan = make_plan(request(alone=why, threshold=0.5), route(decoder()), None, limits())
     assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.DECODE_ONLY, "decode_only", why)
     assert (plan.threshold, plan.skips_threshold, plan.reuse) == (0, False, None)
@@ -72,7 +72,7 @@ def test_what_cannot_be_shared_is_done_alone_whatever_else_is_asked(why: str) ->
         ({"prompt_embeds": "eA==", "messages": []}, "prefiller", False),
     ],
 )
-def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
+def test_embeddings_are_not_shared_with_engines_that_verify_prefixes(
     body: dict[str, Any], proves: str, is_alone: bool
 ) -> None:
     """Between two stock engines they are handed over like any prompt."""
@@ -89,7 +89,7 @@ def test_embeddings_are_prefilled_for_nobody_who_goes_by_tokens(
     ("fields", "flow"),
     [({}, "pull"), ({"threshold": 0.5}, "decode_first"), ({"turn": True}, "turn")],
 )
-def test_all_else_is_pulled(fields: dict[str, Any], flow: str) -> None:
+def test_other_requests_are_pulled(fields: dict[str, Any], flow: str) -> None:
     plan = make_plan(request(**fields), route(decoder()), None, limits())
     assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.PULL, flow, "")
 
@@ -103,14 +103,14 @@ def test_all_else_is_pulled(fields: dict[str, Any], flow: str) -> None:
         (False, MAX_SHORT_BODY_BYTES + 1, False),
     ],
 )
-def test_a_decoder_that_ignores_thresholds_is_asked_first_only_for_little(
+def test_decoder_that_ignores_thresholds_is_asked_first_only_for_short_prompts(
     knows: bool | None, size: int, asks: bool
 ) -> None:
     plan = make_plan(request(size, threshold=0.5), route(decoder(knows)), None, limits())
     assert (plan.threshold, plan.skips_threshold) == ((0.5, False) if asks else (0, True))
 
 
-def test_nobody_is_asked_first_where_there_is_nobody() -> None:
+def test_decode_first_is_skipped_without_a_decoder() -> None:
     plan = make_plan(request(threshold=0.5), NOWHERE, None, limits())
     assert (plan.threshold, plan.route.decoders, plan.route.prefillers) == (0, (), ())
 
@@ -127,7 +127,7 @@ def test_nobody_is_asked_first_where_there_is_nobody() -> None:
         (0.5, True, {"cache_hit_threshold": 0}, 0),
     ],
 )
-def test_the_last_turns_decoder_is_asked_first_if_it_holds_enough_and_may_say_no(
+def test_last_turns_decoder_is_asked_first_if_its_cache_has_enough(
     share: float, knows: bool | None, body: dict[str, Any], asked: float
 ) -> None:
     home = decoder(knows)

@@ -51,7 +51,7 @@ def legs(engine: MockEngine) -> list[Received]:
     return [r for r in engine.requests if r.path == "/v1/completions"]
 
 
-async def test_both_are_asked_at_once_and_told_of_one_another(
+async def test_both_legs_are_sent_at_once_with_shared_ids(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router, both = await known(await start_router()), asyncio.Barrier(2)
@@ -83,7 +83,7 @@ async def test_both_are_asked_at_once_and_told_of_one_another(
     await eventually(lambda: router.metric("requests_total", **labels) == 2)
 
 
-async def test_a_decoder_is_told_that_its_prefiller_proves_prefixes(
+async def test_decoder_learns_that_the_prefiller_verifies_prefixes(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     """Where no proof can come yet: else it would keep each turn for its whole time."""
@@ -95,7 +95,7 @@ async def test_a_decoder_is_told_that_its_prefiller_proves_prefixes(
 
 @pytest.mark.parametrize("mode", ["auto", "pull", "push"])
 @pytest.mark.parametrize("engines_push", [True, False])
-async def test_the_mode_is_the_settings_or_the_engines(
+async def test_transfer_mode_follows_the_setting_or_the_engines(
     start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str, engines_push: bool
 ) -> None:
     if not engines_push:
@@ -107,7 +107,7 @@ async def test_the_mode_is_the_settings_or_the_engines(
     assert was_pushed == (mode == "push" or (mode == "auto" and engines_push))
 
 
-async def test_a_prefiller_that_nobody_knows_is_asked_first_and_learned_from_its_answer(
+async def test_address_of_an_unknown_prefiller_is_learned_from_a_pull(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     p.identity = d.identity = None
@@ -120,7 +120,7 @@ async def test_a_prefiller_that_nobody_knows_is_asked_first_and_learned_from_its
     assert told["remote_engine_id"] == PARAMS["remote_engine_id"]
 
 
-async def test_each_rank_of_a_prefiller_has_its_turn_unless_the_client_chose(
+async def test_ranks_of_a_prefiller_take_turns_unless_the_client_chooses(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     ranks = [
@@ -146,7 +146,7 @@ async def test_each_rank_of_a_prefiller_has_its_turn_unless_the_client_chose(
 
 
 @pytest.mark.parametrize("fails", ["prefill", "decode"])
-async def test_the_failure_of_one_ends_the_other_and_both_are_tried_elsewhere(
+async def test_failed_leg_ends_the_other_and_both_are_retried_elsewhere(
     start_router: StartRouter, p: MockEngine, d: MockEngine, fails: str
 ) -> None:
     asked, left = asyncio.Event(), asyncio.Event()
@@ -181,7 +181,7 @@ async def test_the_failure_of_one_ends_the_other_and_both_are_tried_elsewhere(
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_a_4xx_of_either_is_the_answer(
+async def test_client_gets_the_4xx_of_either_leg(
     start_router: StartRouter, p: MockEngine, d: MockEngine, who: str
 ) -> None:
     async def rejects(request: Received, peer: Peer) -> None:
@@ -197,7 +197,7 @@ async def test_a_4xx_of_either_is_the_answer(
     assert (answer.status_code, answer.json()["error"]["message"]) == (422, "no such thing")
 
 
-async def test_a_client_that_leaves_ends_both_legs(
+async def test_client_that_disconnects_cancels_both_legs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await known(await start_router())
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_ends_both_legs(
     await asyncio.wait_for(left.wait(), 5)
 
 
-async def test_what_a_prefiller_keeps_for_a_decoder_that_failed_is_released(
+async def test_kv_is_released_if_the_decoder_fails(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router, answered = await known(await start_router()), asyncio.Event()

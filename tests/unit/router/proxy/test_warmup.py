@@ -52,7 +52,7 @@ async def lose(router: Router, mock: MockEngine) -> None:
     await eventually(lambda: router.engine(mock).is_usable)
 
 
-async def test_lazy_leaves_alone_who_was_there_and_warms_who_comes(
+async def test_lazy_warms_engines_that_join_and_not_those_present_at_start(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_decode) as d2:
@@ -69,7 +69,9 @@ async def test_lazy_leaves_alone_who_was_there_and_warms_who_comes(
         await router.settled()
 
 
-async def test_off_warms_nobody(start_router: StartRouter, p: MockEngine, d: MockEngine) -> None:
+async def test_mode_off_warms_no_pair(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
     router = await start_router(warm_up="off")
     await lose(router, d)
     assert (await router.complete()).status_code == 200
@@ -89,7 +91,7 @@ async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
         assert len(prompts) == 4
 
 
-async def test_an_engine_that_comes_is_not_asked_before_it_is_warm(
+async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     is_current = asyncio.Event()
@@ -116,7 +118,7 @@ async def test_an_engine_that_comes_is_not_asked_before_it_is_warm(
         assert asked(d2)
 
 
-async def test_the_only_engine_of_its_role_is_asked_cold(
+async def test_only_engine_of_a_role_is_used_cold(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async def never_warm(request: Received, peer: Peer) -> None:
@@ -130,7 +132,7 @@ async def test_the_only_engine_of_its_role_is_asked_cold(
 
 
 @pytest.mark.parametrize("status", [401, 500, 503])
-async def test_who_cannot_be_warmed_is_asked_all_the_same_and_not_blamed(
+async def test_failed_warm_up_does_not_count_against_the_engines(
     start_router: StartRouter, p: MockEngine, d: MockEngine, status: int
 ) -> None:
     p.usual = answering(status, {})
@@ -142,7 +144,7 @@ async def test_who_cannot_be_warmed_is_asked_all_the_same_and_not_blamed(
     await router.settled()
 
 
-async def test_what_was_prefilled_for_a_decoder_that_failed_is_released(
+async def test_kv_is_released_if_the_decoder_fails(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     d.scripts = [answering(500, {})]
@@ -152,7 +154,7 @@ async def test_what_was_prefilled_for_a_decoder_that_failed_is_released(
     assert router.metric("releases_total", outcome="done") == 1
 
 
-async def test_a_warm_up_that_hangs_keeps_an_engine_back_for_a_while_only(
+async def test_warm_up_that_hangs_delays_an_engine_for_a_limited_time(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(warm_up="off")
@@ -182,7 +184,7 @@ async def test_engines_that_push_are_warmed_by_a_push(
     assert sent["transfer_id"] == told["transfer_id"]
 
 
-async def test_few_are_warmed_at_once(
+async def test_number_of_concurrent_warm_ups_is_limited(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     running = most = 0
@@ -203,7 +205,7 @@ async def test_few_are_warmed_at_once(
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
+async def test_pair_that_is_no_longer_in_one_group_is_not_warmed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
 ) -> None:
     """Whether that comes while it waits, or between its two legs."""
@@ -231,7 +233,7 @@ async def test_a_pair_that_is_of_one_group_no_more_is_not_warmed(
         assert len(warm(p)) == len(begun) + (0 if late else 3)
 
 
-async def test_what_was_prefilled_for_a_push_that_failed_is_released(
+async def test_kv_is_released_if_a_push_fails(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
@@ -254,7 +256,7 @@ async def test_what_was_prefilled_for_a_push_that_failed_is_released(
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
-async def test_a_thousand_that_come_and_flap_keep_nobody_waiting(
+async def test_thousand_flapping_engines_do_not_delay_requests(
     start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str
 ) -> None:
     router = await start_router(warm_up="off")

@@ -68,7 +68,7 @@ def given(engine: MockEngine) -> list[dict[str, Any]]:
     return [{name: one[name] for name in one if name != "retain"} for one in params]
 
 
-async def test_the_decoder_goes_on_from_the_prefillers_token(
+async def test_decoder_continues_from_the_prefillers_token(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start()
@@ -83,7 +83,9 @@ async def test_the_decoder_goes_on_from_the_prefillers_token(
     assert router.metric("handed_over_total", outcome="went_on") == 1
 
 
-async def test_clients_begin_nothing(start: Start, p: MockEngine, d: MockEngine) -> None:
+async def test_clients_cannot_send_generated_tokens(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
     router = await start()
     theirs = {"begun": {"prompt_token_ids": "AAAA"}, "hand_over": True, "spoken": 1}
     await router.complete(kv_transfer_params=theirs, vllm_xargs={"kv_transfer_params": theirs})
@@ -92,7 +94,7 @@ async def test_clients_begin_nothing(start: Start, p: MockEngine, d: MockEngine)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_what_is_all_of_the_answer_needs_no_decoder(
+async def test_answer_that_ends_with_its_first_token_needs_no_decoder(
     start: Start, p: MockEngine, d: MockEngine, streamed: bool
 ) -> None:
     choice = CHOICE | {"text": "", "finish_reason": "stop", "stop_reason": 9}
@@ -118,7 +120,9 @@ async def test_what_is_all_of_the_answer_needs_no_decoder(
     assert router.metric("engine_holding", role="prefill", engine=router.engine(p).name) == 0
 
 
-async def test_one_token_is_a_prefillers_alone(start: Start, p: MockEngine, d: MockEngine) -> None:
+async def test_prefiller_alone_answers_a_request_for_one_token(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
     router = await start()
     answer = await router.stream(max_tokens=1, logprobs=2)
     assert answer.status_code == 200
@@ -130,7 +134,7 @@ async def test_one_token_is_a_prefillers_alone(start: Start, p: MockEngine, d: M
     assert router.metric("decode_only_total", reason="one_token") == 1
 
 
-async def test_a_turn_of_one_token_is_computed_by_both(
+async def test_turn_of_one_token_uses_both_engines(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start(conversation_store="memory")
@@ -139,7 +143,7 @@ async def test_a_turn_of_one_token_is_computed_by_both(
     assert len(generations(d)) == 1
 
 
-async def test_logprobs_are_asked_for_as_the_client_did(
+async def test_prefiller_gets_the_clients_logprobs_fields(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     """An engine that hands over tells them with the tokens."""
@@ -151,7 +155,7 @@ async def test_logprobs_are_asked_for_as_the_client_did(
     assert given(d)[-1] == handed
 
 
-async def test_engines_that_render_unlike_hand_over_nothing(
+async def test_no_hand_over_between_engines_with_different_render_hashes(
     start: Start, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     d.identity = DECODES | {"renders": RENDERS | {"chat_template": "4"}}
@@ -174,7 +178,7 @@ async def test_engines_that_render_unlike_hand_over_nothing(
         ({"capabilities": PREFILLS["capabilities"], "renders": [1]}, DECODES),
     ],
 )
-async def test_both_engines_have_to_offer_it(
+async def test_hand_over_needs_support_of_both_engines(
     start: Start, p: MockEngine, d: MockEngine, of_p: Any, of_d: Any
 ) -> None:
     p.identity, d.identity = of_p, of_d
@@ -183,7 +187,7 @@ async def test_both_engines_have_to_offer_it(
     assert "hand_over" not in p.last.json["kv_transfer_params"]
 
 
-async def test_it_can_be_left_to_the_decoder(start: Start, p: MockEngine, d: MockEngine) -> None:
+async def test_hand_over_can_be_disabled(start: Start, p: MockEngine, d: MockEngine) -> None:
     router = await start(first_token="decoder")
     await router.complete()
     await router.complete(max_tokens=1)
@@ -191,7 +195,9 @@ async def test_it_can_be_left_to_the_decoder(start: Start, p: MockEngine, d: Moc
     assert len(generations(d)) == 2
 
 
-async def test_a_prefiller_that_tells_nothing(start: Start, p: MockEngine, d: MockEngine) -> None:
+async def test_prefiller_that_returns_no_tokens_is_decoded_as_usual(
+    start: Start, p: MockEngine, d: MockEngine
+) -> None:
     p.usual = prefilled(params=PROVEN)
     router = await start()
     assert (await router.complete()).status_code == 200
@@ -202,7 +208,7 @@ async def test_a_prefiller_that_tells_nothing(start: Start, p: MockEngine, d: Mo
 @pytest.mark.parametrize(
     "choices", [[], [CHOICE, CHOICE], {}, None, [CHOICE | {"finish_reason": "x"}]]
 )
-async def test_an_absurd_answer_hands_over_nothing(
+async def test_invalid_prefill_answer_hands_over_nothing(
     start: Start, p: MockEngine, d: MockEngine, choices: Any
 ) -> None:
     async def script(request: Received, peer: Peer) -> None:
@@ -227,7 +233,7 @@ async def test_an_absurd_answer_hands_over_nothing(
         BEGUN | {"prompt_token_ids": ""},
     ],
 )
-async def test_a_beginning_that_makes_no_sense_is_none(
+async def test_invalid_generated_tokens_are_removed(
     start: Start, p: MockEngine, d: MockEngine, begun: Any
 ) -> None:
     p.usual = prefilled(params=PROVEN | {"begun": begun})
@@ -237,7 +243,7 @@ async def test_a_beginning_that_makes_no_sense_is_none(
     assert router.metric("handed_over_total", outcome="not_told") == 1
 
 
-async def test_a_beginning_that_nobody_asked_for_goes_nowhere(
+async def test_generated_tokens_that_were_not_requested_are_removed(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start(first_token="decoder")
@@ -245,7 +251,7 @@ async def test_a_beginning_that_nobody_asked_for_goes_nowhere(
     assert given(d) == [PROVEN]
 
 
-async def test_what_a_decoder_does_not_go_on_from_is_computed_afresh(
+async def test_token_that_a_decoder_rejects_is_computed_again(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start()
@@ -258,7 +264,7 @@ async def test_what_a_decoder_does_not_go_on_from_is_computed_afresh(
     assert (await router.complete()).status_code == 400
 
 
-async def test_another_decoder_that_reads_alike_goes_on(
+async def test_another_decoder_with_equal_hashes_continues(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_decode) as other:
@@ -270,7 +276,7 @@ async def test_another_decoder_that_reads_alike_goes_on(
         assert all(params == HANDED for params in given(d) + given(other))
 
 
-async def test_another_decoder_that_does_not_is_asked_as_of_old(
+async def test_another_decoder_with_other_hashes_gets_no_tokens(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
     async with running_engine(usual_decode) as other:
@@ -295,7 +301,7 @@ async def test_another_decoder_that_does_not_is_asked_as_of_old(
         {"messages": [{"role": "user", "content": [{"type": "text"}, 3]}]},
     ],
 )
-def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
+def test_requests_that_cannot_be_handed_over(body: dict[str, Any]) -> None:
     assert not can_hand_over(body)
 
 
@@ -308,5 +314,5 @@ def test_what_is_not_handed_over(body: dict[str, Any]) -> None:
         {"messages": ["absurd", {"content": None}], "min_tokens": 3, "echo": False},
     ],
 )
-def test_what_is_handed_over(body: dict[str, Any]) -> None:
+def test_requests_that_can_be_handed_over(body: dict[str, Any]) -> None:
     assert can_hand_over(body)

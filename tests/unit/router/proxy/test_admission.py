@@ -99,7 +99,9 @@ def by(tenant: str, **more: str) -> dict[str, str]:
     return {"authorization": tenant, **more}
 
 
-async def test_limits_hold_under_a_flood(start_router: StartRouter, d2: MockEngine) -> None:
+async def test_engine_limits_hold_under_a_flood_of_requests(
+    start_router: StartRouter, d2: MockEngine
+) -> None:
     async with (
         running_engine(usual_prefill) as p1,
         running_engine(usual_prefill) as p2,
@@ -116,7 +118,7 @@ async def test_limits_hold_under_a_flood(start_router: StartRouter, d2: MockEngi
         assert router.metric("queue_seconds_count")
 
 
-async def test_a_decoder_promised_to_one_is_not_given_to_another_meanwhile(
+async def test_slot_at_decoder_is_reserved_while_the_prefill_leg_runs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     p.usual = gate = Gate()
@@ -127,7 +129,7 @@ async def test_a_decoder_promised_to_one_is_not_given_to_another_meanwhile(
     assert gate.most == 2
 
 
-async def test_prompts_beyond_the_token_limit_wait_and_the_largest_runs_by_itself(
+async def test_prompts_beyond_the_token_limit_wait_and_the_largest_one_runs_alone(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     p.usual = gate = Gate()
@@ -138,7 +140,7 @@ async def test_prompts_beyond_the_token_limit_wait_and_the_largest_runs_by_itsel
     assert gate.most_bytes == 40_000
 
 
-async def test_requests_go_where_there_is_room(
+async def test_request_goes_to_an_engine_with_room(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -153,7 +155,7 @@ async def test_requests_go_where_there_is_room(
     assert not router.metric("queue_seconds_count")
 
 
-async def test_a_prefiller_is_free_again_while_the_decoder_answers(
+async def test_slot_at_prefiller_is_released_while_the_decoder_answers(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     d.usual, d2.usual = (gates := [Gate(), Gate()])
@@ -165,7 +167,7 @@ async def test_a_prefiller_is_free_again_while_the_decoder_answers(
     assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
 
 
-async def test_so_it_is_where_a_decoder_asked_first_answers_alone(
+async def test_slot_at_prefiller_is_released_if_decode_first_succeeds(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     left = asyncio.Event()
@@ -183,7 +185,7 @@ async def test_so_it_is_where_a_decoder_asked_first_answers_alone(
     assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
 
 
-async def test_an_engine_that_comes_back_is_room(
+async def test_engine_that_returns_admits_queued_requests(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     d.usual, d2.healthy = (gate := Gate()), False
@@ -197,7 +199,7 @@ async def test_an_engine_that_comes_back_is_room(
     assert (await first).status_code == 200
 
 
-async def test_whoever_waits_when_the_last_engine_dies_is_told(
+async def test_queued_request_fails_when_the_last_engine_dies(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -212,7 +214,7 @@ async def test_whoever_waits_when_the_last_engine_dies_is_told(
     assert (await first).status_code == 200
 
 
-async def test_a_leg_that_fails_takes_its_seat_elsewhere(
+async def test_slot_moves_to_another_engine_after_a_failed_leg(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     async def broken(request: Received, peer: Peer) -> None:
@@ -224,9 +226,7 @@ async def test_a_leg_that_fails_takes_its_seat_elsewhere(
         assert (await router.complete()).status_code == 200
 
 
-async def test_a_tenant_waits_for_its_turn_and_not_for_anothers_flood(
-    start_router: StartRouter, d: MockEngine
-) -> None:
+async def test_tenants_take_turns_in_the_queue(start_router: StartRouter, d: MockEngine) -> None:
     d.usual = gate = Gate()
     router = await start_router(max_engine_requests=1)
     modest = asking(router, 4, headers=by("modest"))
@@ -237,7 +237,7 @@ async def test_a_tenant_waits_for_its_turn_and_not_for_anothers_flood(
     assert order[1:9].count("modest") == 4
 
 
-async def test_lower_priorities_go_first_and_the_header_wins(
+async def test_lower_priority_values_go_first_and_header_takes_precedence(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -256,7 +256,7 @@ async def test_lower_priorities_go_first_and_the_header_wins(
     assert order_of(d, "x-who") == expected
 
 
-async def test_priorities_may_be_left_unheeded(start_router: StartRouter, d: MockEngine) -> None:
+async def test_priorities_can_be_disabled(start_router: StartRouter, d: MockEngine) -> None:
     d.usual = gate = Gate()
     router = await start_router(max_engine_requests=1, queue_priorities=False)
     async with (
@@ -278,7 +278,7 @@ def check_refusal(answer: httpx.Response, status: int, router: Router, reason: s
     assert router.metric("refusals_total", reason=reason) >= 1
 
 
-async def test_without_a_queue_who_finds_no_room_is_refused_at_once(
+async def test_request_without_room_is_rejected_at_once_if_there_is_no_queue(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -289,7 +289,7 @@ async def test_without_a_queue_who_finds_no_room_is_refused_at_once(
         gate.let(1)
 
 
-async def test_a_full_queue_refuses_whose_share_it_is_and_lets_others_in(
+async def test_full_queue_rejects_the_tenant_that_exceeds_its_share(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -308,7 +308,7 @@ async def test_a_full_queue_refuses_whose_share_it_is_and_lets_others_in(
         assert modest.result().status_code == 200
 
 
-async def test_a_higher_priority_takes_the_place_of_a_lower_one_in_a_full_queue(
+async def test_higher_priority_displaces_a_lower_one_in_a_full_queue(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -324,7 +324,7 @@ async def test_a_higher_priority_takes_the_place_of_a_lower_one_in_a_full_queue(
         assert high.result().status_code == 200
 
 
-async def test_a_wait_ends_and_the_connection_serves_on(
+async def test_queue_timeout_rejects_the_request_and_keeps_the_connection(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -344,7 +344,7 @@ async def test_a_wait_ends_and_the_connection_serves_on(
     assert router.metric("refusals_total", reason="queue_timeout") == 1
 
 
-async def test_who_leaves_the_queue_is_not_served_and_leaves_nothing_behind(
+async def test_disconnected_client_leaves_the_queue(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -362,7 +362,7 @@ async def test_who_leaves_the_queue_is_not_served_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-async def test_who_leaves_in_the_moment_of_its_turn_gives_its_seat_on(
+async def test_client_that_disconnects_when_admitted_releases_its_slot(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     d.usual = gate = Gate()
@@ -380,7 +380,7 @@ async def test_who_leaves_in_the_moment_of_its_turn_gives_its_seat_on(
                 assert (await third).status_code == 200
 
 
-async def test_a_turns_entry_is_not_taken_while_it_waits(
+async def test_conversation_entry_is_not_taken_while_the_turn_is_queued(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async def keeping(request: Received, peer: Peer) -> None:
@@ -403,7 +403,7 @@ async def test_a_turns_entry_is_not_taken_while_it_waits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
-async def test_a_router_that_shuts_down_serves_its_queue_or_tells_it(
+async def test_shutdown_serves_or_rejects_queued_requests(
     p: MockEngine, d: MockEngine, ends: bool
 ) -> None:
     d.usual = gate = Gate()
@@ -435,7 +435,7 @@ async def _until_metric(client: httpx.AsyncClient, line: str) -> None:
 # The front door.
 
 
-async def test_bodies_are_held_up_to_a_limit_and_more_is_refused_before_it_is_read(
+async def test_request_beyond_the_memory_limit_is_rejected_before_its_body_is_read(
     start_router: StartRouter,
 ) -> None:
     router = await start_router(max_body_size=100_000, max_held_bodies=100_000)
@@ -457,7 +457,7 @@ async def test_bodies_are_held_up_to_a_limit_and_more_is_refused_before_it_is_re
     assert (await router.complete(prompt="x" * 60_000)).status_code == 200
 
 
-async def test_a_body_without_a_length_is_bounded_as_it_comes(start_router: StartRouter) -> None:
+async def test_chunked_body_is_limited_as_it_arrives(start_router: StartRouter) -> None:
     router = await start_router(max_body_size=100_000, max_held_bodies=100_000)
     async with router.socket() as slow, router.socket() as other:
         await slow.send(post(b"x" * 60_000)[:-1])
@@ -468,7 +468,9 @@ async def test_a_body_without_a_length_is_bounded_as_it_comes(start_router: Star
         await eventually(lambda: router.gateway.memory.bodies.size < 61_000)
 
 
-async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: MockEngine) -> None:
+async def test_body_memory_is_released_however_a_request_ends(
+    router: Router, d: MockEngine
+) -> None:
     asked = post(b'{"prompt": "%b"}' % (b"x" * 10_000))
     async with router.socket() as client:
         await client.send(asked * 3 + asked[:-1])
@@ -480,7 +482,7 @@ async def test_held_bytes_are_let_go_however_a_request_ends(router: Router, d: M
 
 
 @pytest.mark.slow
-async def test_more_connections_are_told_and_health_is_answered_all_the_same(
+async def test_connections_beyond_the_limit_are_rejected_and_health_is_answered(
     start_router: StartRouter,
 ) -> None:
     router = await start_router(max_connections=2)
@@ -497,7 +499,7 @@ async def test_more_connections_are_told_and_health_is_answered_all_the_same(
     assert (await router.complete()).status_code == 200
 
 
-async def test_connections_far_beyond_the_most_are_cut(
+async def test_connections_far_beyond_the_limit_are_closed(
     start_router: StartRouter,
 ) -> None:
     router = await start_router(max_connections=1)

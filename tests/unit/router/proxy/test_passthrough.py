@@ -29,7 +29,7 @@ async def odd(_: Received, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_request_goes_to_a_decoder_and_its_answer_back(
+async def test_request_goes_to_a_decoder_and_the_client_gets_its_answer(
     router: Router, p: MockEngine, d: MockEngine, path: str
 ) -> None:
     d.scripts = [odd]
@@ -44,7 +44,9 @@ async def test_a_request_goes_to_a_decoder_and_its_answer_back(
     assert router.metric("decode_only_total", reason="passed") == 1
 
 
-async def test_what_an_engine_does_not_have_is_its_own_404(router: Router, d: MockEngine) -> None:
+async def test_client_gets_the_404_of_an_engine_that_lacks_the_endpoint(
+    router: Router, d: MockEngine
+) -> None:
     async def unknown(_: Received, peer: Peer) -> None:
         await peer.answer(b'{"detail":"Not Found"}', 404)
 
@@ -54,7 +56,7 @@ async def test_what_an_engine_does_not_have_is_its_own_404(router: Router, d: Mo
 
 
 @pytest.mark.parametrize("status", [400, 422, 500, 501, 503, 204])
-async def test_what_an_engine_cannot_do_is_its_own_word_and_speaks_not_against_it(
+async def test_client_gets_an_engines_error_and_the_engine_stays_healthy(
     start_router: StartRouter, d: MockEngine, status: int
 ) -> None:
     async def cannot(_: Received, peer: Peer) -> None:
@@ -70,7 +72,7 @@ async def test_what_an_engine_cannot_do_is_its_own_word_and_speaks_not_against_i
     assert (await router.complete()).status_code == 200
 
 
-async def test_a_model_that_prefillers_alone_have_is_asked_of_them(
+async def test_model_that_only_prefillers_serve_goes_to_a_prefiller(
     start_router: StartRouter, p: MockEngine
 ) -> None:
     p.models = ["m", "embedder"]
@@ -82,7 +84,7 @@ async def test_a_model_that_prefillers_alone_have_is_asked_of_them(
     assert p.last.path == "/v1/embeddings"
 
 
-async def test_a_dead_decoder_is_no_hindrance(p: MockEngine, d: MockEngine) -> None:
+async def test_request_is_retried_after_a_decoder_died(p: MockEngine, d: MockEngine) -> None:
     async with (
         running_engine(d.usual) as dying,
         running_router(settings_for(p=[p], d=[dying, d], health_interval=30)) as router,
@@ -96,7 +98,7 @@ async def test_a_dead_decoder_is_no_hindrance(p: MockEngine, d: MockEngine) -> N
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"{", b""])
-async def test_what_is_no_json_object_reaches_nobody(
+async def test_body_that_is_not_a_json_object_reaches_no_engine(
     router: Router, d: MockEngine, body: bytes
 ) -> None:
     answer = await router.client.post("/v1/embeddings", content=body)
@@ -104,7 +106,7 @@ async def test_what_is_no_json_object_reaches_nobody(
     assert not d.requests
 
 
-async def test_a_client_that_leaves_ends_the_leg(router: Router, d: MockEngine) -> None:
+async def test_client_that_disconnects_cancels_the_leg(router: Router, d: MockEngine) -> None:
     left = []
 
     async def waits(_: Received, peer: Peer) -> None:
@@ -118,7 +120,7 @@ async def test_a_client_that_leaves_ends_the_leg(router: Router, d: MockEngine) 
     await eventually(lambda: left)
 
 
-async def test_a_form_goes_as_it_is(router: Router, p: MockEngine, d: MockEngine) -> None:
+async def test_form_is_passed_unchanged(router: Router, p: MockEngine, d: MockEngine) -> None:
     d.scripts = [odd]
     files = {"file": ("speech.wav", b"\x00RIFF\r\n\r\n--x\xff" * 1000, "audio/wav")}
     answer = await router.client.post(AUDIO, files=files, data={"model": "m", "language": "de"})
@@ -132,7 +134,7 @@ async def test_a_form_goes_as_it_is(router: Router, p: MockEngine, d: MockEngine
 
 
 @pytest.mark.parametrize(("kind", "status"), [("text/plain", 200), ("application/json", 502)])
-async def test_silence_has_an_empty_transcript(
+async def test_empty_transcript_is_passed(
     router: Router, d: MockEngine, kind: str, status: int
 ) -> None:
     async def hears_nothing(request: Received, peer: Peer) -> None:
@@ -146,7 +148,7 @@ async def test_silence_has_an_empty_transcript(
     assert router.engine(d).breaker.failures == (status != 200)
 
 
-async def test_a_forms_model_is_known_or_not_found(router: Router, d: MockEngine) -> None:
+async def test_form_with_an_unknown_model_is_404(router: Router, d: MockEngine) -> None:
     files = {"file": ("a.wav", b"x")}
     answer = await router.client.post(AUDIO, files=files, data={"model": "nobody's"})
     assert answer.status_code == 404
@@ -158,7 +160,7 @@ async def test_a_forms_model_is_known_or_not_found(router: Router, d: MockEngine
     ("kind", "status"),
     [("application/json", 415), ("multipart/form-data", 400), ("text/plain; boundary=x", 415)],
 )
-async def test_what_is_no_form_is_refused(router: Router, kind: str, status: int) -> None:
+async def test_body_that_is_not_a_form_is_rejected(router: Router, kind: str, status: int) -> None:
     answer = await router.client.post(AUDIO, content=b"{}", headers={"content-type": kind})
     assert answer.status_code == status
 
@@ -177,7 +179,7 @@ async def test_what_is_no_form_is_refused(router: Router, kind: str, status: int
         (b"--b" * 10_000, None),
     ],
 )  # fmt: skip
-def test_a_model_is_found_where_it_is_a_field(form: bytes, model: str | None) -> None:
+def test_model_of_a_form_is_found(form: bytes, model: str | None) -> None:
     assert model_of_form(form, b"b") == model
 
 
@@ -208,13 +210,13 @@ LONG_HEAD = b"--b\r\nX: %b\r\nContent-Disposition: form-data; name=model\r\n\r\n
         field(b"name=x") * 63 + field(b"name=model"),
     ],
 )
-def test_a_form_that_could_be_read_in_another_way_is_refused(more: bytes) -> None:
+def test_ambiguous_form_is_rejected(more: bytes) -> None:
     """Or a key might ask for one model, and be served another."""
     with pytest.raises(BadRequestError, match="more than one way"):
         model_of_form(MODEL + more + b"--b--\r\n", b"b")
 
 
-def test_a_form_without_an_end_is_refused() -> None:
+def test_form_without_an_end_is_rejected() -> None:
     with pytest.raises(BadRequestError, match="no end"):
         model_of_form(MODEL[:-2], b"b")
 
@@ -229,7 +231,7 @@ def test_a_form_without_an_end_is_refused() -> None:
         b"--b--\r\n" + field(b'name="model"'),
     ],
 )
-def test_what_clients_send_is_read(more: bytes) -> None:
+def test_forms_of_usual_clients_are_accepted(more: bytes) -> None:
     assert model_of_form(MODEL + more + b"--b--\r\n", b"b") == "m"
 
 
@@ -241,7 +243,7 @@ def test_what_clients_send_is_read(more: bytes) -> None:
         ("multipart/form-data; boundary=----WebKitFormBoundaryA; boundary*=utf-8''b", 400),
     ],
 )
-async def test_a_form_has_one_boundary(
+async def test_form_with_several_boundaries_is_rejected(
     router: Router, d: MockEngine, kind: str, status: int
 ) -> None:
     d.usual = odd
@@ -257,7 +259,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ADAPTER = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
 
 
-async def test_an_adapter_is_loaded_everywhere_and_served_at_once(
+async def test_adapter_is_loaded_at_all_engines_and_served_at_once(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(lora_updates=True)
@@ -272,7 +274,7 @@ async def test_an_adapter_is_loaded_everywhere_and_served_at_once(
     await eventually(lambda: "pirate" not in snapshot.snapshot.by_model)
 
 
-async def test_the_first_failure_is_told(
+async def test_first_failure_of_an_adapter_load_is_returned(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     async def refuse(_: Received, peer: Peer) -> None:
@@ -286,7 +288,7 @@ async def test_the_first_failure_is_told(
     assert len(p.requests) == 1
 
 
-async def test_what_became_of_an_adapter_has_an_access_line(
+async def test_adapter_change_has_an_access_log_line(
     start_router: StartRouter, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def refuse(_: Received, peer: Peer) -> None:
@@ -316,7 +318,7 @@ async def test_what_became_of_an_adapter_has_an_access_line(
     assert "\nINFO forged" not in caplog.text
 
 
-async def test_a_key_of_some_models_is_served_no_other_by_a_form_with_two(
+async def test_form_with_two_models_does_not_evade_the_models_of_a_key(
     start_router: StartRouter, p: MockEngine, d: MockEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -332,7 +334,7 @@ async def test_a_key_of_some_models_is_served_no_other_by_a_form_with_two(
     assert len(p.requests) + len(d.requests) == 1
 
 
-async def test_a_key_of_some_models_changes_no_others_adapters(
+async def test_key_cannot_change_adapters_of_other_models(
     start_router: StartRouter, p: MockEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -348,7 +350,7 @@ async def test_a_key_of_some_models_changes_no_others_adapters(
     assert {request.json["lora_name"] for request in p.requests} == {"pirate"}
 
 
-async def test_changing_adapters_counts_towards_a_keys_limits(
+async def test_adapter_changes_count_towards_the_limits_of_a_key(
     start_router: StartRouter, p: MockEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -365,7 +367,7 @@ async def test_changing_adapters_counts_towards_a_keys_limits(
     assert len(p.requests) == 2
 
 
-async def test_adapters_are_left_alone_unless_the_operator_wants_it(
+async def test_adapter_changes_are_disabled_by_default(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
     answer = await router.client.post(LOAD, json=ADAPTER)
@@ -379,7 +381,7 @@ async def test_adapters_are_left_alone_unless_the_operator_wants_it(
     ("body", "status"),
     [({}, 400), ({"lora_name": 7}, 400), ({"lora_name": "a" * 70_000}, 413)],
 )
-async def test_an_absurd_adapter_reaches_nobody(
+async def test_invalid_adapter_request_reaches_no_engine(
     start_router: StartRouter, d: MockEngine, body: dict[str, object], status: int
 ) -> None:
     router = await start_router(lora_updates=True)
@@ -391,7 +393,7 @@ async def test_an_absurd_adapter_reaches_nobody(
 # One model.
 
 
-async def test_one_model_can_be_asked_for(router: Router) -> None:
+async def test_single_model_is_returned_by_its_endpoint(router: Router) -> None:
     await router.knows_its_engines()
     assert (await router.client.get("/v1/models/m")).json()["id"] == "m"
     answer = await router.client.get("/v1/models/org/none")

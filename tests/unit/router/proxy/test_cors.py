@@ -20,7 +20,7 @@ HOT = "/v1/completions"
 
 
 @pytest.mark.parametrize("path", [HOT, "/v1/models", "/v1/chat/completions"])
-async def test_a_preflight_of_an_allowed_page_is_answered(
+async def test_preflight_of_an_allowed_origin_is_answered(
     start_router: StartRouter, path: str
 ) -> None:
     router = await start_router(cors_origins=[PAGE])
@@ -34,7 +34,7 @@ async def test_a_preflight_of_an_allowed_page_is_answered(
 
 
 @pytest.mark.parametrize("origins", [[], ["https://other.example"]])
-async def test_a_page_that_is_not_allowed_is_told_nothing(
+async def test_origin_that_is_not_allowed_gets_no_headers(
     start_router: StartRouter, origins: list[str]
 ) -> None:
     router = await start_router(cors_origins=origins)
@@ -48,7 +48,7 @@ async def test_a_page_that_is_not_allowed_is_told_nothing(
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_answers_streams_and_errors_say_who_may_read_them(
+async def test_answers_streams_and_errors_have_cors_headers(
     start_router: StartRouter, p: MockEngine
 ) -> None:
     router = await start_router(cors_origins=[PAGE], max_body_size=2000)
@@ -70,7 +70,9 @@ async def test_answers_streams_and_errors_say_who_may_read_them(
         assert answer.headers.get_list("access-control-allow-origin") == [PAGE]
 
 
-async def test_heartbeats_begin_a_stream_that_a_page_may_read(start_router: StartRouter) -> None:
+async def test_stream_that_begins_with_a_heartbeat_has_cors_headers(
+    start_router: StartRouter,
+) -> None:
     router = await start_router(cors_origins="*", stream_heartbeat=0.1)
     answer = await router.client.post(
         HOT, json={"prompt": "x", "stream": True}, headers={"origin": PAGE}
@@ -79,7 +81,7 @@ async def test_heartbeats_begin_a_stream_that_a_page_may_read(start_router: Star
     assert "vary" not in answer.headers
 
 
-async def test_an_engine_does_not_say_who_may_read(router: Router, d: MockEngine) -> None:
+async def test_cors_headers_of_engines_are_removed(router: Router, d: MockEngine) -> None:
     async def open_to_all(_: Received, peer: Peer) -> None:
         lines = {"access-control-allow-origin": "*", "access-control-allow-credentials": "true"}
         await peer.answer(USUAL, headers=lines)
@@ -90,7 +92,7 @@ async def test_an_engine_does_not_say_who_may_read(router: Router, d: MockEngine
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_options_tells_which_methods_a_path_has(router: Router) -> None:
+async def test_options_lists_the_methods_of_a_path(router: Router) -> None:
     for path, allowed in (
         (HOT, "OPTIONS, POST"),
         ("/v1/models", "GET, HEAD, OPTIONS"),
@@ -102,26 +104,26 @@ async def test_options_tells_which_methods_a_path_has(router: Router) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/openapi.json", "/"])
-async def test_head_is_get_without_its_body(router: Router, path: str) -> None:
+async def test_head_is_answered_like_get_without_a_body(router: Router, path: str) -> None:
     whole, head = await router.client.get(path), await router.client.head(path)
     assert (head.status_code, head.content) == (whole.status_code, b"")
     assert head.headers["content-type"] == whole.headers["content-type"]
     assert (await router.client.get("/version")).status_code == 200
 
 
-async def test_head_of_what_is_only_posted_to_is_a_405(router: Router) -> None:
+async def test_head_of_a_path_for_post_is_405(router: Router) -> None:
     assert (await router.client.head(HOT)).status_code == 405
     assert (await router.client.head("/nothing")).status_code == 404
 
 
-async def test_head_of_a_stream_without_an_end_ends(start_router: StartRouter) -> None:
+async def test_head_of_an_endless_stream_ends(start_router: StartRouter) -> None:
     router = await start_router(ui=True)
     answer = await router.client.head("/ui/events", timeout=5)
     assert answer.content == b""
 
 
 @pytest.mark.parametrize("wanted", [b"x\r\nset-cookie: a=b", b"\xff", b"", b"a" * 3000])
-def test_what_is_no_list_of_names_is_not_said_back(wanted: bytes) -> None:
+def test_invalid_requested_headers_are_not_echoed(wanted: bytes) -> None:
     asked = [
         (b"origin", PAGE.encode()),
         (b"access-control-request-method", b"POST"),
@@ -137,6 +139,6 @@ def test_origins_are_compared_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://a/b", "https://", "https://a b", "**"])
-def test_what_is_no_origin_is_refused_at_start(origin: str) -> None:
+def test_invalid_origin_is_rejected_at_start(origin: str) -> None:
     with pytest.raises(ValueError, match="origin"):
         Settings(cors_origins=(origin,))
