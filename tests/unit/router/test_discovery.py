@@ -93,7 +93,7 @@ async def ask_all_the_time(router: Router, told: Counter[str], has_ended: asynci
 
 
 @pytest.mark.slow
-async def test_scaling_up_and_down_costs_no_client_anything(
+async def test_scaling_up_and_down_fails_no_request(
     tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
@@ -124,7 +124,7 @@ async def test_scaling_up_and_down_costs_no_client_anything(
     assert min(told.values()) > CLIENTS
 
 
-async def test_what_is_removed_leaves_no_metrics_behind(
+async def test_removed_engines_leave_no_metrics(
     tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
@@ -151,7 +151,7 @@ async def test_what_is_removed_leaves_no_metrics_behind(
         assert f'engine="{engine.name}",role="prefill"' not in await told(), "it is that no more"
 
 
-async def test_a_file_that_breaks_later_is_told_and_takes_nothing_away(
+async def test_a_file_that_breaks_later_is_reported_and_removes_no_engines(
     tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     path = tmp_path / "engines.yaml"
@@ -209,7 +209,7 @@ async def test_pods_are_engines(tmp_path: Path, ps: list[MockEngine], ds: list[M
             assert server.asked[-1]["path"] == "/api/v1/namespaces/other/pods"
 
 
-async def test_requests_wait_at_the_start_until_sources_have_spoken(
+async def test_requests_at_start_wait_for_the_first_reports(
     tmp_path: Path, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     (tmp_path / "token").write_text("secret")
@@ -290,7 +290,7 @@ def test_flags_may_lack_what_comes_from_elsewhere() -> None:
         ),
     ],
 )
-def test_what_cannot_be_discovered_is_one_line_at_the_start(
+def test_a_source_that_cannot_work_is_one_line_at_start(
     capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     (line,) = problems(capsys, *arguments)
@@ -305,7 +305,7 @@ def test_what_cannot_be_discovered_is_one_line_at_the_start(
         ("lightkube", ["--kubernetes-decode-selector", "a"], "disagg-router[kubernetes]"),
     ],
 )
-def test_what_is_not_installed_is_named(
+def test_a_missing_extra_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     missing: str,
@@ -323,7 +323,7 @@ def test_what_is_not_installed_is_named(
     assert flags[0].split("-")[2] in line
 
 
-def test_who_does_not_ask_for_them_needs_no_extras() -> None:
+def test_extras_are_needed_only_by_their_sources() -> None:
     program = (
         "import sys; from router.server.app import build; from router.settings import load;"
         "build(load(dict(prefiller_hosts='p', prefiller_ports='1', decoder_hosts='d',"
@@ -333,7 +333,7 @@ def test_who_does_not_ask_for_them_needs_no_extras() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_a_router_that_is_started_again_goes_on_with_a_broken_file(tmp_path: Path) -> None:
+def test_a_restarted_router_uses_the_saved_list_of_a_broken_file(tmp_path: Path) -> None:
     """One of several workers, that is: those who live must not end for it."""
     from router.server.app import build
 

@@ -34,7 +34,7 @@ async def test_each_engine_has_its_turn(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_that_cannot_be_reached_is_passed_over(
+async def test_an_unreachable_engine_is_skipped(
     start_router: StartRouter, p: MockEngine, d: MockEngine, role: str
 ) -> None:
     usual, engine = (usual_prefill, p) if role == "prefill" else (usual_decode, d)
@@ -67,7 +67,7 @@ async def test_without_a_healthy_engine_of_a_role_it_is_a_503_that_names_the_rol
     assert len(p.requests) == (0 if role == "prefill" else 1), "P is not asked for nothing"
 
 
-async def test_an_engine_that_comes_back_is_used_again(router: Router, p: MockEngine) -> None:
+async def test_a_recovered_engine_is_used_again(router: Router, p: MockEngine) -> None:
     await p.stop()
     await eventually(lambda: router.gateway.fleet.unavailable_roles())
     assert (await router.client.get("/ready")).status_code == 503
@@ -76,7 +76,7 @@ async def test_an_engine_that_comes_back_is_used_again(router: Router, p: MockEn
     assert (await router.complete()).status_code == 200
 
 
-async def test_one_failed_probe_is_forgiven_and_two_are_not(router: Router, d: MockEngine) -> None:
+async def test_one_failed_probe_is_tolerated_and_two_are_not(router: Router, d: MockEngine) -> None:
     engine = router.gateway.fleet.engines[1]
     router.gateway.fleet.note_probe_failed(engine, "slow")
     assert not router.gateway.fleet.unavailable_roles()
@@ -137,16 +137,14 @@ async def test_a_probe_has_one_deadline_for_all_of_it(
         await asyncio.gather(*filter(None, dripping))
 
 
-async def test_engines_not_probed_yet_are_asked(p: MockEngine, d: MockEngine) -> None:
+async def test_engines_that_were_not_probed_yet_are_used(p: MockEngine, d: MockEngine) -> None:
     p.healthy = d.healthy = True
     settings = settings_for(p=[p], d=[d])
     async with running_router(settings) as router:
         assert (await router.complete()).status_code == 200
 
 
-async def test_scripts_that_wait_for_an_example_proxy_find_what_they_look_for(
-    router: Router, p: MockEngine
-) -> None:
+async def test_healthcheck_answers_like_an_example_proxy(router: Router, p: MockEngine) -> None:
     found = await router.client.get("/healthcheck")
     counts = {"prefill_instances": 1, "decode_instances": 1}
     assert (found.status_code, found.json()) == (200, {"status": "ok", **counts})

@@ -85,7 +85,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
+def test_pauses_grow_to_a_limit_and_start_over_after_a_success() -> None:
     breaker = CircuitBreaker(RULES, lambda: 0.5)
 
     def next_pause() -> float:
@@ -102,7 +102,7 @@ def test_pauses_grow_to_a_bound_and_begin_anew_after_a_success() -> None:
 
 
 @pytest.mark.parametrize("good_before", [0, 5, 1000, 1_000_000])
-def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -> None:
+def test_failures_of_half_the_legs_open_the_circuit_whatever_the_past(good_before: int) -> None:
     breaker = CircuitBreaker(BreakerRules())
     breaker._successes = good_before
     legs = 0
@@ -114,7 +114,7 @@ def test_half_of_the_legs_open_it_however_well_it_did_before(good_before: int) -
     assert good_before or legs + 1 >= BreakerRules().min_sample, "a few legs say nothing"
 
 
-def test_a_quarter_of_the_legs_does_not() -> None:
+def test_failures_of_a_quarter_of_the_legs_do_not_open_the_circuit() -> None:
     breaker = CircuitBreaker(BreakerRules())
     for _ in range(1000):
         assert breaker.record_failure() is None

@@ -43,7 +43,7 @@ def test_every_group_is_counted_even_one_without_engines() -> None:
     }
 
 
-async def test_who_may_not_be_asked_does_not_count() -> None:
+async def test_unusable_engines_are_not_counted() -> None:
     fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
     prefiller, decoder = fleet.engines
     fleet.note_probe_failed(prefiller, "dead")
@@ -54,7 +54,7 @@ async def test_who_may_not_be_asked_does_not_count() -> None:
     assert not count_groups(fleet)["blue"].is_complete
 
 
-async def test_half_a_group_is_said_once_and_only_if_it_stays_so(
+async def test_an_incomplete_group_is_logged_once_and_only_if_it_stays_incomplete(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router")

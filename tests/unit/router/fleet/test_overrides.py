@@ -34,7 +34,7 @@ ONE = EngineSpec(EngineRole.DECODE, Address("h", 9))
 
 
 @given(LISTINGS, OVERLAYS)
-def test_everyone_is_there_whom_a_source_or_an_operator_names(
+def test_engines_of_sources_and_of_operators_are_in_the_fleet(
     listings: Listings, overrides: OperatorOverrides
 ) -> None:
     engines, _ = apply_overrides(listings, overrides)
@@ -43,7 +43,7 @@ def test_everyone_is_there_whom_a_source_or_an_operator_names(
 
 
 @given(LISTINGS, OVERLAYS)
-def test_a_drain_is_all_that_it_changes(listings: Listings, overrides: OperatorOverrides) -> None:
+def test_a_drain_changes_only_the_intent(listings: Listings, overrides: OperatorOverrides) -> None:
     engines, conflicts = apply_overrides(listings, overrides)
     others, same = apply_overrides(listings, replace(overrides, draining=frozenset()))
     assert conflicts == same
@@ -56,7 +56,7 @@ def test_a_drain_is_all_that_it_changes(listings: Listings, overrides: OperatorO
 
 
 @given(st.lists(LISTINGS, max_size=5), st.sampled_from(ADDRESSES))
-def test_a_drain_holds_whatever_sources_say_next(history: list[Listings], address: Address) -> None:
+def test_a_drain_outlives_later_listings(history: list[Listings], address: Address) -> None:
     overrides = OperatorOverrides().with_drain(address)
     for listings in history:
         engines, _ = apply_overrides(listings, overrides)
@@ -64,12 +64,12 @@ def test_a_drain_holds_whatever_sources_say_next(history: list[Listings], addres
 
 
 @given(LISTINGS)
-def test_without_wishes_it_is_what_sources_list(listings: Listings) -> None:
+def test_without_overrides_the_fleet_is_what_sources_list(listings: Listings) -> None:
     assert apply_overrides(listings, OperatorOverrides()) == merge_listings(listings)
 
 
 @given(OVERLAYS, st.sampled_from(ADDRESSES))
-def test_each_wish_can_be_taken_back(overrides: OperatorOverrides, address: Address) -> None:
+def test_each_override_can_be_removed(overrides: OperatorOverrides, address: Address) -> None:
     assert overrides.with_drain(address).without_drain(address) == overrides.without_drain(address)
     added = overrides.with_engine(ONE)
     assert (added.adds(ONE.address), added.without_engine(ONE.address)) == (True, overrides)
@@ -77,7 +77,7 @@ def test_each_wish_can_be_taken_back(overrides: OperatorOverrides, address: Addr
 
 
 @given(OVERLAYS, DRAINING)
-def test_drains_of_those_that_are_gone_are_forgotten_and_nothing_else(
+def test_only_drains_of_unlisted_engines_are_pruned(
     overrides: OperatorOverrides, listed: frozenset[Address]
 ) -> None:
     pruned = overrides.pruned(listed)
@@ -96,7 +96,7 @@ STEPS = st.one_of(
 
 
 @given(OVERLAYS, st.lists(STEPS, max_size=8))
-def test_wishes_are_few_and_orderly(
+def test_overrides_stay_consistent(
     overrides: OperatorOverrides, steps: list[Callable[[OperatorOverrides], OperatorOverrides]]
 ) -> None:
     after = reduce(lambda one, step: step(one), steps, overrides)

@@ -85,7 +85,7 @@ async def test_a_frozen_engine_is_found_and_its_legs_end(
         assert engine.in_flight == 0
 
 
-async def test_legs_end_at_a_frozen_engine_that_accepts_nobody_any_more(
+async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     """Its backlog is full, so that probes cannot even connect: that is silence too."""
@@ -106,7 +106,7 @@ async def test_legs_end_at_a_frozen_engine_that_accepts_nobody_any_more(
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-async def test_an_engine_that_has_left_is_waited_for_as_long_as_it_speaks_or_a_while(
+async def test_legs_of_a_refusing_engine_fail_after_a_silent_grace_period(
     start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
@@ -160,7 +160,7 @@ async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-async def test_a_name_that_does_not_resolve_condemns_no_engine(
+async def test_an_unresolved_name_makes_no_engine_unhealthy(
     start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
@@ -192,7 +192,7 @@ async def test_a_name_that_does_not_resolve_condemns_no_engine(
     assert all(e.is_available and not e.lost_at and not e.breaker.failures for e in engines)
 
 
-async def test_probes_without_a_descriptor_condemn_no_engine(
+async def test_probes_without_a_file_descriptor_make_no_engine_unhealthy(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(engine_idle_connections=0, health_interval=0.03)
@@ -211,7 +211,7 @@ async def test_probes_without_a_descriptor_condemn_no_engine(
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
+async def test_an_engine_keeps_its_models_when_it_stops_reporting_them(
     router: Router, p: MockEngine, d: MockEngine, status: int
 ) -> None:
     await router.knows_its_engines()
@@ -225,7 +225,7 @@ async def test_models_that_an_engine_does_not_tell_are_those_that_it_told(
     assert engine.models == known
 
 
-async def test_an_engine_that_comes_with_other_models_serves_those(
+async def test_an_engine_that_restarts_with_other_models_serves_those(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router(without_prefiller="decode")
@@ -268,7 +268,7 @@ async def test_a_router_whose_prober_raised_is_not_ready(
     assert await ready(router) == (503, "failed: RuntimeError: a bug")
 
 
-async def test_a_watch_that_raised_or_was_ended_is_begun_again(
+async def test_a_probe_task_that_failed_or_was_cancelled_is_restarted(
     router: Router, p: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*_: object) -> bool:
@@ -285,7 +285,7 @@ async def test_a_watch_that_raised_or_was_ended_is_begun_again(
     assert prober.problem() == ""
 
 
-async def test_a_watch_that_stands_still_is_told(
+async def test_a_stuck_probe_task_is_reported(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prober: Any = router.state.prober

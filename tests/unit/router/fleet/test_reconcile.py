@@ -34,7 +34,7 @@ def applied(
 
 
 @given(FLEETS, FLEETS)
-def test_the_steps_lead_to_what_is_wanted_and_none_is_for_nothing(
+def test_the_changes_lead_to_the_wanted_fleet_and_none_is_needless(
     there: dict[Address, ListedEngine], wanted: dict[Address, ListedEngine]
 ) -> None:
     changes = reconcile(there, wanted)
@@ -67,7 +67,7 @@ def test_an_address_is_one_engine_with_every_role_that_is_listed(
             assert bool(told) == (len(set(given)) > 1)
 
 
-def test_a_source_that_says_more_is_no_contradiction() -> None:
+def test_a_more_explicit_source_is_no_conflict() -> None:
     at = ADDRESSES[0]
     plain, more = (
         EngineSpec(EngineRole.PREFILL, at),

@@ -99,7 +99,7 @@ async def running(*sources: FakeSource) -> AsyncIterator[World]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_is_known_at_the_start_is_there_at_once() -> None:
+async def test_first_reports_are_applied_at_once() -> None:
     first = SourceReport(
         (
             listed("a:1"),
@@ -111,7 +111,7 @@ async def test_what_is_known_at_the_start_is_there_at_once() -> None:
     assert not world.registry.problems()
 
 
-async def test_engines_come_change_leave_and_come_back() -> None:
+async def test_engines_join_change_leave_and_return() -> None:
     source = FakeSource()
     async with running(source) as world:
         source.lists(listed("a:1"), listed("b:1"))
@@ -138,7 +138,7 @@ async def test_engines_come_change_leave_and_come_back() -> None:
         assert world.engine("a:1") is not a
 
 
-async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
+async def test_a_leaving_engine_has_limited_time_for_its_legs() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
@@ -154,7 +154,7 @@ async def test_who_leaves_has_time_for_its_legs_but_not_for_ever() -> None:
         await eventually(lambda: world.names == {"b:1"})
 
 
-async def test_a_source_may_list_an_engine_that_drains() -> None:
+async def test_a_source_may_list_a_draining_engine() -> None:
     source = FakeSource(first=SourceReport((listed("a:1", intent=Intent.DRAINING),)))
     async with running(source) as world:
         a = world.engine("a:1")
@@ -167,7 +167,7 @@ async def test_a_source_may_list_an_engine_that_drains() -> None:
         assert world.names == {"a:1"}, "it is listed"
 
 
-async def test_another_description_changes_an_engine_in_place() -> None:
+async def test_a_new_description_changes_an_engine_in_place() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
@@ -189,7 +189,7 @@ async def test_another_description_changes_an_engine_in_place() -> None:
         assert world.fleet.groups == {"blue"}
 
 
-async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None:
+async def test_many_changes_make_one_snapshot_and_no_change_makes_none() -> None:
     source, other = FakeSource(), FakeSource("other")
     async with running(source, other) as world:
         many = [listed(f"h:{port}") for port in range(1, 501)]
@@ -207,7 +207,7 @@ async def test_nothing_new_is_no_new_snapshot_and_many_changes_are_one() -> None
         assert world.snapshots == 3, "one that drains and joins, one that removes"
 
 
-async def test_two_sources_that_list_an_engine_must_both_let_it_go() -> None:
+async def test_an_engine_stays_while_any_source_lists_it() -> None:
     one, other = FakeSource("one"), FakeSource("other")
     async with running(one, other) as world:
         one.lists(listed("a:1", EngineRole.PREFILL))
@@ -219,7 +219,7 @@ async def test_two_sources_that_list_an_engine_must_both_let_it_go() -> None:
         await eventually(lambda: not world.names)
 
 
-async def test_a_contradiction_is_settled_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_conflict_is_resolved_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     one, other = FakeSource("one"), FakeSource("other")
     async with running(one, other) as world:
         one.lists(listed("a:1", group="blue"))
@@ -231,7 +231,7 @@ async def test_a_contradiction_is_settled_and_said_once(caplog: pytest.LogCaptur
         assert caplog.text.count("disagree on its group") == 1
 
 
-async def test_trouble_takes_nothing_away_and_is_said_once(
+async def test_a_failing_source_keeps_its_engines_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router")
@@ -255,7 +255,7 @@ async def test_trouble_takes_nothing_away_and_is_said_once(
         assert not world.registry.problems()
 
 
-async def test_a_source_that_dies_is_watched_again_and_the_others_go_on(
+async def test_a_source_that_raises_is_watched_again_without_disturbing_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     dying, other = FakeSource("dying"), FakeSource("other")
@@ -271,7 +271,7 @@ async def test_a_source_that_dies_is_watched_again_and_the_others_go_on(
         await eventually(lambda: world.names == {"b:1", "c:1"})
 
 
-async def test_a_fault_while_the_fleet_is_changed_is_told_and_tried_again(
+async def test_an_error_during_reconciliation_is_reported_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = FakeSource()
@@ -293,7 +293,7 @@ async def test_a_fault_while_the_fleet_is_changed_is_told_and_tried_again(
         await eventually(lambda: not world.registry.problems())
 
 
-async def test_the_first_words_of_all_are_waited_for_but_not_for_ever() -> None:
+async def test_waiting_for_the_first_reports_ends_at_a_timeout() -> None:
     quick, mute = FakeSource("quick"), FakeSource("mute")
     async with running(quick, mute) as world:
         quick.lists(listed("a:1"))
@@ -309,7 +309,7 @@ async def test_the_first_words_of_all_are_waited_for_but_not_for_ever() -> None:
         assert world.names == {"a:1"}, "it is there when it was heard"
 
 
-async def test_a_source_that_has_said_all_is_never_late() -> None:
+async def test_an_ended_source_is_never_outdated() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         standing = world.registry.sources[0]
@@ -319,7 +319,7 @@ async def test_a_source_that_has_said_all_is_never_late() -> None:
         assert world.names == {"a:1"}
 
 
-async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> None:
+async def test_simultaneous_probe_results_make_one_snapshot() -> None:
     first = SourceReport(tuple(listed(f"h:{port}") for port in range(1, 101)))
     world = World(FakeSource(first=first))
     engines, before = world.fleet.engines, world.snapshots
@@ -337,7 +337,7 @@ async def test_what_probes_of_many_engines_find_at_once_is_one_snapshot() -> Non
     await eventually(lambda: world.snapshots == before + 2)
 
 
-async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -> None:
+async def test_an_engine_with_kv_leases_does_not_leave_yet() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a = world.engine("a:1")
@@ -350,7 +350,7 @@ async def test_who_holds_what_a_decoder_has_still_to_read_does_not_leave_yet() -
         await eventually(lambda: world.names == {"b:1"})
 
 
-async def test_what_operators_want_stands_over_a_new_listing() -> None:
+async def test_overrides_outlive_a_new_listing() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
         a, added = world.engine("a:1"), listed("c:1").spec
@@ -367,7 +367,7 @@ async def test_what_operators_want_stands_over_a_new_listing() -> None:
         assert not world.registry.sources_of(added.address)
 
 
-async def test_a_fault_while_wishes_are_done_does_not_lose_them(
+async def test_an_error_while_overrides_are_applied_does_not_lose_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
@@ -384,7 +384,7 @@ async def test_a_fault_while_wishes_are_done_does_not_lose_them(
         await eventually(lambda: a.intent is Intent.DRAINING)
 
 
-async def test_it_is_informed_when_every_source_has_told_its_list_once() -> None:
+async def test_all_listings_are_known_when_each_source_has_listed_once() -> None:
     one, other = FakeSource("one"), FakeSource("other")
     async with running(one, other) as world:
         one.lists(listed("a:1"))

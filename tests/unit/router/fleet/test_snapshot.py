@@ -51,7 +51,7 @@ def of_role(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
 
 
 @given(ENGINES, st.sampled_from([*MODELS, "unknown", "", None, 7]))
-def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
+def test_a_role_is_empty_only_without_any_usable_engine(
     engines: list[Engine], model: object
 ) -> None:
     """Neither circuits nor a word of "too much" leave nobody to ask."""
@@ -71,7 +71,7 @@ def test_a_role_is_empty_only_where_nobody_of_it_may_be_asked_at_all(
             assert set(members) == set(asked or healthy or able)
 
 
-def test_engines_that_do_not_tell_their_models_serve_each_of_them_and_any_other() -> None:
+def test_engines_with_unknown_models_serve_any_model() -> None:
     silent = engine(1, EngineRole.DECODE)
     named = engine(2, EngineRole.DECODE, models=frozenset("a"))
     snapshot = build_snapshot([silent, named])
@@ -81,12 +81,12 @@ def test_engines_that_do_not_tell_their_models_serve_each_of_them_and_any_other(
     assert build_snapshot([named]).pools("nobody's") == ()
 
 
-def test_what_drains_is_asked_for_nothing_new_even_if_it_is_the_last() -> None:
+def test_a_draining_engine_gets_nothing_new_even_if_it_is_the_last() -> None:
     last = engine(1, EngineRole.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
     assert build_snapshot([last]).pools("a") == build_snapshot([last]).pools(None) == ()
 
 
-def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
+def test_groups_are_separate_and_weigh_as_much_as_their_decoders() -> None:
     engines = [
         engine(1, EngineRole.PREFILL, weight=9.0),
         engine(2, EngineRole.DECODE, weight=2.0),
@@ -99,7 +99,7 @@ def test_groups_stay_apart_and_weigh_what_their_decoders_do() -> None:
     assert other.decoders == ()
 
 
-def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
+def test_no_tuple_keeps_a_removed_engine() -> None:
     members, one, other = EngineTuples(), engine(1, EngineRole.DECODE), engine(2, EngineRole.DECODE)
     both, alone = members.get([one, other]), members.get([other])
     members.forget({one})
@@ -107,7 +107,7 @@ def test_nothing_is_kept_of_an_engine_that_is_gone() -> None:
     assert members.get([other]) is alone
 
 
-def test_a_half_open_engine_is_asked_until_its_trial_begins() -> None:
+def test_a_half_open_engine_is_available_until_its_trial_starts() -> None:
     closed, trying = (
         engine(1, EngineRole.DECODE),
         engine(2, EngineRole.DECODE, circuit=CircuitState.HALF_OPEN),

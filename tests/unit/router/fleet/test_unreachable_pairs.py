@@ -17,7 +17,7 @@ def pairs() -> UnreachablePairs:
     return UnreachablePairs(random_share=lambda: 0.5)
 
 
-def test_a_pair_that_fails_is_avoided_for_a_while_and_no_other() -> None:
+def test_only_the_failing_pair_is_avoided_for_a_while() -> None:
     known = pairs()
     assert not known
     assert known.record_failure(P, D, now=0) == FIRST_PAUSE_S
@@ -31,7 +31,7 @@ def test_a_pair_that_fails_is_avoided_for_a_while_and_no_other() -> None:
     assert list(known.avoided(now=FIRST_PAUSE_S)) == []
 
 
-def test_failures_of_requests_that_were_under_way_count_once() -> None:
+def test_failures_of_earlier_requests_count_once() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
     assert known.record_failure(P, D, now=1) is None
@@ -52,7 +52,7 @@ def test_after_the_pause_one_request_tries_and_a_failure_doubles_the_pause() -> 
     assert known.record_failure(P, D, now + MAX_PAUSE_S) == MAX_PAUSE_S
 
 
-def test_a_try_that_says_nothing_is_followed_by_another_one_later() -> None:
+def test_a_try_without_a_result_is_repeated_later() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
     known.note_load_started(P, D, now=FIRST_PAUSE_S)
@@ -70,7 +70,7 @@ def test_a_load_that_works_clears_the_pair() -> None:
     assert known.record_failure(P, D, now=1) == FIRST_PAUSE_S
 
 
-def test_an_engine_that_is_gone_is_forgotten_on_either_side() -> None:
+def test_a_removed_engine_is_forgotten_on_either_side() -> None:
     known = pairs()
     for prefiller, decoder in ((P, D), (P, "d:2"), ("p:2", D), ("p:2", "d:2")):
         known.record_failure(prefiller, decoder, now=0)

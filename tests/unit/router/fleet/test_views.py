@@ -58,7 +58,7 @@ def group(prefillers: int, decoders: int, weight: float = 1.0) -> GroupView:
     )
 
 
-def test_counts_add_up_and_the_worst_word_counts() -> None:
+def test_counts_add_up_and_the_worst_state_counts() -> None:
     one = seen(in_flight=2, tokens_in_flight=10, holding=1, drained=False, sources=["file", "dns"])
     other = seen(
         in_flight=1,
@@ -75,7 +75,7 @@ def test_counts_add_up_and_the_worst_word_counts() -> None:
     assert both.sources == ["file", "dns", "admin"]
 
 
-def test_it_is_drained_only_where_everybody_says_so() -> None:
+def test_an_engine_is_drained_only_if_all_processes_say_so() -> None:
     [both] = merge_engine_views([view(seen()), view(seen())])
     assert (both.drained, both.intent) == (True, Intent.DRAINING)
     [both] = merge_engine_views([view(seen()), view(seen(intent=Intent.SERVING, drained=False))])
@@ -86,7 +86,7 @@ def test_it_is_drained_only_where_everybody_says_so() -> None:
     assert one.drained, "a process that does not know it needs nothing of it"
 
 
-def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
+def test_no_engine_is_drained_while_a_process_does_not_answer() -> None:
     [one] = merge_engine_views([view(seen()), None])
     assert not one.drained
     assert not has_all_listings([view(), None])
@@ -95,12 +95,12 @@ def test_nobody_is_drained_while_a_process_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize("views", [[], [None], [None, None]])
-def test_nobody_answers(views: list[FleetView | None]) -> None:
+def test_without_any_view_there_are_no_engines(views: list[FleetView | None]) -> None:
     assert not merge_engine_views(views)
     assert not merge_group_views(views)
 
 
-def test_a_group_is_as_whole_as_the_worst_sees_it() -> None:
+def test_the_worst_view_of_a_group_counts() -> None:
     [blue] = merge_group_views(
         [view(groups=(group(2, 1),)), view(groups=(group(1, 0, 3.0),)), None]
     )

@@ -14,7 +14,7 @@ from tests.unit.router.mock_engine import MockEngine, Peer, Received
 MIB = 1024 * 1024
 
 
-async def test_what_the_router_asks_engines_itself_is_never_refused(
+async def test_the_routers_own_requests_are_never_rejected_for_memory(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     async def script(request: Received, peer: Peer) -> None:
@@ -36,7 +36,7 @@ async def test_what_the_router_asks_engines_itself_is_never_refused(
     assert memory.size == 0
 
 
-def test_a_reservation_counts_what_is_large_and_stays_as_it_is_where_there_is_no_room() -> None:
+def test_a_reservation_counts_large_answers_and_stays_unchanged_without_room() -> None:
     memory = AnswerMemory(4 * MIB)
     one, other = Reservation(memory), Reservation(memory)
     assert one.resize(UNCOUNTED_BYTES)

@@ -85,7 +85,7 @@ async def failure_of(loop: Loop, deadline: float = LONG, timeout_s: float = LONG
 @pytest.mark.parametrize(
     ("host", "kinds"), [("127.0.0.1", {"local"}), ("localhost", {"local", "dns"})]
 )
-async def test_no_descriptor_left_is_our_own_fault(
+async def test_a_lack_of_descriptors_is_a_local_error(
     start_pool: StartPool, engine: MockEngine, host: str, kinds: set[str]
 ) -> None:
     pool = start_pool(engine.port, host)
@@ -97,7 +97,7 @@ async def test_no_descriptor_left_is_our_own_fault(
 
 
 @pytest.mark.parametrize("number", sorted(LOCAL_ERRNOS), ids=errno.errorcode.get)
-async def test_what_the_kernel_refuses_us_is_our_own_fault(number: int) -> None:
+async def test_local_errnos_are_local_errors(number: int) -> None:
     error = await failure_of(Loop(OSError(number, "no")))
     assert type(error) is LocalError
 
@@ -112,7 +112,7 @@ async def test_what_the_kernel_refuses_us_is_our_own_fault(number: int) -> None:
         (errno.ETIMEDOUT, ConnectTimeoutError),
     ],
 )
-async def test_what_keeps_us_from_the_engine_is_not(number: int, kind: type[ConnectError]) -> None:
+async def test_other_errnos_are_connect_errors(number: int, kind: type[ConnectError]) -> None:
     assert type(await failure_of(Loop(OSError(number, "no")))) is kind
 
 
@@ -124,7 +124,7 @@ async def test_what_keeps_us_from_the_engine_is_not(number: int, kind: type[Conn
         ((errno.EADDRNOTAVAIL, errno.EMFILE), LocalError),
     ],
 )
-async def test_of_several_addresses_the_one_that_refuses_counts(
+async def test_a_refusing_address_outweighs_a_local_failure(
     numbers: tuple[int, ...], kind: type[UpstreamError]
 ) -> None:
     assert type(await failure_of(Loop(*[OSError(n, "no") for n in numbers]))) is kind
@@ -162,7 +162,7 @@ async def test_an_engine_that_does_not_accept_is_to_blame(
 
 
 @pytest.mark.parametrize("deadline", [SHORT, 0.0, -1.0])
-async def test_a_request_whose_time_is_over_blames_nobody(
+async def test_a_request_past_its_deadline_is_no_connect_error(
     start_pool: StartPool, deaf_port: int, deadline: float
 ) -> None:
     with pytest.raises(AnswerTimeoutError):
@@ -244,7 +244,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
     made[0].abort()
 
 
-async def test_what_a_resolver_says_is_no_engines_fault() -> None:
+async def test_resolver_errors_are_unresolved_errors() -> None:
     """Without a descriptor left it may say EINVAL."""
     attempt = ConnectAttempt("localhost", 1, now() + 5, 5)
     assert type(attempt._classify(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError

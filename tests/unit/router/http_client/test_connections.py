@@ -44,7 +44,7 @@ async def reset(request: Received, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("script", [saying(b""), reset])
-async def test_a_kept_connection_that_ends_unheard_is_stale_and_nobody_else_is_asked(
+async def test_a_kept_connection_lost_before_an_answer_is_stale_and_not_retried(
     pool: EnginePool, engine: MockEngine, script: Callable[[Received, Peer], Awaitable[None]]
 ) -> None:
     await body_of(pool)
@@ -105,7 +105,7 @@ async def test_a_fresh_connection_is_never_stale(pool: EnginePool, engine: MockE
     assert pool.idle_count == 1, "the kept one stays"
 
 
-async def test_a_kept_connection_is_not_taken_where_it_was_idle_for_too_long(
+async def test_a_connection_that_was_idle_for_too_long_is_not_used(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     await body_of(pool)
@@ -138,7 +138,7 @@ async def test_wherever_an_engine_closes_the_leg_ends_once(
     await eventually(lambda: pool.open_count == pool.idle_count)
 
 
-async def test_a_connection_that_is_lost_before_it_is_asked_is_an_error(
+async def test_a_connection_lost_before_the_request_is_an_error(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -245,9 +245,7 @@ async def test_every_read_is_a_sign_of_life(pool: EnginePool, engine: MockEngine
     answer.close()
 
 
-async def test_what_comes_unasked_is_a_sign_of_life_too(
-    pool: EnginePool, engine: MockEngine
-) -> None:
+async def test_unexpected_bytes_are_a_sign_of_life(pool: EnginePool, engine: MockEngine) -> None:
     left, taken = asyncio.Event(), asyncio.Event()
 
     async def script(request: Received, peer: Peer) -> None:
@@ -297,7 +295,7 @@ async def test_a_length_is_one_number_of_digits(
 @pytest.mark.parametrize(
     "line", [b"content-length:  5", b"Content-Length: \t5\t", b"content-length:05"]
 )
-async def test_space_around_a_length_is_none_of_it(
+async def test_space_around_a_length_is_ignored(
     pool: EnginePool, engine: MockEngine, line: bytes
 ) -> None:
     engine.scripts = [saying_and_waiting(OK + line + b"\r\n\r\n12345")]

@@ -119,7 +119,7 @@ async def test_a_leg_whose_client_does_not_read_fails_too(
     await gone()
 
 
-async def test_what_is_idle_is_dropped_and_the_engine_can_be_asked_again(
+async def test_idle_connections_are_dropped_and_new_requests_work(
     pool: EnginePool, engine: MockEngine, gone: Any
 ) -> None:
     engine.scripts = [saying_and_waiting(WHOLE)]
@@ -137,7 +137,7 @@ async def test_what_is_idle_is_dropped_and_the_engine_can_be_asked_again(
     [WHOLE, OK + b"connection: close\r\ncontent-length: 2\r\n\r\n{}"],
     ids=["kept", "closed"],
 )
-async def test_an_answer_whose_end_is_here_is_not_touched(
+async def test_a_complete_answer_does_not_fail(
     pool: EnginePool, engine: MockEngine, gone: Any, data: bytes
 ) -> None:
     engine.scripts = [saying_and_waiting(data)]

@@ -31,7 +31,7 @@ def noted() -> HeadCache[int]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 99, 100, 101, 999, 1000, 9999, 10_000, 99_999])
-def test_the_same_head_is_read_with_its_own_length_and_body(size: int) -> None:
+def test_a_cached_head_matches_with_any_length_and_body(size: int) -> None:
     body = b"x" * size
     assert noted().match(HEAD % size + body) == (1, HEADERS, body)
 
@@ -53,14 +53,14 @@ def test_the_same_head_is_read_with_its_own_length_and_body(size: int) -> None:
         b"",
     ],
 )
-def test_anything_else_is_for_the_parser(data: bytes) -> None:
+def test_other_messages_do_not_match(data: bytes) -> None:
     assert noted().match(data) is None
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"1", b"\x001", b"\x000", b"\x0010" + b"x" * 9, b"\0", FIRST]
 )
-def test_where_nothing_was_noted_nothing_is_read(data: bytes) -> None:
+def test_an_empty_cache_matches_nothing(data: bytes) -> None:
     assert HeadCache(0).match(data) is None
     assert HeadCache(0).match(data[:-1]) is None
 
@@ -76,15 +76,13 @@ def test_where_nothing_was_noted_nothing_is_read(data: bytes) -> None:
         (FIRST.replace(b"x: y", b"x: " + b"y" * MAX_HEAD_BYTES), 2),
     ],
 )
-def test_what_could_be_read_in_two_ways_or_is_large_is_not_remembered(
-    data: bytes, size: int
-) -> None:
+def test_ambiguous_or_large_heads_are_not_cached(data: bytes, size: int) -> None:
     repeated = HeadCache(0)
     repeated.store(data, 1, HEADERS, size)
     assert repeated.match(data) is None
 
 
-def test_whoever_says_something_new_each_time_is_not_remembered_for_ever() -> None:
+def test_caching_stops_after_many_different_heads() -> None:
     repeated = HeadCache(0)
     said = [FIRST.replace(b"x: y", b"x: %d" % number) for number in range(MAX_MISSES + 1)]
     for data in said:
@@ -118,7 +116,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_client_is_understood_alike_whether_its_last_head_is_remembered_or_not(seed: int) -> None:
+def test_requests_are_parsed_alike_with_and_without_the_cache(seed: int) -> None:
     chance = random.Random(seed)
     plain = [HEAD % size + b"a" * size for size in (0, 2, 10, 19, 101)]
     corpus = [*SMUGGLED.values(), *plain]
@@ -130,7 +128,7 @@ def test_a_client_is_understood_alike_whether_its_last_head_is_remembered_or_not
         assert what_is_found(sent, True) == what_is_found(sent, False), sent
 
 
-async def test_an_engine_that_says_the_same_is_read_alike(
+async def test_answers_are_parsed_alike_with_and_without_the_cache(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     bodies = [b"{}", b"{ }", b"", b'{"a":1}', b"x" * 100000, b"{}"]
@@ -149,7 +147,7 @@ async def test_an_engine_that_says_the_same_is_read_alike(
     assert engine.connections == 1
 
 
-async def test_an_engine_that_says_more_than_it_announced_is_not_asked_again_there(
+async def test_a_connection_with_bytes_beyond_the_length_is_not_reused(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     await body_of(pool)

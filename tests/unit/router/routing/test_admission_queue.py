@@ -99,7 +99,7 @@ def test_the_largest_prompt_fits_where_none_is_computed() -> None:
     assert find_placement(pools, 100, False, room) is None
 
 
-def test_a_role_that_nobody_plays_is_not_waited_for() -> None:
+def test_a_role_without_engines_is_not_waited_for() -> None:
     p, d = fleet(1, 1)
     assert find_placement(build_snapshot([d]).any_model, 1, False, ONE) == ("default", None, d)
     assert find_placement(build_snapshot([p]).any_model, 1, False, ONE) == ("default", p, None)
@@ -113,7 +113,7 @@ def test_lower_priorities_go_first() -> None:
     assert [one.priority for one in served(queue, build_snapshot(fleet(1, 1)))] == [-5, 0, 3, 7]
 
 
-def test_tenants_take_turns_and_a_large_request_sits_rounds_out() -> None:
+def test_tenants_take_turns_and_a_large_request_skips_rounds() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(20)
     for tenant, tokens in [("a", 1)] * 3 + [("big", 2 * 4096)] * 2 + [("b", 1)] * 3:
         queue.add(ticket(tenant, tokens=tokens))
@@ -121,7 +121,7 @@ def test_tenants_take_turns_and_a_large_request_sits_rounds_out() -> None:
     assert order == ["a", "big", "b", "a", "b", "a", "b", "big"]
 
 
-def test_who_asks_one_thing_at_a_time_has_its_share_beside_a_flood() -> None:
+def test_a_modest_tenant_gets_its_share_beside_a_flood() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(100)
     snapshot = build_snapshot(fleet(1, 1))
     for _ in range(50):
@@ -137,7 +137,7 @@ def test_who_asks_one_thing_at_a_time_has_its_share_beside_a_flood() -> None:
     assert order.count("modest") == 20
 
 
-def test_who_gave_up_waiting_is_charged_for_nothing() -> None:
+def test_an_abandoned_request_is_not_charged() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(1000)
     tired = [ticket("a") for _ in range(500)]
     for one in tired:
@@ -177,7 +177,7 @@ def test_another_models_requests_pass() -> None:
     assert [one.model for one in served(queue, build_snapshot([*m, *n]), ONE)] == ["n"]
 
 
-def test_whom_nobody_can_serve_any_more_goes_on_to_be_told_so() -> None:
+def test_a_request_that_no_engine_can_serve_leaves_the_queue() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket())
     assert queue.next(build_snapshot([]).pools, ONE) is not None
@@ -194,7 +194,7 @@ def test_whom_nobody_can_serve_any_more_goes_on_to_be_told_so() -> None:
         ([("a", 0), ("b", 0), ("c", 0), ("d", 0)], ("e", 1), "newcomer", False, False),
     ],
 )
-def test_who_goes_when_the_queue_is_full(
+def test_a_full_queue_sheds_the_right_request(
     waiting: list[tuple[str, int]],
     newcomer: tuple[str, int],
     goes: str,
@@ -228,7 +228,7 @@ steps = st.lists(
 
 
 @given(steps, st.integers(0, 5), st.integers(0, 3), st.sampled_from([0, 100]))
-def test_limits_hold_and_nobody_is_lost_whatever_happens(
+def test_limits_hold_and_no_request_is_lost(
     steps: list[Step], size: int, requests: int, tokens: int
 ) -> None:
     engines, room = fleet(2, 2), EngineLimits(requests, tokens)
@@ -290,7 +290,7 @@ def test_limits_hold_and_nobody_is_lost_whatever_happens(
     st.integers(1, 12),
     st.integers(0, 39),
 )
-def test_nobody_starves_whoever_else_comes(
+def test_no_tenant_starves_whatever_arrives(
     first: list[tuple[str, int]], size: int, watched: int
 ) -> None:
     """Newcomers with tenants of their own fill every place that comes free, for ever; whoever
@@ -312,7 +312,7 @@ def test_nobody_starves_whoever_else_comes(
     pytest.fail(f"not served among {bound}")
 
 
-def test_what_is_known_of_tenants_is_bounded() -> None:
+def test_the_memory_of_tenants_is_bounded() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(4)
     pools: Sequence[GroupPool] = build_snapshot(fleet(1, 1)).any_model
     queue.add(ticket("first"))

@@ -79,7 +79,7 @@ async def test_services_are_their_targets_at_their_ports(zone: Zone) -> None:
     assert pause == 5
 
 
-async def test_a_target_that_is_not_there_is_left_out_and_asked_for_soon(zone: Zone) -> None:
+async def test_a_missing_target_is_left_out_and_queried_again_soon(zone: Zone) -> None:
     zone.has("_http._tcp.decode.svc", "SRV", "0 0 1 a.svc.", "0 0 1 gone.svc.", "0 0 1 .")
     zone.has("a.svc", "A", "10.0.0.1")
     report, pause = await source(zone, SERVICE)._look()
@@ -94,7 +94,7 @@ async def test_hundreds_of_addresses_come_over_tcp(zone: Zone) -> None:
 
 
 @pytest.mark.parametrize(("ttl", "pause"), [(0, MIN_TTL_S), (600_000, MAX_TTL_S), (15, 15)])
-async def test_a_ttl_says_when_to_ask_again_within_reason(
+async def test_a_ttl_within_bounds_is_the_query_interval(
     zone: Zone, ttl: int, pause: float
 ) -> None:
     zone.has("decode.svc", "A", "10.0.0.1", ttl=ttl)
@@ -103,7 +103,7 @@ async def test_a_ttl_says_when_to_ask_again_within_reason(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["servfail", "refused", "mute", "garbage", "away"])
-async def test_a_resolver_in_trouble_takes_nothing_away(zone: Zone, how: str) -> None:
+async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
     before, _ = await asking._look()
@@ -129,9 +129,7 @@ async def test_a_resolver_in_trouble_takes_nothing_away(zone: Zone, how: str) ->
 
 
 @pytest.mark.parametrize("how", ["NXDOMAIN", "no record"])
-async def test_a_name_that_is_empty_is_believed_the_third_time_in_a_row(
-    zone: Zone, how: str
-) -> None:
+async def test_the_third_empty_answer_in_a_row_counts(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
     first, _ = await asking._look()
@@ -157,12 +155,12 @@ async def test_a_name_that_is_empty_is_believed_the_third_time_in_a_row(
     assert (await asking._look())[0] == SourceReport(()), "nothing more to doubt"
 
 
-async def test_who_was_never_there_need_not_be_confirmed(zone: Zone) -> None:
+async def test_a_first_empty_answer_needs_no_confirmation(zone: Zone) -> None:
     report, pause = await source(zone)._look()
     assert (report, pause) == (SourceReport(()), EMPTY_TTL_S)
 
 
-async def test_all_questions_together_have_one_deadline(
+async def test_all_queries_of_a_look_have_one_deadline(
     zone: Zone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many targets, each of which would be in time by itself."""
@@ -173,7 +171,7 @@ async def test_all_questions_together_have_one_deadline(
     assert report == SourceReport(None, "no answer within 0.3 s")
 
 
-async def test_an_answer_is_not_read_in_the_loop_that_serves(zone: Zone) -> None:
+async def test_answers_are_parsed_outside_of_the_main_loop(zone: Zone) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     threads = []
 
@@ -185,7 +183,7 @@ async def test_an_answer_is_not_read_in_the_loop_that_serves(zone: Zone) -> None
     assert threads != [threading.current_thread()]
 
 
-async def test_who_waits_for_an_answer_may_leave(zone: Zone) -> None:
+async def test_a_waiting_look_can_be_cancelled(zone: Zone) -> None:
     """A silent resolver holds up no router that is told to end."""
     zone.is_mute = True
     looking = asyncio.create_task(source(zone)._look())
@@ -196,7 +194,7 @@ async def test_who_waits_for_an_answer_may_leave(zone: Zone) -> None:
     await eventually(lambda: not [t for t in threading.enumerate() if t.name == "aside"])
 
 
-async def test_a_watch_goes_on_and_asks_a_resolver_made_anew(zone: Zone) -> None:
+async def test_each_look_uses_a_new_resolver(zone: Zone) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     made = []
 

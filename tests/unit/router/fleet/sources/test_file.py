@@ -39,7 +39,7 @@ def entry(fields: str) -> bytes:
     return f"engines: [{{url: 'http://h:1', role: decode, {fields}}}]".encode()
 
 
-def test_everything_that_may_be_said_of_an_engine() -> None:
+def test_all_fields_of_an_entry_are_read() -> None:
     text = """
     engines:
       - {url: http://P1:8100, role: prefill, models: [m, n], group: blue, weight: 2.5}
@@ -92,7 +92,7 @@ def test_everything_that_may_be_said_of_an_engine() -> None:
         (b"engines: [{url: http://h:1, role: both}, {url: http://H:1/, role: both}]", "twice"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(content: bytes, complaint: str) -> None:
+def test_invalid_files_are_rejected_in_one_line(content: bytes, complaint: str) -> None:
     with pytest.raises(SourceError) as refused:
         parse(content)
     line = str(refused.value)
@@ -155,7 +155,7 @@ async def watched(path: Path) -> AsyncIterator[tuple[FileSource, Ask]]:
         yield source, ask
 
 
-async def test_each_way_to_replace_a_file_is_seen(tmp_path: Path) -> None:
+async def test_each_way_to_replace_a_file_is_noticed(tmp_path: Path) -> None:
     """As editors do, as `mv` does, and as a ConfigMap's volume does."""
     path, other = tmp_path / "engines.yaml", tmp_path / "other"
     path.write_text(P1)
@@ -185,7 +185,7 @@ async def test_a_config_map_is_followed_through_its_links(tmp_path: Path) -> Non
         assert await ask() == SourceReport(LISTED_D1)
 
 
-async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path: Path) -> None:
+async def test_an_unusable_file_removes_no_engines_and_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "engines.yaml"
     path.write_text(P1)
     async with watched(path) as (_, ask):
@@ -210,7 +210,7 @@ async def test_a_file_in_trouble_takes_nothing_away_and_says_what_it_is(tmp_path
         assert await ask() == SourceReport(LISTED_P1)
 
 
-async def test_a_file_that_is_being_written_is_read_when_it_is_whole(
+async def test_a_file_that_is_being_written_is_read_once_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of it is a list, too."""
@@ -227,7 +227,7 @@ async def test_a_file_that_is_being_written_is_read_when_it_is_whole(
         assert {listed.address.host for listed in report.listed} == {"a", "b"}
 
 
-async def test_a_disk_that_does_not_answer_is_trouble_and_not_asked_twice(
+async def test_a_stuck_disk_is_a_problem_and_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import threading

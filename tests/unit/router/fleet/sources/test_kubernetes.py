@@ -113,9 +113,7 @@ async def test_pods_come_become_ready_end_and_go(server: ApiServer, tmp_path: Pa
         assert server.lists == 1, "all of that was watched"
 
 
-async def test_nothing_is_said_of_pods_that_are_what_they_were(
-    server: ApiServer, tmp_path: Path
-) -> None:
+async def test_unchanged_pods_cause_no_report(server: ApiServer, tmp_path: Path) -> None:
     server.put(pod("d1"))
     async with watching(server, tmp_path) as watched:
         await eventually(lambda: server.watching)
@@ -128,7 +126,7 @@ async def test_nothing_is_said_of_pods_that_are_what_they_were(
         assert len(watched.reports) == before + 1
 
 
-async def test_a_watch_goes_on_where_the_last_one_ended_and_all_is_listed_now_and_then(
+async def test_watches_continue_and_pods_are_listed_periodically(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a watch has kept from us comes to light then."""
@@ -162,7 +160,7 @@ async def test_a_bookmark_spares_the_next_watch_what_is_known(
         assert not watched.problem
 
 
-async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_path: Path) -> None:
+async def test_after_410_unseen_deletions_take_effect(server: ApiServer, tmp_path: Path) -> None:
     server.put(pod("d1"))
     async with watching(server, tmp_path, life=1, min_watch=0) as watched:
         await eventually(lambda: server.watching)
@@ -173,7 +171,7 @@ async def test_after_410_who_was_deleted_unseen_is_gone(server: ApiServer, tmp_p
         assert all(not report.problem for report in watched.reports), "that is no problem"
 
 
-async def test_an_api_server_that_is_away_takes_nothing_away(
+async def test_an_unreachable_api_server_removes_no_engines(
     server: ApiServer, tmp_path: Path
 ) -> None:
     server.put(pod("d1"))
@@ -193,7 +191,7 @@ async def test_an_api_server_that_is_away_takes_nothing_away(
         await watched.lists("10.0.0.2")
 
 
-async def test_one_that_is_away_from_the_start_is_trouble_until_it_comes(
+async def test_an_api_server_that_is_unreachable_at_start_is_a_problem_until_it_answers(
     server: ApiServer, tmp_path: Path
 ) -> None:
     await server.stop()
@@ -205,9 +203,7 @@ async def test_one_that_is_away_from_the_start_is_trouble_until_it_comes(
         await watched.lists("10.0.0.1")
 
 
-async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
-    server: ApiServer, tmp_path: Path
-) -> None:
+async def test_a_silently_lost_watch_is_noticed(server: ApiServer, tmp_path: Path) -> None:
     """Half open: nothing comes, not even the end that was asked for."""
     server.put(pod("d1"))
     async with watching(server, tmp_path, life=1) as watched:
@@ -240,7 +236,7 @@ async def test_a_connection_whose_other_end_is_gone_is_no_quiet_fleet(
         ({"watch_garbage": b"\n"}, "as soon as it has begun"),
     ],
 )
-async def test_no_answer_ends_the_watching_nor_takes_anything_away(
+async def test_no_answer_ends_the_watch_or_removes_engines(
     server: ApiServer, tmp_path: Path, how: dict[str, Any], complaint: str
 ) -> None:
     server.put(pod("d1"))
@@ -259,7 +255,7 @@ async def test_no_answer_ends_the_watching_nor_takes_anything_away(
         await watched.lists("10.0.0.1", "10.0.0.2")
 
 
-async def test_a_server_that_never_ends_its_list_is_not_believed(
+async def test_an_endless_list_is_rejected(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endless = {"metadata": {"resourceVersion": "1", "continue": "again"}, "items": []}
@@ -271,7 +267,7 @@ async def test_a_server_that_never_ends_its_list_is_not_believed(
         await eventually(lambda: "too long" in watched.problem)
 
 
-async def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(
+async def test_a_silent_server_times_out(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod_api, "API_TIMEOUT_S", 0.1)
@@ -294,7 +290,7 @@ async def test_a_token_that_was_replaced_is_read_again(server: ApiServer, tmp_pa
         await watched.lists("10.0.0.1", "10.0.0.2")
 
 
-async def test_pods_that_make_no_sense_are_told_beside_those_that_do(
+async def test_invalid_pods_are_reported_beside_valid_ones(
     server: ApiServer, tmp_path: Path
 ) -> None:
     server.put(pod("d0"))
@@ -336,7 +332,7 @@ def test_a_kubeconfig_that_cannot_be_used_is_one_line(tmp_path: Path, content: s
         assert "\n" not in line
 
 
-def test_lines_are_whole_however_they_come() -> None:
+def test_lines_are_complete_however_they_are_cut() -> None:
     text = b'{"a": 1}\n\n{"b": 2}\r\n{"c'
     for size in (1, 3, 100):
         lines = LineSplitter()

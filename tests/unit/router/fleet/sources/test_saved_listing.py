@@ -49,7 +49,7 @@ async def watched(source: SavedListing) -> list[SourceReport]:
     return [report async for report in source.watch()]
 
 
-async def test_who_begins_in_trouble_has_what_others_heard_last(file: Path) -> None:
+async def test_a_failing_source_starts_with_the_saved_list(file: Path) -> None:
     said = (SourceReport((P,)), SourceReport((P, D)), BROKEN)
     assert await watched(SavedListing(FakeSource(*said), file)) == list(said), "it hides nothing"
     again = SavedListing(FakeSource(first=BROKEN), file)
@@ -61,12 +61,12 @@ async def test_who_begins_in_trouble_has_what_others_heard_last(file: Path) -> N
     assert SavedListing(FakeSource(first=told), file).first == told, "its own word counts more"
 
 
-async def test_who_begins_first_in_trouble_has_nothing(file: Path) -> None:
+async def test_a_failing_source_without_a_saved_list_has_none(file: Path) -> None:
     assert SavedListing(FakeSource(first=BROKEN), file).first == BROKEN
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"null", b"\xff", b'[{"spec": {}}]'])
-def test_what_cannot_be_read_is_nothing(
+def test_an_unreadable_saved_list_is_ignored(
     file: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_bytes(content)
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_nothing(
     assert len(caplog.records) == 1
 
 
-async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
+async def test_an_unchanged_list_is_not_saved_again(tmp_path: Path) -> None:
     file, same = tmp_path / "source-0.json", [SourceReport((P,))] * 3
     async with contextlib.aclosing(SavedListing(FakeSource(*same), file).watch()) as reports:
         await anext(reports)
@@ -86,7 +86,7 @@ async def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
     assert load_listing(file) is None
 
 
-async def test_a_disk_that_refuses_is_told_and_costs_no_report(
+async def test_a_failed_save_is_logged_and_delays_no_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = [SourceReport((P,)), SourceReport((P, D))]
@@ -95,7 +95,7 @@ async def test_a_disk_that_refuses_is_told_and_costs_no_report(
     assert "source fake" in caplog.text
 
 
-async def test_what_a_disk_refused_is_written_with_the_next_report(
+async def test_a_failed_save_is_retried_with_the_next_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "later" / "source-0.json"
@@ -109,9 +109,7 @@ async def test_what_a_disk_refused_is_written_with_the_next_report(
     assert len(caplog.records) == 1, "told once"
 
 
-async def test_a_disk_that_does_not_answer_costs_no_report(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stuck_disk_delays_no_report(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One write waits; what came meanwhile is written with the first report after it."""
     gate, asked = threading.Event(), 0
     write: Callable[[Path, tuple[ListedEngine, ...]], None] = save_listing

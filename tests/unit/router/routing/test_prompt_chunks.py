@@ -123,7 +123,7 @@ def test_long_prompts_and_images_are_read_in_part() -> None:
     assert estimate_tokens({"messages": [{"content": [image, text]}]}) < 3000
 
 
-def test_what_is_nested_deeply_is_only_measured() -> None:
+def test_deeply_nested_json_is_only_measured() -> None:
     deep: Any = "x" * 4000
     for _ in range(5000):
         deep = [deep]

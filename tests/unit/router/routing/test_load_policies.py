@@ -64,14 +64,14 @@ def test_an_order_is_distinct_candidates_and_replays(
 
 @NAMES
 @pytest.mark.parametrize("count", [1, 3, 64, 150])
-def test_nobody_starves(name: str, count: int) -> None:
+def test_no_engine_starves(name: str, count: int) -> None:
     policy, candidates = make_policy(name, BOUND), engines(count)
     chosen = _fill(policy, candidates, 30 * count)
     assert len(chosen) == count
 
 
 @NAMES
-def test_who_goes_is_not_chosen_any_more_and_who_comes_is(name: str) -> None:
+def test_removed_engines_are_not_chosen_and_added_ones_are(name: str) -> None:
     policy, everyone = make_policy(name, BOUND), engines(12)
     for present in (everyone[:8], everyone[4:], everyone[:1], everyone):
         for turn in range(400):
@@ -91,9 +91,7 @@ def test_round_robin_is_exact(count: int, rounds: int, start: int) -> None:
 
 
 @given(LOADS.filter(bool), st.integers(0, 2**63))
-def test_the_least_loaded_of_those_looked_at_is_first(
-    loads: list[tuple[int, int]], turn: int
-) -> None:
+def test_the_least_loaded_of_the_sample_is_first(loads: list[tuple[int, int]], turn: int) -> None:
     candidates = loaded(loads)
     order = LeastLoaded().order(candidates, RoutingQuery(turn))
     looked_at = sample(candidates, mix(turn))
@@ -107,7 +105,7 @@ def test_equally_loaded_engines_take_turns() -> None:
     assert chosen == list(candidates)
 
 
-def test_of_two_by_chance_the_fuller_one_is_never_first() -> None:
+def test_the_fuller_of_two_random_engines_is_never_first() -> None:
     candidates = loaded([(10, 1)] * 50 + [(0, 0)] * 50)
     for turn in range(500):
         first_two = PowerOfTwo().order(candidates, RoutingQuery(turn))[:2]
@@ -116,7 +114,7 @@ def test_of_two_by_chance_the_fuller_one_is_never_first() -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("power_of_two", 5), ("least_loaded", 1)])
 @pytest.mark.parametrize("count", [10, 200])
-def test_going_by_load_nobody_is_far_above_the_mean(name: str, most: int, count: int) -> None:
+def test_load_policies_keep_every_engine_near_the_mean(name: str, most: int, count: int) -> None:
     candidates = engines(count)
     _fill(make_policy(name, BOUND), candidates, 50 * count)
     assert max(engine.in_flight for engine in candidates) <= 50 + most
@@ -128,7 +126,7 @@ def test_a_sample_is_distinct_and_full(size: int, chance: int) -> None:
     assert len(set(found)) == len(found) == min(size, SAMPLE_SIZE)
 
 
-def test_samples_reach_everyone_equally_often() -> None:
+def test_samples_contain_each_item_equally_often() -> None:
     seen = Counter(item for turn in range(4000) for item in sample(range(1000), mix(turn)))
     expected = 4000 * SAMPLE_SIZE / 1000
     assert len(seen) == 1000
@@ -165,7 +163,7 @@ def test_a_policy_is_found_by_its_name(name: str) -> None:
     assert isinstance(make_policy(name, BOUND), Policy)
 
 
-def test_an_unknown_policy_is_told_with_the_known_ones() -> None:
+def test_an_unknown_policy_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(UnknownPolicyError, match=r"least-loadd.*did you mean least_loaded.*prefix"):
         make_policy("least-loadd", BOUND)
 

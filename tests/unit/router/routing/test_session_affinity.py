@@ -21,7 +21,7 @@ def _owners(policy: SessionAffinity, candidates: tuple[Engine, ...]) -> dict[str
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 40, 500])
-def test_sessions_are_spread_as_evenly_as_chance_does(count: int) -> None:
+def test_sessions_are_spread_evenly(count: int) -> None:
     """Besides what chance does to few sessions, an engine's share is off by 4 % or so."""
     policy, candidates, asked = SessionAffinity(BOUND), engines(count), 10_000
     seen = Counter(
@@ -36,7 +36,7 @@ def test_sessions_are_spread_as_evenly_as_chance_does(count: int) -> None:
 
 @settings(max_examples=10)
 @given(count=st.integers(2, 30), data=st.data())
-def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.DataObject) -> None:
+def test_only_the_sessions_of_a_removed_engine_move(count: int, data: st.DataObject) -> None:
     candidates = engines(count + 1)
     gone = data.draw(st.sampled_from(candidates))
     rest = tuple(engine for engine in candidates if engine is not gone)
@@ -60,7 +60,7 @@ def test_only_the_sessions_of_the_engine_that_goes_move(count: int, data: st.Dat
         max_size=6,
     )
 )
-def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) -> None:
+def test_a_ring_does_not_depend_on_its_history(seatings: list[list[str]]) -> None:
     ring = HashRing()
     for names in seatings:
         ring.activate(names)
@@ -71,14 +71,14 @@ def test_a_ring_is_the_same_whatever_it_was_before(seatings: list[list[str]]) ->
             assert found == [sorted(names)[place] for place in fresh.nearest(session)]
 
 
-def test_names_that_are_gone_are_not_kept() -> None:
+def test_inactive_names_are_dropped_from_the_ring() -> None:
     ring = HashRing()
     for number in range(300):
         ring.activate([f"pod-{number}-{n}" for n in range(3)])
         assert len(ring) <= 6
 
 
-def test_a_session_leaves_an_overloaded_engine_and_comes_back() -> None:
+def test_a_session_leaves_an_overloaded_engine_and_returns() -> None:
     policy, candidates = SessionAffinity(BOUND), engines(5)
     ask = RoutingQuery(1, session="s")
     own, next_one = policy.order(candidates, ask)[:2]

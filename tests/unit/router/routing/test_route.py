@@ -52,7 +52,7 @@ def test_a_group_gets_its_weights_share(names: str) -> None:
     assert found["green"] / count == pytest.approx(0.25, abs=0.03)
 
 
-def test_what_a_change_of_weights_moves_is_the_share_that_changes() -> None:
+def test_a_change_of_weights_moves_only_the_share_that_changes() -> None:
     before, after = [group("blue", 9), group("green", 1)], [group("blue", 5), group("green", 5)]
     sessions = [f"s{n}" for n in range(3000)]
     was, now = [chosen(before, s) for s in sessions], [chosen(after, s) for s in sessions]
@@ -62,7 +62,7 @@ def test_what_a_change_of_weights_moves_is_the_share_that_changes() -> None:
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=2, unique=True), st.text(max_size=8))
-def test_the_order_of_groups_and_those_that_go_do_not_move_a_conversation(
+def test_the_order_and_removal_of_groups_move_no_other_conversation(
     names: list[str], session: str
 ) -> None:
     pools = [group(name) for name in names]
@@ -72,7 +72,7 @@ def test_the_order_of_groups_and_those_that_go_do_not_move_a_conversation(
     assert chosen(left, session or "s") == first
 
 
-def test_nobody_is_sent_to_half_a_group_or_to_one_without_weight() -> None:
+def test_incomplete_groups_and_groups_without_weight_get_no_requests() -> None:
     whole, half = group("whole", 0.1), group("half", 100, roles="d")
     assert {chosen([whole, half], turn=n) for n in range(50)} == {"whole"}
     assert {chosen([whole, group("none", 0)], turn=n) for n in range(50)} == {"whole"}
@@ -80,7 +80,7 @@ def test_nobody_is_sent_to_half_a_group_or_to_one_without_weight() -> None:
 
 @pytest.mark.parametrize("state", ["is_cold", "is_cooling"])
 @pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.DECODE])
-def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is_another(
+def test_a_group_without_available_engines_gets_nothing_while_there_is_another(
     state: str, role: EngineRole
 ) -> None:
     sound, green = group("sound"), group("green", 100)
@@ -94,14 +94,14 @@ def test_a_group_whose_engines_are_better_left_alone_gets_nothing_while_there_is
     assert chosen([green, group("none", 0)]) == "green"
 
 
-def test_where_there_is_no_other_half_a_group_serves_and_so_does_one_without_weight() -> None:
+def test_without_another_an_incomplete_or_weightless_group_serves() -> None:
     half = group("half", roles="d")
     assert preferred_groups([half, group("other", roles="p")]) == [half]
     assert chosen([group("a", 0), group("b", 0)]) in ("a", "b")
     assert choose_group([], RoutingQuery(0)) is None
 
 
-def test_a_conversation_stays_in_its_group_whatever_that_weighs() -> None:
+def test_a_conversation_stays_in_its_group_whatever_its_weight() -> None:
     blue, green = group("blue", 0), group("green", 5)
     found = choose_group([green, blue], RoutingQuery(0, session="s"), blue.decoders[0])
     assert found is blue

@@ -70,7 +70,7 @@ def test_an_unknown_prompt_goes_by_load() -> None:
     assert _told((FLEET[3], (1, 2))).order(FLEET, _ask(7, 8))[0] is FLEET[0]
 
 
-def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
+def test_a_forgotten_engine_holds_nothing_even_if_its_name_returns() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2)))
     assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 2 * TOKENS_PER_CHUNK
@@ -79,7 +79,7 @@ def test_a_forgotten_engine_holds_nothing_even_if_its_name_comes_back() -> None:
     assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 0
 
 
-def test_several_answers_that_belie_us_end_the_belief_and_one_does_not() -> None:
+def test_several_contradicting_answers_make_the_index_forget_the_engine() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2, 3, 4)))
     for strike in range(MAX_STRIKES):
@@ -90,7 +90,7 @@ def test_several_answers_that_belie_us_end_the_belief_and_one_does_not() -> None
     assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 0
 
 
-def test_answers_that_confirm_us_take_strikes_back() -> None:
+def test_a_confirming_answer_resets_the_strikes() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2, 3, 4)))
     for cached in [0, 0, 4 * TOKENS_PER_CHUNK] * 3:
@@ -100,7 +100,7 @@ def test_answers_that_confirm_us_take_strikes_back() -> None:
     assert policy.expected_tokens(a.name, _ask(1, 2, 3, 4)) == 4 * TOKENS_PER_CHUNK
 
 
-def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
+def test_a_first_prompt_without_cached_tokens_contradicts_nothing() -> None:
     a, policy = FLEET[0], _told()
     for number in range(10):
         ask = _ask(100 + number, 200 + number)
@@ -109,7 +109,7 @@ def test_a_first_prompt_that_finds_nothing_cached_belies_nothing() -> None:
     assert policy.expected_tokens(a.name, _ask(100, 200)) == 2 * TOKENS_PER_CHUNK
 
 
-def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
+def test_simultaneous_prompts_contradict_nothing() -> None:
     """None of them finds in the cache what they are all computing."""
     a, policy = FLEET[0], _told()
     asks = [_ask(1, 2, 3, number) for number in range(10, 10 + 3 * MAX_STRIKES)]
@@ -120,7 +120,7 @@ def test_prompts_sent_at_the_same_time_belie_nothing() -> None:
     assert policy.expected_tokens(a.name, _ask(1, 2, 3)) == 3 * TOKENS_PER_CHUNK
 
 
-def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
+def test_a_running_prefill_is_not_expected_but_attracts() -> None:
     a, policy = FLEET[0], _told((FLEET[0], (1, 2)))
     ask = _ask(1, 2, 3, 4)
     policy.note_sent(a.name, ask)
@@ -130,7 +130,7 @@ def test_what_is_still_being_computed_is_not_expected_but_attracts() -> None:
     assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS_PER_CHUNK
 
 
-def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
+def test_memory_is_bounded_whatever_stays_unanswered() -> None:
     holders = ChunkIndex(chunks_per_engine=50, max_chunks=400)
     policy = PrefixAffinity(BOUND, holders)
     policy.order(FLEET, _ask(0))
@@ -143,7 +143,7 @@ def test_memory_is_bounded_whatever_is_asked_and_never_answered() -> None:
     assert "nobody" not in policy._unanswered
 
 
-def test_many_names_that_come_and_go_keep_few_bits() -> None:
+def test_many_changing_names_keep_few_bits() -> None:
     holders = ChunkIndex()
     for number in range(3 * MAX_UNUSED_BITS):
         holders.register([f"pod-{number}", "old"])
@@ -153,7 +153,7 @@ def test_many_names_that_come_and_go_keep_few_bits() -> None:
             holders.forget(f"pod-{number}")
 
 
-def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
+def test_repeated_prompts_are_kept_and_others_are_forgotten() -> None:
     holders = ChunkIndex(chunks_per_engine=100, max_chunks=1000)
     (bit,) = holders.register(["a"])
     for number in range(1000):
@@ -165,7 +165,7 @@ def test_what_is_asked_again_and_again_is_kept_and_the_rest_is_not() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), min_size=1, max_size=6))))
-def test_a_match_is_the_longest_that_was_noted(notes: list[tuple[int, list[int]]]) -> None:
+def test_a_match_is_the_longest_that_was_added(notes: list[tuple[int, list[int]]]) -> None:
     """Against looking through all that was noted; chunks are chained as real ones are."""
     holders = ChunkIndex()
     bits = holders.register([str(n) for n in range(6)])

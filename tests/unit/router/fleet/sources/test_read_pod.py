@@ -64,11 +64,11 @@ def test_a_pod_may_lack_nearly_everything() -> None:
         ({"llm-d.ai/role": "prefill", "disagg-router.io/role": "decode"}, EngineRole.DECODE),
     ],
 )
-def test_a_pod_may_say_its_role(labels: dict[str, str], role: EngineRole) -> None:
+def test_a_pods_role_is_read(labels: dict[str, str], role: EngineRole) -> None:
     assert spec(pod("d", labels=labels)).role is role
 
 
-def test_a_pod_may_say_all_else_as_a_label_or_before_that_as_an_annotation() -> None:
+def test_annotations_take_precedence_over_labels() -> None:
     made = pod(
         "d",
         labels={"disagg-router.io/group": "blue", "disagg-router.io/weight": "2.5"},
@@ -82,7 +82,7 @@ def test_a_pod_may_say_all_else_as_a_label_or_before_that_as_an_annotation() -> 
     assert spec(made) == EngineSpec(EngineRole.DECODE, address, models, "green", 2.5)
 
 
-def test_a_port_is_a_number_or_a_name_that_pods_give_it() -> None:
+def test_a_port_is_a_number_or_a_container_ports_name() -> None:
     made = pod("d", ports={"metrics": 9090, "http": 8200})
     assert spec(made, "http").address.port == 8200
     assert spec(made, "8000").address.port == 8000
@@ -105,16 +105,14 @@ def test_a_port_is_a_number_or_a_name_that_pods_give_it() -> None:
         ({"ip": "1::2::3"}, "1::2::3"),
     ],
 )
-def test_a_pod_that_makes_no_sense_is_no_engine_and_trouble(
-    how: dict[str, Any], complaint: str
-) -> None:
+def test_an_invalid_pod_is_a_problem_and_no_engine(how: dict[str, Any], complaint: str) -> None:
     found = look(pod("d1", **how))
     assert found.listed is None
     assert found.problem.startswith("pod d1: ")
     assert complaint in found.problem
 
 
-def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
+def test_the_serving_pod_of_two_at_one_address_counts() -> None:
     at = EngineSpec(EngineRole.DECODE, Address("h", 1))
     old, new = ListedEngine(at, Intent.DRAINING), ListedEngine(at)
     assert distinct([old, new]) == distinct([new, old]) == (new,)
@@ -130,7 +128,7 @@ def test_of_two_pods_at_one_address_the_one_that_serves_is_it() -> None:
         ({"disagg-router.io/scheme": "http"}, "https", False),
     ],
 )
-def test_pods_are_spoken_to_as_they_say_or_as_all_are(
+def test_a_pods_scheme_overrides_the_default(
     labels: dict[str, str], scheme: str, tls: bool
 ) -> None:
     made = msgspec.json.decode(msgspec.json.encode(pod("d", labels=labels)), type=Pod)
@@ -139,7 +137,7 @@ def test_pods_are_spoken_to_as_they_say_or_as_all_are(
     assert found.listed.spec.tls is tls
 
 
-def test_a_scheme_that_is_misspelt_is_trouble_and_not_plain_http() -> None:
+def test_a_misspelt_scheme_is_a_problem_and_not_plain_http() -> None:
     found = look(pod("d", labels={"disagg-router.io/scheme": "htps"}))
     assert found.listed is None
     assert "scheme is 'htps'" in found.problem
