@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from router.fleet.engine import Engine
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
 
@@ -29,7 +27,6 @@ UNSUPPORTED_FIELDS = (
     "logprob_token_ids",
     "thinking_token_budget",
 )
-STOP, LENGTH = "stop", "length"
 
 
 def renders_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
@@ -68,22 +65,6 @@ def asks_one_token(body: Body) -> bool:
 def wants_logprobs(wanted: object) -> bool:
     """Return True if the value of a field asks for log-probabilities. 0 does, False does not."""
     return wanted is not None and wanted is not False
-
-
-class _PrefilledChoice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-_choices = msgspec.json.Decoder(list[_PrefilledChoice]).decode
-
-
-def finish_reason_of(choices: bytes) -> str | None:
-    """Return the finish reason of an answer's only choice, or None unless there is exactly one."""
-    try:
-        (choice,) = _choices(choices)
-    except (msgspec.DecodeError, ValueError):
-        return None
-    return choice.finish_reason
 
 
 def _has_only_text(message: object) -> bool:

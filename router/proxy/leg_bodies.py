@@ -94,7 +94,7 @@ class LegBodies:
         the prefill engine computes as a part of the prompt.
         """
         if buffer is not None:
-            return self._with(self._going_on(buffer))
+            return self._with(self._resume_fields(buffer))
         fields = [ONE_TOKEN]
         if hands_over and self._own.get(MIN_TOKENS):
             fields.append(MIN_ONE_TOKEN)
@@ -110,7 +110,7 @@ class LegBodies:
             fields.append(b'"kv_transfer_params":' + encode_body({**params, **named}))
         return self._with(fields)
 
-    def _going_on(self, buffer: ResumeBuffer) -> list[bytes]:
+    def _resume_fields(self, buffer: ResumeBuffer) -> list[bytes]:
         """Return the fields for a prefill of generated tokens. These count for max_tokens. The one
         token that the engine samples beyond them is not used."""
         most = buffer.num_tokens + 1

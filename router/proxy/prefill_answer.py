@@ -21,11 +21,10 @@ from router.openai.answers import (
     prompt_tokens_of,
     read_generated_tokens,
 )
-from router.proxy.first_token import LENGTH, STOP, finish_reason_of
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
-NOTHING = (b"null", b"[]")
+EMPTY = (b"null", b"[]")
 PREFIX_PROOF_KEY, GENERATED_TOKENS_KEY = b'"prefix_proof"', b'"begun"'
 # Base64 of three bytes for each id.
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
@@ -95,13 +94,18 @@ def with_field(params: KvParams | None, field: bytes) -> KvParams:
 RETAIN = KvParams(b'{"retain":true}')
 
 
-class _Answer(msgspec.Struct):
+class _PrefilledChoice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _PrefillFields(msgspec.Struct):
     choices: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     usage: msgspec.Raw = ABSENT
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode_answer = msgspec.json.Decoder(_PrefillFields).decode
+_decode_choices = msgspec.json.Decoder(list[_PrefilledChoice]).decode
 
 
 class PrefillAnswer:
@@ -116,7 +120,7 @@ class PrefillAnswer:
     def __init__(self, answer: bytes) -> None:
         """Raises BrokenAnswerError if `answer` is not a JSON object."""
         try:
-            content = _decode(answer)
+            content = _decode_answer(answer)
             given = bytes(content.kv_transfer_params)
             given.decode()  # msgspec does not check the encoding of a raw value
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,20 +143,25 @@ class PrefillAnswer:
         The token becomes the first one of the answer, or the whole answer (`is_whole_answer`).
         Return the metric label of the outcome.
         """
-        params, finish = self.params, finish_reason_of(bytes(self._choices))
+        params, finish = self.params, None
+        try:
+            (choice,) = _decode_choices(bytes(self._choices))
+            finish = choice.finish_reason
+        except (msgspec.DecodeError, ValueError):  # not exactly one choice
+            pass
         if params is None or not params.has_generated_tokens:
             return "not_told"
-        if finish not in (STOP, LENGTH) or not params.has_one_token:
+        if finish not in ("stop", "length") or not params.has_one_token:
             self.params = params.without_generated_tokens()
             return "not_told"
-        self.is_whole_answer = finish == STOP
+        self.is_whole_answer = finish == "stop"
         self.params = KvParams(params.raw, continues_tokens=True)
         return "ended" if self.is_whole_answer else "went_on"
 
     @property
     def is_empty(self) -> bool:
         """The answer contains neither KV transfer params nor choices."""
-        return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in NOTHING
+        return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in EMPTY
 
     @property
     def usage(self) -> bytes:
@@ -162,15 +171,12 @@ class PrefillAnswer:
     @property
     def prompt_tokens(self) -> int | None:
         """The length of the prompt in tokens, if the engine reports it."""
-        return prompt_tokens_of({"usage": self._parsed_usage()})
+        return prompt_tokens_of({"usage": _read(bytes(self._usage))})
 
     @property
     def cached_tokens(self) -> int | None:
         """The prompt tokens that were in the engine's cache, if the engine reports them."""
-        return cached_tokens_of({"usage": self._parsed_usage()})
-
-    def _parsed_usage(self) -> object:
-        return _read(bytes(self._usage))
+        return cached_tokens_of({"usage": _read(bytes(self._usage))})
 
 
 def _read(raw: bytes) -> object:
