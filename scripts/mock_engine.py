@@ -183,6 +183,7 @@ class ScriptedConnection(EngineConnection):
         self.writable.set()
         self._headers: list[tuple[str, str]] = []
         self._number = 0
+        self._is_answering = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -204,7 +205,7 @@ class ScriptedConnection(EngineConnection):
     def eof_received(self) -> bool:
         """A router that closes only its own direction may still be answered, except over TLS."""
         self.left.set()
-        if not self.tasks:
+        if not self._is_answering:
             self.transport.close()
         return self.engine.tls is None
 
@@ -223,13 +224,15 @@ class ScriptedConnection(EngineConnection):
     def on_request(self, method: bytes, path: bytes, body: bytes) -> None:
         text = path.decode("latin-1")
         self.waiting.append(Received(method.decode(), text, self._headers, body, self._number))
-        if not self.tasks:
+        if not self._is_answering:  # a task that has ended is in `tasks` for one turn of the loop
+            self._is_answering = True
             self.spawn(self._answer())
 
     async def _answer(self) -> None:
         try:
             while self.waiting:
                 await self.engine.answer(self.waiting.pop(0), Peer(self))
+            self._is_answering = False
             if not self.left.is_set():
                 return
         except (asyncio.CancelledError, ConnectionError):
