@@ -263,7 +263,7 @@ class Admission:
 
     def expire_queued(self, queued: QueuedRequest) -> None:
         if self._queue.remove(queued):
-            text = f"no engine had room for this request in {now() - queued.queued_at:.0f} s"
+            text = f"no engine had room for this request within {now() - queued.queued_at:.0f} s"
             self._resolve(queued, OverloadError(text, "queue_timeout", self._retry_after()))
 
     def _shed(self, newcomer: QueuedRequest) -> None:
@@ -278,10 +278,10 @@ class Admission:
             text = "a request of higher priority took this one's place in the queue"
             error = OverloadError(text, "outranked", seconds)
         elif shed.is_over_share:
-            text = "too many of your requests wait already"
+            text = "too many of your requests are queued already"
             error = TenantOverloadError(text, "tenant_share", seconds)
         else:
-            error = OverloadError("too many requests wait already", "queue_full", seconds)
+            error = OverloadError("too many requests are queued already", "queue_full", seconds)
         self._resolve(shed.ticket, error)
 
     def _resolve(self, queued: QueuedRequest, outcome: EngineSlot | RequestError) -> None:

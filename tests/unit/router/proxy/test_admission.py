@@ -1,4 +1,4 @@
-"""Limits of engines, the queue before them, and the front door's own bounds, on real sockets."""
+"""Engine limits, the admission queue, and the limits of the server, on real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.router.processes import serving_router
 
 
 class Gate:
-    """An engine that answers when it is told to, and counts whom it holds."""
+    """An engine that answers when the test lets it, and counts the requests that it holds."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -70,7 +70,7 @@ async def d2() -> AsyncIterator[MockEngine]:
 async def asking(
     router: Router, count: int, wait: int | None = None, **asked: Any
 ) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
-    """So many requests, once `wait` more of them are in the queue; their answers at the end."""
+    """Send `count` requests, and yield their tasks once `wait` of them are queued."""
     depth = depth_of(router)  # when it is entered
     headers = asked.pop("headers", {})
     body = {"model": "m", "prompt": "hello", "max_tokens": 7} | asked
@@ -432,7 +432,7 @@ async def _until_metric(client: httpx.AsyncClient, line: str) -> None:
             pass
 
 
-# The front door.
+# Limits of the server.
 
 
 async def test_request_beyond_the_memory_limit_is_rejected_before_its_body_is_read(

@@ -1,4 +1,4 @@
-"""Pages: who may read what, and the methods that browsers and probes ask with."""
+"""CORS headers, and the methods OPTIONS and HEAD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefiller's own token is the answer's first: who is asked for what, and when not."""
+"""Hand-over of the first token from a prefill engine to a decode engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def generations(engine: MockEngine) -> list[Received]:
 
 
 def given(engine: MockEngine) -> list[dict[str, Any]]:
-    """kv_transfer_params, without what the router says itself of the next turn."""
+    """Return the kv_transfer_params without the router's own key `retain`."""
     params = [one.json["kv_transfer_params"] for one in generations(engine)]
     return [{name: one[name] for name in one if name != "retain"} for one in params]
 
@@ -146,7 +146,7 @@ async def test_turn_of_one_token_uses_both_engines(
 async def test_prefiller_gets_the_clients_logprobs_fields(
     start: Start, p: MockEngine, d: MockEngine
 ) -> None:
-    """An engine that hands over tells them with the tokens."""
+    """An engine that hands over returns log-probabilities with the tokens."""
     handed = HANDED | {"begun": BEGUN | {"logprobs": [[[7, -0.5]]]}}
     p.usual = prefilled(params=handed)
     router = await start()

@@ -1,4 +1,4 @@
-"""Endpoints of which the router knows no more than which engine to ask."""
+"""Endpoints other than generation, whose requests are passed to one engine."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ LONG_HEAD = b"--b\r\nX: %b\r\nContent-Disposition: form-data; name=model\r\n\r\n
     ],
 )
 def test_ambiguous_form_is_rejected(more: bytes) -> None:
-    """Or a key might ask for one model, and be served another."""
+    """Otherwise the router could check another model than the engine serves."""
     with pytest.raises(BadRequestError, match="more than one way"):
         model_of_form(MODEL + more + b"--b--\r\n", b"b")
 

@@ -1,4 +1,4 @@
-"""Plans are values: what a request and what is known of engines come to."""
+"""The plan of a request, a value that depends on the request and the engines' capabilities."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def limits(**changes: Any) -> RequestLimits:
     return RequestLimits.of(Settings(**engines, **ports, **changes))
 
 
-class Held(TurnReuse, frozen=True):
-    """A last turn of which the decoder has so much."""
+class CachedTurn(TurnReuse, frozen=True):
+    """A last turn of which the decode engine has 60 % of the prompt in its cache."""
 
     def cached_share(self) -> float:
         return 0.6
 
 
-def held(at: Engine) -> TurnReuse:
-    return Held(cast(Turn, object()), "whole", "entry", decoder=at)
+def cached_turn(at: Engine) -> TurnReuse:
+    return CachedTurn(cast(Turn, object()), "whole", "entry", decoder=at)
 
 
 def route(*decoders: Engine) -> Route:
@@ -75,7 +75,7 @@ def test_request_that_cannot_be_shared_is_decode_only(why: str) -> None:
 def test_embeddings_are_not_shared_with_engines_that_verify_prefixes(
     body: dict[str, Any], proves: str, is_alone: bool
 ) -> None:
-    """Between two stock engines they are handed over like any prompt."""
+    """Two stock engines share them like any prompt."""
     asked = request(body=body)
     given = route(decoder())
     given.prefillers[0].capabilities.verifies_prefix = proves == "prefiller"
@@ -132,6 +132,6 @@ def test_last_turns_decoder_is_asked_first_if_its_cache_has_enough(
 ) -> None:
     home = decoder(knows)
     asking = request(turn=True, body=body)
-    plan = make_plan(asking, route(home), held(home), limits(decode_first_turns=share))
+    plan = make_plan(asking, route(home), cached_turn(home), limits(decode_first_turns=share))
     assert (plan.threshold, plan.flow) == (asked, "turn")
     assert plan.reuse is not None

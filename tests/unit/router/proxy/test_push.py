@@ -1,4 +1,4 @@
-"""Push: both legs at once, matched by ids that nobody else has; one's failure ends the other."""
+"""Push: both legs run at once and share ids, and the failure of one leg ends the other."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 
 
 async def known(router: Router) -> Router:
-    """Once it knows what its engines are."""
+    """Wait until the router has probed its engines."""
     engines = router.gateway.fleet.engines
     await eventually(lambda: all(e.capabilities.transfer_modes for e in engines))
     return router
 
 
 def legs(engine: MockEngine) -> list[Received]:
-    """Without what the router asks beside."""
+    """Return the legs that an engine got, without probes and releases."""
     return [r for r in engine.requests if r.path == "/v1/completions"]
 
 
@@ -86,7 +86,7 @@ async def test_both_legs_are_sent_at_once_with_shared_ids(
 async def test_decoder_learns_that_the_prefiller_verifies_prefixes(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    """Where no proof can come yet: else it would keep each turn for its whole time."""
+    """Otherwise the decoder would retain each turn until it expires."""
     p.identity = {**IDENTITY, "capabilities": ["prefix_proof"]}
     router = await known(await start_router())
     assert (await router.complete()).status_code == 200
@@ -239,7 +239,7 @@ async def test_kv_is_released_if_the_decoder_fails(
 async def test_client_that_disconnects_just_after_a_decoder_failed_leaves_no_prefill_leg_behind(
     start_router: StartRouter, p: MockEngine, d: MockEngine, turns: int
 ) -> None:
-    """Whichever of the next turns of the loop it is."""
+    """The disconnect comes in any of the next iterations of the loop."""
     fails = asyncio.Event()
 
     async def fail(request: Received, peer: Peer) -> None:

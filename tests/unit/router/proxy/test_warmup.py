@@ -1,4 +1,4 @@
-"""A pair of engines meets before a request needs it, and nobody is the worse if it cannot."""
+"""Warm-up of engine pairs before the first request of a client needs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.router.test_answers import answering, hang
 
 
 def warm(engine: MockEngine) -> list[Received]:
-    """What it was asked to be warmed."""
+    """Return the warm-up requests of an engine."""
     return [r for r in engine.requests if (r.header("x-request-id") or "").startswith("warm-up-")]
 
 
@@ -45,7 +45,7 @@ def warmed(router: Router, outcome: str = "done") -> float:
 
 
 async def lose(router: Router, mock: MockEngine) -> None:
-    """It is away for a while."""
+    """Make an engine unhealthy for a while."""
     mock.healthy = False
     await eventually(lambda: not router.engine(mock).is_usable)
     mock.healthy = True
@@ -94,11 +94,11 @@ async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
 async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    is_current = asyncio.Event()
+    may_continue = asyncio.Event()
 
     async def slowly(request: Received, peer: Peer) -> None:
         if request in warm(d2):
-            await is_current.wait()
+            await may_continue.wait()
         await usual_decode(request, peer)
 
     async with running_engine(usual_decode) as d2:
@@ -111,7 +111,7 @@ async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
         for _ in range(4):
             assert (await router.complete()).status_code == 200
         assert not asked(d2)
-        is_current.set()
+        may_continue.set()
         await eventually(lambda: not router.engine(d2).is_cold)
         for _ in range(4):
             assert (await router.complete()).status_code == 200
@@ -208,11 +208,11 @@ async def test_number_of_concurrent_warm_ups_is_limited(
 async def test_pair_that_is_no_longer_in_one_group_is_not_warmed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
 ) -> None:
-    """Whether that comes while it waits, or between its two legs."""
-    is_current = asyncio.Event()
+    """The change comes while the pair waits, or between its two legs."""
+    may_continue = asyncio.Event()
 
     async def slowly(request: Received, peer: Peer) -> None:
-        await is_current.wait()
+        await may_continue.wait()
         await usual_prefill(request, peer)
 
     p.usual = slowly
@@ -224,7 +224,7 @@ async def test_pair_that_is_no_longer_in_one_group_is_not_warmed(
             regroup(router, mock, "green")
         if not late:
             regroup(router, p, "green")
-        is_current.set()
+        may_continue.set()
         await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
         await router.settled()
         legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
@@ -277,7 +277,7 @@ async def test_thousand_flapping_engines_do_not_delay_requests(
             while not meeting.done():
                 met, waiting = len(warmer._met), len(warmer._waiting)
                 await asyncio.sleep(0)
-                # Between two looks of anybody else, one engine is met: what a step may cost.
+                # The loop runs other tasks after each engine.
                 assert len(warmer._met) <= met + 1 or not met
                 assert len(warmer._waiting) <= waiting + most_pairs
             await meeting
