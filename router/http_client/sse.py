@@ -29,15 +29,16 @@ Theory of operation
 -------------------
 Bytes arrive in blocks, cut anywhere. `SseReader` returns the whole events of each block as bytes,
 and holds a started event back until its end is here. Between the engine's socket and the client,
-that happens once, in `EngineAnswer`. Whatever comes behind it (the resume buffer, the validation of
-a stream, the tail of a turn, dialects, rate limits, heartbeats) sees blocks of whole events, so it
-needs no state of its own to find them: `events_in` reads the events of such a block.
+that happens once, in `EngineAnswer`. Its subscribers (the resume buffer, the validation of a
+stream, the tail of a turn, dialects, rate limits, heartbeats) therefore get blocks of whole events
+and need no state of their own: `events_in` reads the events of a block with their offsets, and
+`data_in` their data alone. `SseReader.read` does both steps for a program that only reads.
 
-To read events costs about a microsecond for each, and most chunks hold nothing that the router
-needs to know. Each subscriber therefore first looks for the bytes that it is interested in, say
+To read events costs half a microsecond to one for each, and most chunks hold nothing that the
+router needs to know. A subscriber therefore first looks for the bytes that it is interested in, say
 `"error"`, and reads the events only of a block that has them. Such a test must not depend on lines:
-a JSON string never spans two lines, but two JSON tokens may stand in two `data` lines. GAP is what
-may stand between two tokens.
+a JSON string never spans two lines, but a key and its value may stand in two `data` lines. GAP is
+what may stand between them.
 """
 
 from __future__ import annotations
