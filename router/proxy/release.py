@@ -19,7 +19,6 @@ read is released by the same endpoint of the decode engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from router.conversations.entry import Entry
 from router.fleet.engine import Engine
@@ -130,22 +129,27 @@ async def _release_prefill(request: Request, gateway: Gateway, name: str, params
     """Return the outcome as a metric label."""
     if params.has_generated_tokens:  # a decode engine must not continue from them
         params = params.without_generated_tokens()
-    prefiller = gateway.fleet.find_alive(name)
-    if prefiller is not None and params.has_prefix_proof:
-        status = await _send(
-            request, gateway, prefiller, RELEASE_PATH, {KV_PARAMS: params.fragment}
-        )
-        if status == 200:
+    prefiller, is_proven = gateway.fleet.find_alive(name), params.has_prefix_proof
+    if prefiller is not None and is_proven:
+        body: Body = {KV_PARAMS: params.fragment}
+        if await _send(request, gateway, prefiller, RELEASE_PATH, body) == 200:
             return "done"
-    outcome = "no_decoder"
+
+    # Try the request's own decode engine, which is connected to the prefill engine, and then one
+    # more engine that can load from the prefill engine's group.
+    known = gateway.fleet.find_alive(request.record.decoder)
     group = None if prefiller is None else prefiller.group
-    for decoder in _decoders_to_release_with(request, gateway, group):
-        status = await _send(
-            request, gateway, decoder, COMPLETIONS, _abort_body(request.body, params)
-        )
-        outcome = "done" if 200 <= status < 500 else "failed"
-        if outcome == "done":
-            break
+    decoders = [known] if known is not None and group in (None, known.group) else []
+    usable = gateway.fleet.usable_engines(EngineRole.DECODE)
+    decoders += [one for one in usable if one is not known and group in (None, one.group)][:1]
+    model = request.body.get("model") if is_proven else RELEASE_MODEL
+    body = {**one_token_body(model), KV_PARAMS: params.fragment}
+    outcome = "no_decoder"
+    for decoder in decoders:
+        status = await _send(request, gateway, decoder, COMPLETIONS, body)
+        if 200 <= status < 500:
+            return "done"
+        outcome = "failed"
     return outcome
 
 
@@ -168,23 +172,3 @@ async def _send(request: Request, gateway: Gateway, engine: Engine, path: str, b
     except UpstreamError as error:
         gateway.throttle.warn("KV could not be released", f"{engine.name}: {error}")
         return 0
-
-
-def _decoders_to_release_with(
-    request: Request, gateway: Gateway, group: str | None
-) -> Sequence[Engine]:
-    """Return up to two decode engines that can release KV in a group (None: any group).
-
-    The request's own decode engine comes first, because it is connected to the prefill engine.
-    """
-    known = gateway.fleet.find_alive(request.record.decoder)
-    able = [
-        one for one in gateway.fleet.usable_engines(EngineRole.DECODE) if group in (None, one.group)
-    ]
-    first = [known] if known is not None and group in (None, known.group) else []
-    return first + [one for one in able if one is not known][:1]
-
-
-def _abort_body(body: Body, params: KvParams) -> Body:
-    model = body.get("model") if params.has_prefix_proof else RELEASE_MODEL
-    return {**one_token_body(model), KV_PARAMS: params.fragment}
