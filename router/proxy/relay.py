@@ -1,12 +1,12 @@
-"""A decoder's answer on its way to the client, and what a turn's leaves for the next turn.
+"""Relay a decode engine's answer to the client, and keep what a turn leaves for the next turn.
 
-The decoder's kv_transfer_params say where the next turn's KV is. They are the router's: it asked
-for them, so the client does not see them. They are kept before the client sees the answer's end,
-so that its next turn finds them, whichever router it asks. What nobody will find again is given
-back to its decoder.
+The decode engine's kv_transfer_params name the KV that the next turn can reuse. The router asked
+for them, so the client does not see them. They are stored before the client sees the end of the
+answer: its next turn then finds them, at whichever router it arrives. Retained KV that no turn will
+find is released.
 
-A stream is not decoded as it passes, only searched for the params. Once those are there, what was
-said is read from a copy, all at once.
+A stream is not decoded while it passes, but searched for the params. Once the stream has ended with
+params, the answer is read from a copy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
         buffer = run.resume.buffer if answer.is_event_stream else None
         ending: StreamValidator | None = None
         if buffer is not None:
-            _write_down(buffer, gateway, None)
+            _record(buffer, gateway, None)
             answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
             is_generation, is_several = request.alone != PASSED, _is_several(request)
@@ -176,15 +176,15 @@ async def _relay_turn(
     tail = TurnTail(run.answers_held.reserve())
     ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)
     if buffer is not None:
-        if isinstance(buffer.inner, TurnTail):  # of what another decoder has begun
+        if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
-        _write_down(buffer, gateway, tail)
+        _record(buffer, gateway, tail)
         answer.tap = answer.resume_buffer = buffer
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
-        if tail.params is not None:  # said to its end, which nobody waits for
+        if tail.params is not None:  # the answer is complete, though its client left
             gateway.tasks.spawn(keep(tail.params, tail.choice()))
         elif (
             isinstance(error, asyncio.CancelledError) and answer.is_delivered and not ending.failure
@@ -205,7 +205,7 @@ async def _relay_turn(
 
 
 async def _finish(gateway: Gateway, keeping: Keeping) -> None:
-    """Even if the request is given up meanwhile, where there is a meanwhile."""
+    """Run `keeping` to its end, even if the request is cancelled meanwhile."""
     conversations = gateway.conversations
     if conversations is not None and conversations.does_io:
         await gateway.tasks.finish(keeping)
@@ -220,15 +220,15 @@ async def _keep(
     engine: Engine,
     prompt_tokens: int | None,
     params: object,
-    said: AnswerChoice | None,
+    choice: AnswerChoice | None,
 ) -> None:
-    """Leaves `params` for the next turn, if they are some."""
+    """Store `params` for the next turn, if they name retained KV."""
     conversations, kept = gateway.conversations, "not_offered"
-    if conversations is not None and isinstance(params, dict) and _tells_where(params):
+    if conversations is not None and isinstance(params, dict) and _name_retained_kv(params):
         engine.capabilities.note_engine_id(params)
-        if prompt_tokens is None and said is not None:
-            prompt_tokens = said.prompt_tokens
-        left = await conversations.keep(turn, engine.name, params, said, prompt_tokens)
+        if prompt_tokens is None and choice is not None:
+            prompt_tokens = choice.prompt_tokens
+        left = await conversations.keep(turn, engine.name, params, choice, prompt_tokens)
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
             release_turn(request, gateway, entry)
@@ -240,12 +240,12 @@ async def _keep(
 def note_first_byte(run: Run, answer: EngineAnswer) -> None:
     record, buffer = run.request.record, run.resume.buffer
     record.stage, record.status, record.first_byte = "stream", answer.status, answer.first_body_at
-    if buffer is not None:  # another may have begun
+    if buffer is not None:  # perhaps another engine sent the first byte
         buffer.first_byte = record.first_byte = buffer.first_byte or answer.first_body_at
 
 
-def _write_down(buffer: ResumeBuffer, gateway: Gateway, inner: TurnTail | None) -> None:
-    """What passes from here on."""
+def _record(buffer: ResumeBuffer, gateway: Gateway, inner: TurnTail | None) -> None:
+    """Record this engine's answer, and count a resume that has begun."""
     buffer.start_leg(inner)
     cause, buffer.resume_cause = buffer.resume_cause, ""
     if cause:
@@ -253,11 +253,11 @@ def _write_down(buffer: ResumeBuffer, gateway: Gateway, inner: TurnTail | None) 
 
 
 def require_end(buffer: ResumeBuffer) -> None:
-    """Raises PreemptedError, or another EngineError, for a stream that its engine has ended, not
+    """Raise PreemptedError or another EngineError if the engine ended the stream before the end of
     the answer."""
     if buffer.is_preempted:
         raise PreemptedError
-    _, failure = failure_midway(buffer.error, DECODE)
+    _, failure = failure_midway(buffer.error, DECODE, at_end=True)
     if failure is not None:
         raise failure
     if buffer.is_cut:
@@ -269,20 +269,21 @@ def note_done(request: Request) -> None:
 
 
 def _is_several(request: Request) -> bool:
-    """Whether the stream may hold more than one answer."""
+    """Return True if the stream may have several choices."""
     return request.is_several or request.alone in SEVERAL_ANSWERS
 
 
 def _written(content: Json) -> bytes:
-    """Raises BrokenAnswerError for what can be read but not written: nesting beyond 250 levels."""
+    """Return JSON. Raises BrokenAnswerError for content that is nested beyond 250 levels: it can be
+    read, but not written."""
     try:
         return dumps(content)
     except orjson.JSONEncodeError as error:
         raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
 
 
-def _tells_where(params: Json) -> bool:
-    """A decoder that rejects has params too: why it did."""
+def _name_retained_kv(params: Json) -> bool:
+    """Return False for the params of an engine that has nothing, and reports why."""
     return any(name.startswith("remote_") for name in params)
 
 
@@ -298,7 +299,7 @@ def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
 
 
 def note_no_turns(gateway: Gateway, engine: Engine) -> None:
-    """Says of an engine, once, that its own word is that it has no part in turns."""
+    """Log once per engine that the engine reports that it retains no KV for next turns."""
     capabilities = engine.capabilities
     if capabilities.lacks_turns and not capabilities.is_lack_logged:
         capabilities.is_lack_logged = True
