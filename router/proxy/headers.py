@@ -138,19 +138,12 @@ def leg_message(
     `shared` are the header lines of `read_client_headers`, `content` the halves of the body. `form`
     is the Content-Type of a body that is not JSON.
     """
+    kind = "" if form else "content-type: application/json\r\n"
     if form:
         shared = b"content-type: %b\r\n%b" % (form, shared)
     start, end = content
-    own = f"{len(start) + len(end)}\r\nx-request-id: {request_id}\r\n".encode("ascii")
-    return b"".join((_head_start(path, host, not form), own, shared, b"\r\n", start, end))
-
-
-@lru_cache(maxsize=1024)
-def _head_start(path: str, host: str, is_json: bool) -> bytes:
-    lines = (
-        f"POST {path} HTTP/1.1",
-        f"host: {host}",
-        *(("content-type: application/json",) if is_json else ()),
-        "content-length: ",
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\n{kind}"
+        f"content-length: {len(start) + len(end)}\r\nx-request-id: {request_id}\r\n"
     )
-    return "\r\n".join(lines).encode("ascii")
+    return b"".join((head.encode("ascii"), shared, b"\r\n", start, end))
