@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import itemgetter
 from random import getrandbits
 
@@ -40,15 +39,12 @@ CONVERSATION_ID = b"x-conversation-id"
 CONVERSATION_STREAM = b"x-conversation-stream"
 DIGITS = re.compile(rb"[0-9]{1,9}")
 MAX_RETRY_AFTER_S = 3600
-# Size of the cache of client heads, and the headers of a head up to which it is cached.
-MAX_CACHED_HEADS, MAX_CACHED_HEADERS = 256, 64
 HEADER_NAME = itemgetter(0)
-# A head without these needs no further look.
-SPECIAL_HEADERS = frozenset((REQUEST_ID, b"connection"))
 NOT_TO_ENGINE = HOP_BY_HOP | {
     REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
+    b"connection",
     b"accept-encoding",  # the router reads answers, so engines must not compress them
     b"content-encoding",
     b"content-length",
@@ -76,27 +72,24 @@ NOT_TO_CLIENT = (
 def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
     """Return the request's id and the header lines that both legs share.
 
-    The id is the client's X-Request-Id if that is valid, else a new one.
+    The id is the client's first valid X-Request-Id, or else a new one.
     """
-    find = _read_cached if len(headers) <= MAX_CACHED_HEADERS else _read
-    request_id, lines = find(tuple(headers))
-    return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
-
-
-def _read(headers: tuple[Header, ...]) -> tuple[str, bytes]:
-    request_id: str = ""
-    kept: Sequence[Header] = headers
-    if not SPECIAL_HEADERS.isdisjoint(map(HEADER_NAME, headers)):
-        given = (value for name, value in headers if name == REQUEST_ID)
-        valid = (value.decode("ascii") for value in given if VALID_REQUEST_ID.fullmatch(value))
-        request_id, kept = next(valid, ""), _without_connection_headers(headers)
-    lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
+    request_id, names_headers = "", False
+    lines: list[bytes] = []
+    for header in headers:
+        name = header[0]
+        if name not in NOT_TO_ENGINE:
+            lines.append(b": ".join(header))
+        elif name == REQUEST_ID:
+            if not request_id and VALID_REQUEST_ID.fullmatch(header[1]):
+                request_id = header[1].decode("ascii")
+        elif name == b"connection" and header[1] != b"keep-alive":
+            names_headers = True  # the value may list headers of this connection
+    if names_headers:
+        kept = _without_connection_headers(headers)
+        lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")
-    return request_id, b"\r\n".join(lines)
-
-
-# Most clients send the same headers with each request.
-_read_cached = lru_cache(maxsize=MAX_CACHED_HEADS)(_read)
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
