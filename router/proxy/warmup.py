@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -123,6 +123,7 @@ class EngineWarmer:
                         looked_at = snapshot
                         await self._find_new_engines()
                     self._start_warm_ups()
+                    self._admit_warm_engines()
                 except Exception:
                     logger.exception("the warm-up of new engines failed")
                 await asyncio.sleep(SCAN_INTERVAL_S)
@@ -152,11 +153,11 @@ class EngineWarmer:
     def _new_partners(self, life: EngineLife) -> Iterable[EngineLife]:
         """Return the engines to which this one may not be connected yet. Two engines that were
         there when the router started, and were not lost since, count as connected."""
-        if not self._was_there(life):
+        if not self._was_present_at_start(life):
             return self._met
-        return [other for other in self._met if not self._was_there(other)]
+        return [other for other in self._met if not self._was_present_at_start(other)]
 
-    def _was_there(self, life: EngineLife) -> bool:
+    def _was_present_at_start(self, life: EngineLife) -> bool:
         return life.engine in self._first and not life.lost_at
 
     def _start_warm_ups(self) -> None:
@@ -166,15 +167,14 @@ class EngineWarmer:
                 task = asyncio.get_running_loop().create_task(self._warm(pair))
                 self._running[task] = pair
                 task.add_done_callback(self._running.pop)
-        if self._cold:
-            self._admit_warm_engines()
 
     def _admit_warm_engines(self) -> None:
-        """Send client requests to the engines that are warm, or have waited long enough."""
-        pairs = [*self._waiting, *self._running.values()]
-        left = Counter(life for pair in pairs for life in pair)
+        """Let client requests go to the engines that are warm, or have waited long enough."""
+        if not self._cold:
+            return
+        unfinished = {life for pair in (*self._waiting, *self._running.values()) for life in pair}
         for life, latest in list(self._cold.items()):
-            if not left[life] or now() >= latest or not life.is_current:
+            if life not in unfinished or now() >= latest or not life.is_current:
                 del self._cold[life]
                 if life.is_current:
                     self._gateway.fleet.note_warm(life.engine)
