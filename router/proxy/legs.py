@@ -365,9 +365,9 @@ def _learn(run: Run, engine: Engine, params: KvParams | None) -> None:
         )
         return
     # The params are decoded only until the engine is known to send prefix hashes.
-    speaks = params.mentions_prefix_proof
+    speaks = params.mentions_prefix_hashes
     capabilities.verifies_prefix = speaks and (
-        capabilities.verifies_prefix or params.has_prefix_proof
+        capabilities.verifies_prefix or params.has_prefix_hashes
     )
     if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
         capabilities.note_kv_params(params.content)

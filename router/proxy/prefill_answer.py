@@ -25,7 +25,7 @@ from router.openai.answers import (
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
 EMPTY = (b"null", b"[]")
-PREFIX_PROOF_KEY, GENERATED_TOKENS_KEY = b'"prefix_proof"', b'"begun"'
+PREFIX_HASHES_KEY, GENERATED_TOKENS_KEY = b'"prefix_proof"', b'"begun"'
 # Base64 of three bytes for each id.
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
@@ -45,13 +45,13 @@ class KvParams(FrozenStruct, frozen=True):
         return content if isinstance(content, dict) else {}
 
     @property
-    def mentions_prefix_proof(self) -> bool:
-        return self.raw.find(PREFIX_PROOF_KEY) >= 0
+    def mentions_prefix_hashes(self) -> bool:
+        return self.raw.find(PREFIX_HASHES_KEY) >= 0
 
     @property
-    def has_prefix_proof(self) -> bool:
+    def has_prefix_hashes(self) -> bool:
         """The params contain hashes that show which tokens the blocks hold (engine_ext)."""
-        return self.mentions_prefix_proof and isinstance(self.content.get("prefix_proof"), dict)
+        return self.mentions_prefix_hashes and isinstance(self.content.get("prefix_proof"), dict)
 
     @property
     def fragment(self) -> orjson.Fragment:

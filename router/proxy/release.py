@@ -129,7 +129,7 @@ async def _release_prefill(request: Request, gateway: Gateway, name: str, params
     """Return the outcome as a metric label."""
     if params.has_generated_tokens:  # a decode engine must not continue from them
         params = params.without_generated_tokens()
-    prefiller, is_proven = gateway.fleet.find_alive(name), params.has_prefix_proof
+    prefiller, is_proven = gateway.fleet.find_alive(name), params.has_prefix_hashes
     if prefiller is not None and is_proven:
         body: Body = {KV_PARAMS: params.fragment}
         if await _send(request, gateway, prefiller, RELEASE_PATH, body) == 200:
