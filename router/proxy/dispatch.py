@@ -176,13 +176,13 @@ async def _respond_error(request: Request, gateway: Gateway, error: Exception) -
     if rejected is None:
         return await _refuse(request, gateway, error)
     if rejected.status == 401 and gateway.hides_credentials:
-        gateway.throttle.warn("an engine refuses the router's credential", str(error))
-        error = errors.EngineCredentialError("an engine refused the router")
+        gateway.throttle.warn("an engine rejects the router's API key", str(error))
+        error = errors.EngineCredentialError("an engine rejected the router's API key")
         return await _refuse(request, gateway, error)
     if request.exchange.started:
-        gateway.throttle.warn("an engine refuses to go on with a stream", str(rejected.body))
+        gateway.throttle.warn("an engine refuses to resume a stream", str(rejected.body))
         gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
-        error = errors.EngineError("no engine went on with this answer")
+        error = errors.EngineError("no engine resumed this answer")
         return await _refuse(request, gateway, error)
     await _pass_on(request, rejected)
 
@@ -213,7 +213,7 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     elif isinstance(error, AnswersFullError):
         gateway.metrics.refusals.add(("answers",))
     elif isinstance(error, errors.RepeatedCrashError):
-        gateway.throttle.warn("a request may kill engines", f"{record.request_id}: {error}")
+        gateway.throttle.warn("a request may crash engines", f"{record.request_id}: {error}")
     shape = errors.shape_of(error)
     if shape.status == 500:
         logger.error("request %s failed", record.request_id, exc_info=error)

@@ -360,7 +360,8 @@ def _learn(run: Run, engine: Engine, params: KvParams | None) -> None:
     if params is None:
         gateway.metrics.prefill_without_params.inc()
         gateway.throttle.warn(
-            "a prefiller answered without kv_transfer_params, so the decoder prefills again",
+            "a prefill engine answered without kv_transfer_params, so the decode engine prefills "
+            "again",
             engine.name,
         )
         return

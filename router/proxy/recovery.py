@@ -44,12 +44,12 @@ MAX_PROBE_ANSWER_BYTES = 64 * 1024
 CRASH_KINDS = frozenset(("stale", "disconnected", "engine_lost", "broken_answer", "status_5xx"))
 # For the access log.
 CONSEQUENCES = {
-    Next.AGAIN: "asked once more",
-    Next.ELSEWHERE: "another was asked",
-    Next.AFRESH: "prefilled afresh",
-    Next.GIVE_UP: "given up",
-    Next.RESUME: "another goes on",
-    Next.END: "given up",
+    Next.AGAIN: "retried on a new connection",
+    Next.ELSEWHERE: "retried on another engine",
+    Next.AFRESH: "prefilled again",
+    Next.GIVE_UP: "gave up",
+    Next.RESUME: "resumed on another engine",
+    Next.END: "gave up",
 }
 
 

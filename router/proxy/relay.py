@@ -292,7 +292,7 @@ def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
     capabilities.note_stream_params(has_params)
     if capabilities.streams_kv_params is False and not capabilities.lacks_turns:
         gateway.throttle.warn(
-            "a decoder does not stream kv_transfer_params: its turns are reused only with "
+            "a decode engine does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
             engine.name,
         )

@@ -94,8 +94,8 @@ class ResumeState:
             gateway.metrics.handed_over.add(("differ",))
             what = render_differences(prefiller, decoder)
             gateway.throttle.warn(
-                f"prefiller {prefiller.name} and this decoder differ in {what}: it computes "
-                "the first token again",
+                f"prefill engine {prefiller.name} and this decode engine differ in {what}, so the "
+                "first token is computed twice",
                 decoder.name,
             )
             return False
@@ -113,7 +113,8 @@ class ResumeState:
         self._may_hand_over = False
         gateway.metrics.handed_over.add(("refused",))
         gateway.throttle.warn(
-            f"a decoder did not go on from a prefiller's token{error_text(error.body)}",
+            "a decode engine did not continue from a prefill engine's token"
+            f"{error_text(error.body)}",
             decoder.name,
         )
         return True

@@ -69,8 +69,8 @@ class Decoded(Enum):
     """The KV may have been read or lost, so the prompt is prefilled again."""
     REJECTED = auto()
     """The decode engine has too little of the prompt in its cache."""
-    UNASKED = auto()
-    """The decode engine may not know that it can reject, so it was not asked first."""
+    SKIPPED = auto()
+    """The decode engine may not support thresholds, so the leg was not sent."""
     SAME_ENGINE = auto()
     """The only decode engine left is the prefill engine, which has the KV already."""
 
@@ -78,15 +78,15 @@ class Decoded(Enum):
 # Label values of the metric decode_first_total.
 DECODE_FIRST_OUTCOMES = {
     Decoded.REJECTED: "rejected",
-    Decoded.UNASKED: "skipped",
+    Decoded.SKIPPED: "skipped",
     Decoded.AFRESH: "failed",
 }
 
 
 async def answer(run: Run) -> None:
-    """EngineAnswer the request by its plan.
+    """Answer the request by its plan.
 
-    Raises UpstreamError, EngineError, NoEngineError, or RejectedError with an engine's 4xx.
+    Raises UpstreamError, EngineError, NoEngineError, or EngineRejectedError with an engine's 4xx.
     """
     plan, metrics = run.plan, run.gateway.metrics
     if run.request.record.trace is not None:
@@ -313,7 +313,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         if decoder is prefiller:
             return Decoded.SAME_ENGINE
         if threshold and not may_reject(run.request, decoder):
-            return Decoded.UNASKED
+            return Decoded.SKIPPED
         leg_params = _params_for(run, params, decoder)
         body = _decode_body(run, leg_params, threshold)
         outcome = await decode_leg(run, decoder, body, threshold)

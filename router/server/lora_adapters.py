@@ -130,7 +130,7 @@ async def _update_engines(
     if answer is None:
         raise EngineError(f"{engine.role} engine {engine.name} did not answer")
     if answer.status == 401 and gateway.hides_credentials:
-        raise EngineCredentialError("an engine refused the router")
+        raise EngineCredentialError("an engine rejected the router's API key")
     passed = {n.decode(): v.decode("latin-1") for n, v in answer.headers if n == b"content-type"}
     return Response(answer.body, answer.status, passed)
 

@@ -362,7 +362,7 @@ async def test_an_engine_that_refuses_the_routers_key_is_no_fault_of_the_clients
     p.scripts.append(refuses)
     answer = await ask(router)
     assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == "an engine refused the router"
+    assert answer.json()["error"]["message"] == "an engine rejected the router's API key"
     assert "an-old-one" not in answer.text
 
 

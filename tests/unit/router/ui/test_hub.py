@@ -104,7 +104,7 @@ async def test_failures_on_the_way_are_told_with_what_followed(
                 (request,) = (await until(events, "ended"))["requests"]
                 failures += request["failures"]
     name = router.engine(d).name
-    assert failures == [f"decode at {name}: status_5xx; prefilled afresh"]
+    assert failures == [f"decode at {name}: status_5xx; prefilled again"]
 
 
 async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(

@@ -86,7 +86,7 @@ def test_what_a_record_says() -> None:
         ended=101.0,
         outcome="ok",
         usage=b'{"prompt_tokens":446,"completion_tokens":7,"cached_tokens":412}',
-        failures=("decode at x: timeout; another was asked",),
+        failures=("decode at x: timeout; retried on another engine",),
         error="E: " + "x" * 9000,
     )
     told = summarize_request(made, Origin("7", 1e9))
@@ -95,5 +95,5 @@ def test_what_a_record_says() -> None:
     assert told.ms.first_byte is None
     assert (told.prompt_tokens, told.completion_tokens, told.cached_tokens) == (446, 7, 412)
     assert len(told.error) < 1000
-    assert told.failures == ["decode at x: timeout; another was asked"]
+    assert told.failures == ["decode at x: timeout; retried on another engine"]
     assert summarize_request(record(), Origin("7", 0)).outcome == "running"
