@@ -244,7 +244,7 @@ class TrackOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Copy these blocks to host memory after this step's forward pass, see staging.py."""
+    """Copy these blocks to host memory after this step (see engine_ext/staging/stage.py)."""
 
     request_id: str
     block_ids: BlockIds
@@ -429,7 +429,7 @@ class CacheGeometry:
     """Tokens per block."""
     num_blocks: int
     kv_cache_layout: str = "LBHNC"
-    """Axes from outermost to innermost, see layout.py."""
+    """Axes from outermost to innermost, see engine_ext/layout/blocks.py."""
     attn_backend_name: str = "CPU_ATTN"
     num_kv_heads: int | None = None
     """Of the model, over all ranks; 1 for latent attention (MLA), of which each rank has the whole.
@@ -443,7 +443,7 @@ class CacheGeometry:
     """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or what
     `chunked` makes of a chunk's."""
     is_staged: bool = False
-    """KV travels by way of host memory, see staging.py."""
+    """KV travels by way of host memory, see engine_ext/staging/stage.py."""
     may_load: bool = True
     """False: the host may hand a block out while a step under way still writes into it. Nothing is
     loaded into any."""

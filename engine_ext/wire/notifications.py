@@ -158,7 +158,7 @@ class ReturnBlocks(msgspec.Struct, frozen=True, tag="return_blocks"):
 
 
 class PushExtension(msgspec.Struct, frozen=True):
-    """What our registrations carry beyond stock's. Token positions; `digest` as in verify.py."""
+    """What our registrations add to stock's: token positions; `digest` as in base/proof.py."""
 
     generation: int
     first_token: Unsigned

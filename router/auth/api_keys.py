@@ -30,7 +30,7 @@ from router.common.watched_file import (
 )
 from router.common.yaml_list import parse_yaml_list
 
-logger = logging.getLogger("disagg_router.callers")
+logger = logging.getLogger("disagg_router.auth")
 # About ten thousand keys.
 MAX_FILE_BYTES = 2 * 1024 * 1024
 # Secret scanners recognise a key by its prefix.

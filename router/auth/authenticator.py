@@ -30,7 +30,7 @@ from router.auth.quota_ledger import (
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
 
-logger = logging.getLogger("disagg_router.callers")
+logger = logging.getLogger("disagg_router.auth")
 MISSING, INCORRECT = "missing", "incorrect"
 # Ends of requests that are kept while Redis does not answer. Leases of dropped ones expire.
 MAX_UNREPORTED_ENDS = 4096

@@ -28,7 +28,7 @@ from router.auth.quota_ledger import (
 from router.auth.rate_limit import MAX_DEBT_S
 from router.common.redis_url import create_redis_clients
 
-logger = logging.getLogger("disagg_router.callers")
+logger = logging.getLogger("disagg_router.auth")
 NAMESPACE = "disagg-router:limits:"
 # After a failure the router sends Redis nothing for this time.
 PAUSE_AFTER_FAILURE_S = 5.0

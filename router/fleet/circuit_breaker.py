@@ -1,7 +1,7 @@
 """A circuit breaker for the failures of one engine. Pure: its caller does the waiting.
 
 *closed* (in use) → *open* (avoided for a while) → *half open* (one trial request) → closed again,
-or open for longer. Only failures caused by the engine count: see router.proxy.retry_rules.
+or open for longer. Only failures caused by the engine count: see router.proxy.retry.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class PreemptedError(EngineError):
     phrase = "returned an answer for lack of KV blocks"
 
     def __init__(self, begun: GeneratedTokens | None = None) -> None:
-        super().__init__("the decode engine had no room for all of this answer")
+        super().__init__("the decode engine ran out of KV blocks before the answer was complete")
         self.begun = begun
 
 
@@ -265,7 +265,9 @@ class EngineRejectedError(RequestError):
 
 
 def too_many_held_bodies() -> OverloadError:
-    return OverloadError("too much is being asked at once", "bodies")
+    return OverloadError(
+        "the router holds too many request bodies in memory; retry later", "bodies"
+    )
 
 
 # Errors that are no RequestError; the first listed class among an error's bases decides.

@@ -127,7 +127,7 @@ async def first_output_event(
         return None
     found = _find_output(held, is_generation, looks_ahead)
     if found is None and len(held) <= HIGH_WATER:
-        raise BrokenAnswerError("an event stream that says nothing")
+        raise BrokenAnswerError("an event stream without output")
     return found
 
 
@@ -165,7 +165,9 @@ def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Jso
     is_odd = kind.startswith(b"text/html") or (is_json and raw.lstrip()[:1] not in (b"{", b"["))
     is_silence = may_be_empty and kind.startswith(b"text/plain")
     if is_odd or not (raw or is_silence):
-        raise BrokenAnswerError("an answer that is empty, HTML, or not JSON as it says")
+        raise BrokenAnswerError(
+            "an answer that is empty, HTML, or not the JSON that its Content-Type announces"
+        )
     return parse_object(raw) if answer.is_complete and raw.find(ERROR_KEY) >= 0 else None
 
 

@@ -30,7 +30,7 @@ from router.routing.route import Route
 from router.telemetry.record import Record
 from router.telemetry.trace_context import without_trace_headers
 
-logger = logging.getLogger("disagg_router.flows")
+logger = logging.getLogger("disagg_router.proxy")
 BodyReader = Callable[[Request, Gateway], Awaitable[None]]
 CLIENT_CLOSED_REQUEST = 499  # never sent: nginx's status for access logs and metrics
 
@@ -104,7 +104,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
 
 
 async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
-    """Answers an exchange whose request was not even received with `error`."""
+    """Answer with `error` a request that was not received completely."""
     request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
     _close_record(request.record, gateway)
@@ -127,7 +127,7 @@ def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
             record.trace = trace
-        else:  # nobody will see its legs apart
+        else:  # all legs share the request's span
             shared_headers = trace.header_lines(trace.span_id) + shared_headers
     if gateway.engine_line:
         shared_headers += gateway.engine_line
@@ -203,7 +203,7 @@ async def _pass_on(request: Request, rejected: errors.EngineRejectedError) -> No
 
 
 async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
-    """Tells the client of a failure as honestly as what it already got allows."""
+    """Send the error: a status before the first byte, an error event in a stream, else close."""
     record, exchange = request.record, request.exchange
     record.error = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.OverloadError):

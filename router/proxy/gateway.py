@@ -95,10 +95,10 @@ class Gateway:
         if tracer is not None:
             readers.append(tracer.add_records)
         # The short access log says how much KV was moved, from the params of each request.
-        self.tells_moved = settings.access_log and is_short(settings.log_format)
+        self.logs_moved_blocks = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
         self.records = RecordBatches(readers)
-        self.throttle = LogThrottle(logging.getLogger("disagg_router.flows"))
+        self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
 
     def tune(self, settings: Settings) -> None:
         """Apply the settings that may change while requests run. They hold for new requests."""

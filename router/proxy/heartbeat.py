@@ -28,7 +28,7 @@ from router.proxy.request_limits import RequestLimits
 
 COMMENT = b": heartbeat\n\n"
 EVENT_STREAM_TYPE = b"text/event-stream"
-NOT_JSON = "an engine answered with something that cannot be told in a stream"
+NOT_JSON = "an engine's answer cannot be converted to an event stream"
 
 
 class HeartbeatStream:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.proxy.leg_bodies import BodyHalves
-from router.proxy.legs import DecodeOutcome, DecodeResult, LegFailure, LegRefusal, decode_leg
+from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 
@@ -39,7 +39,7 @@ class Hedged(NamedTuple):
     is_rejected: bool = False
 
 
-def places(run: Run) -> Sequence[Engine]:
+def select_hedged_decoders(run: Run) -> Sequence[Engine]:
     """Return the planned engines that can get a hedged leg now, or () if fewer than two can.
 
     Hedged legs are the first ones to be saved when engines fail.
@@ -129,7 +129,7 @@ class HedgedLegs:
             elif isinstance(outcome, LegRefusal):
                 refusal = outcome.error
             else:
-                is_rejected = is_rejected or outcome is DecodeResult.REJECTED
+                is_rejected = is_rejected or outcome is DecodeLegResult.REJECTED
         if self._winner is not None:
             failure = failures.pop(self._winner, None)
             return Hedged([*failures.values()], failure)

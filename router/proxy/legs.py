@@ -57,7 +57,7 @@ from router.proxy.run import Run
 from router.proxy.side_requests import is_rejection, probe_threshold
 from router.telemetry.trace_context import TracedLeg
 
-logger = logging.getLogger("disagg_router.flows")
+logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
 # keep idle connections for five seconds and more, so the engine is hardly closing this one.
 SOUND_CONNECTION_IDLE_S = 1.0
@@ -84,7 +84,7 @@ class LegRefusal(NamedTuple):
     engine: Engine
 
 
-class DecodeResult(Enum):
+class DecodeLegResult(Enum):
     ANSWERED = auto()
     """The client has the whole answer."""
     REJECTED = auto()
@@ -92,7 +92,7 @@ class DecodeResult(Enum):
 
 
 PrefillOutcome = PrefillAnswer | LegFailure | LegRefusal
-DecodeOutcome = DecodeResult | LegFailure | LegRefusal
+DecodeOutcome = DecodeLegResult | LegFailure | LegRefusal
 
 
 async def prefill_leg(
@@ -203,7 +203,7 @@ async def decode_leg(
     finally:
         if record.decoder == engine.name:  # not of other hedged legs
             span.first_byte, span.usage = record.first_byte, record.usage
-    if outcome is DecodeResult.REJECTED:
+    if outcome is DecodeLegResult.REJECTED:
         span.kind = "rejected"
     return outcome
 
@@ -250,7 +250,7 @@ async def _decode_leg(
         is_rejected = await _is_rejected(run, engine, answer, threshold)
         _note_success(run, engine)
         if is_rejected:
-            return DecodeResult.REJECTED
+            return DecodeLegResult.REJECTED
         if accept is not None:
             accept()
             accept = None
@@ -266,7 +266,7 @@ async def _decode_leg(
         else:
             await deliver_turn(run, reuse.turn, engine, answer)
         _note_loaded(run, engine)
-        return DecodeResult.ANSWERED
+        return DecodeLegResult.ANSWERED
     except (UpstreamError, EngineError) as error:
         if isinstance(error, EngineError) and watch is not None and watch.has_ended:
             is_of_pair = run.load_failure is not None and run.load_failure.is_of_pair
@@ -350,7 +350,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
     _learn(run, engine, params)
     if params is not None and not run.is_read:
         run.hold(engine)
-        if gateway.tells_moved and len(params.raw) <= UNCOUNTED_BYTES:
+        if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
             record.transfer_params = params.raw
 
 
@@ -455,7 +455,9 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
         if run.may_return:
             raise returned
         if request.alone not in AS_SENT:  # nobody has asked for that
-            raise EngineUnavailableError("the decode engine handed back what it was to answer")
+            raise EngineUnavailableError(
+                "the decode engine returned an unfinished answer although the leg did not allow it"
+            )
         return False
     if word is not None and threshold and is_rejection(word):
         capabilities.note_threshold_rejected()
@@ -473,7 +475,7 @@ async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
     request, is_passed = run.request, run.request.alone == PASSED
     if not answer.is_event_stream:
         if request.exchange.started:
-            raise BrokenAnswerError("no event stream, where one is to go on")
+            raise BrokenAnswerError("an answer that is not an event stream cannot resume one")
         if is_passed:
             return passthrough_content(answer, may_be_empty=bool(request.form))
         return generation_content(answer)

@@ -131,7 +131,7 @@ class PrefillAnswer:
         self.raw = answer
         self.is_whole_answer = False
 
-    def keep_params(self) -> None:
+    def drop_all_but_params(self) -> None:
         """Drop all but the params, so that a large answer is not held while a decode engine
         answers."""
         self.raw = b""

@@ -80,7 +80,7 @@ async def recover(run: Run, failed: LegFailure) -> Next:
     if not situation.is_late:
         _blame(run, failed, decision.blames_engine)
     run.failure = error
-    suspect(run, failed)
+    note_possible_crash(run, failed)
     _remember(run, engine, decision.mark)
     run.is_turn_spent = run.is_turn_spent or decision.spends_turn
     run.is_fresh = run.is_fresh or error.kind == "stale"
@@ -99,13 +99,13 @@ async def recover(run: Run, failed: LegFailure) -> Next:
     return what
 
 
-def drop(run: Run, failed: LegFailure) -> None:
+def record_hedged_failure(run: Run, failed: LegFailure) -> None:
     """Act on a failed leg of a hedged request that the answer does not depend on."""
     error, engine, role = failed
     run.gateway.note_failure(engine, role, error)
     if now() < run.request.latest:
         _blame(run, failed, RULES[error.kind].blames_engine)
-    suspect(run, failed)
+    note_possible_crash(run, failed)
     if error.kind != "stale":
         run.failed.append(engine)
         run.num_hedged_failures += 1
@@ -119,8 +119,8 @@ async def require_engines_alive(run: Run) -> None:
     num_died = sum(await asyncio.gather(*checks))
     if num_died >= MAX_DEATHS:
         raise RepeatedCrashError(
-            f"{num_died} engines died while they worked on this request, so no other one is "
-            "asked; sending it again may end more of them"
+            f"{num_died} engines died while they worked on this request, so the router does "
+            "not retry it. Sending it again may crash more engines"
         )
 
 
@@ -134,7 +134,7 @@ def _remember(run: Run, engine: Engine, mark: Mark) -> None:
         run.resume.preempted.append(engine)
 
 
-def suspect(run: Run, failed: LegFailure) -> None:
+def note_possible_crash(run: Run, failed: LegFailure) -> None:
     """Remember the engine if the failure of its leg may be a crash."""
     # An engine that reports a shutdown has not crashed.
     is_shutdown = isinstance(failed.error, EngineUnavailableError)

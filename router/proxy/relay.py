@@ -56,7 +56,7 @@ from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 from router.telemetry.token_usage import USAGE_SEARCH_BYTES, usage_in
 
-logger = logging.getLogger("disagg_router.flows")
+logger = logging.getLogger("disagg_router.proxy")
 PARAMS_KEY = b'"kv_transfer_params"'
 MAX_COPY_BYTES = 4 * 1024 * 1024
 DONE = "done"

@@ -216,7 +216,7 @@ def check_json(headers: Sequence[Header]) -> None:
     kind = given.get(b"content-type")
     if kind != JSON and not (_is_json(kind) if kind else b"origin" not in given):
         said = "names no Content-Type" if not kind else f"is {_shown(kind)}"
-        raise UnsupportedTypeError(f"the body {said}: only application/json is taken here")
+        raise UnsupportedTypeError(f"the body {said}: this endpoint accepts only application/json")
     if b"content-encoding" in given:
         _check_encoding(given[b"content-encoding"])
 
@@ -226,7 +226,7 @@ def check_form(headers: Sequence[Header]) -> None:
     given = dict(headers)
     kind = given.get(b"content-type", b"")
     if kind.partition(b";")[0].strip().lower() != MULTIPART:
-        text = f"the body is {_shown(kind)}: only multipart/form-data is taken here"
+        text = f"the body is {_shown(kind)}: this endpoint accepts only multipart/form-data"
         raise UnsupportedTypeError(text)
     if b"content-encoding" in given:
         _check_encoding(given[b"content-encoding"])
@@ -234,7 +234,7 @@ def check_form(headers: Sequence[Header]) -> None:
 
 def _check_encoding(value: bytes) -> None:
     if value.strip().lower() not in IDENTITY:
-        text = f"Content-Encoding {_shown(value)} is not taken: send the body as it is"
+        text = f"Content-Encoding {_shown(value)} is not supported: send the body uncompressed"
         raise UnsupportedTypeError(text)
 
 

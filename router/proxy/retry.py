@@ -76,7 +76,7 @@ RULES = {
     "local": Rule(Next.GIVE_UP, Next.GIVE_UP, False),
     # A kept connection that the engine closed, most likely before it saw the request.
     "stale": Rule(Next.AGAIN, Next.AFRESH, False, is_free=True),
-    # The engine was asked, and what it did with it nobody knows.
+    # The engine received the request, and the router cannot know how far it got.
     "disconnected": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     "engine_lost": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     "timeout": Rule(Next.ELSEWHERE, Next.AFRESH, True),
@@ -84,9 +84,9 @@ RULES = {
     "status_5xx": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     # The two engines do not reach each other, or P's blocks were gone: neither is at fault.
     "kv_load": Rule(Next.ELSEWHERE, Next.AFRESH, False),
-    # It said so itself, and is left alone for as long as it said.
+    # The engine reported an overload. The router avoids it for its Retry-After.
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
-    # As it was asked to, rather than compute the answer again: nothing has failed.
+    # The router allowed the engine to return the answer instead of preempting it: no failure.
     "preempted": Rule(Next.ELSEWHERE, Next.AFRESH, False, is_free=True),
     # The same everywhere.
     "answer_too_large": Rule(Next.GIVE_UP, Next.GIVE_UP, False),

@@ -93,7 +93,7 @@ class Run:
         self.is_turn_spent = False
         self.offer = SPENT_TURN
 
-    def retaining(self, params: KvParams | None) -> KvParams | None:
+    def with_retain_request(self, params: KvParams | None) -> KvParams | None:
         """Return the params with the request that the decode engine retains the answer's KV for
         the next turn, unless the next turn could not find it."""
         reuse = self.plan.reuse

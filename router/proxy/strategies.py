@@ -11,6 +11,10 @@
 A leg returns its outcome as a value. After a failed leg, `recover` returns what to do next, or
 raises the failure if nothing is left to try. No strategy waits between the end of the prefill leg
 and the start of the decode leg, because the lease on the prefill engine's blocks has begun.
+
+If the client disconnects, the server cancels the task. CancelledError passes through every
+strategy, which releases KV that was not read on its way. Before the client has a byte, a failed
+decode leg is retried. Afterwards `recover` returns Next.RESUME, or raises.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
 from router.proxy import release
-from router.proxy.hedging import HedgedLegs, places
+from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.leg_bodies import BodyHalves
 from router.proxy.legs import (
-    DecodeResult,
+    DecodeLegResult,
     LegFailure,
     LegRefusal,
     PrefillOutcome,
@@ -36,7 +40,12 @@ from router.proxy.legs import (
 from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PUSHES, PushParams, make_push
-from router.proxy.recovery import drop, recover, require_engines_alive, suspect
+from router.proxy.recovery import (
+    note_possible_crash,
+    record_hedged_failure,
+    recover,
+    require_engines_alive,
+)
 from router.proxy.relay import deliver_prefilled
 from router.proxy.request import PASSED
 from router.proxy.retry import Next
@@ -59,12 +68,13 @@ UNRENEWED_LEASE_S = 20.0
 DECODER_ALONE = TurnOffer("decoder_alone")
 
 
-class Decoded(Enum):
+class DecodePhase(Enum):
     """What became of the decode part of a strategy."""
 
     ANSWERED = auto()
     RESUME = auto()
-    """Another engine continues a part of the answer, so the prompt is prefilled again."""
+    """Another engine continues the part of the answer that exists, or begins a returned answer
+    anew. The prompt is prefilled again, with the tokens that exist."""
     AFRESH = auto()
     """The KV may have been read or lost, so the prompt is prefilled again."""
     REJECTED = auto()
@@ -77,9 +87,9 @@ class Decoded(Enum):
 
 # Label values of the metric decode_first_total.
 DECODE_FIRST_OUTCOMES = {
-    Decoded.REJECTED: "rejected",
-    Decoded.SKIPPED: "skipped",
-    Decoded.AFRESH: "failed",
+    DecodePhase.REJECTED: "rejected",
+    DecodePhase.SKIPPED: "skipped",
+    DecodePhase.AFRESH: "failed",
 }
 
 
@@ -93,11 +103,11 @@ async def answer(run: Run) -> None:
         run.request.record.trace.mode = plan.mode
     if plan.skips_threshold:
         metrics.decode_first.add(("skipped",))
-    notes = run.route.decode_feedback
-    if notes is not None and not plan.hedged_decoders:
+    feedback = run.route.decode_feedback
+    if feedback is not None and not plan.hedged_decoders:
         # The policy learns of the engine now: the next request with this prompt may be here
         # before the leg is sent.
-        notes.sent(run.route.decoders[0].name)
+        feedback.sent(run.route.decoders[0].name)
     try:
         if plan.threshold and await decode_first(run):
             return
@@ -136,7 +146,7 @@ async def pull(run: Run) -> None:
                 raise prefilled.error
             continue
         if isinstance(prefilled, LegFailure):
-            await recover(run, prefilled)
+            await recover(run, prefilled)  # raises if nothing is left to try
             continue
         run.prefiller = prefiller
         if hands_over:
@@ -147,19 +157,19 @@ async def pull(run: Run) -> None:
                 return await deliver_prefilled(run, prefilled)
 
         # Decode, on one engine after another, until the client has the answer.
-        prefilled.keep_params()
+        prefilled.drop_all_but_params()
         try:
-            decoded = await _decode(run, run.retaining(prefilled.params))
+            decoded = await _decode(run, run.with_retain_request(prefilled.params))
         except BaseException as cause:
             release.release_unread(run, prefilled.params, cause)
             raise
-        if decoded is Decoded.ANSWERED:
+        if decoded is DecodePhase.ANSWERED:
             return None
 
-        # No decode engine will read this KV any more. Prefill again, or do without.
+        # This KV is used up or abandoned. Prefill again, or do without.
         run.stop_holding()
         release.release_unread(run, prefilled.params, None)
-        if decoded is Decoded.SAME_ENGINE:
+        if decoded is DecodePhase.SAME_ENGINE:
             run.prefiller = None
             return await decode_only(run, SAME_ENGINE)
         if lacks_pair(run):
@@ -169,7 +179,8 @@ async def pull(run: Run) -> None:
 async def decode_only(run: Run, reason: str) -> None:
     """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
     run.gateway.metrics.decode_only.labels(reason).inc()
-    if await _decode(run, run.retaining(None)) is Decoded.RESUME:
+    # Without a prefill engine and a threshold, an answer and RESUME are the only results.
+    if await _decode(run, run.with_retain_request(None)) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too
     run.count_turn(DECODER_ALONE)
 
@@ -180,24 +191,24 @@ async def decode_first(run: Run) -> bool:
     Return True if a decode engine has answered. Otherwise the plan's strategy follows.
     """
     threshold = run.plan.threshold
-    engines = places(run)
+    engines = select_hedged_decoders(run)
     if engines:
         legs = HedgedLegs(run)
         for engine in engines:
-            params = _params_for(run, run.retaining(None), engine, is_hedged=True)
+            params = _prepare_params(run, run.with_retain_request(None), engine, is_hedged=True)
             legs.add(engine, _decode_body(run, params, threshold))
         hedged = await legs.run(threshold)
         for failed in hedged.others:
-            drop(run, failed)
+            record_hedged_failure(run, failed)
         if hedged.failure is not None:
             what = await recover(run, hedged.failure)
-            decoded = Decoded.RESUME if what is Next.RESUME else Decoded.AFRESH
+            decoded = DecodePhase.RESUME if what is Next.RESUME else DecodePhase.AFRESH
         else:
-            decoded = Decoded.REJECTED if hedged.is_rejected else Decoded.ANSWERED
+            decoded = DecodePhase.REJECTED if hedged.is_rejected else DecodePhase.ANSWERED
     else:
-        decoded = await _decode(run, run.retaining(None), threshold)
+        decoded = await _decode(run, run.with_retain_request(None), threshold)
     run.gateway.metrics.decode_first.add((DECODE_FIRST_OUTCOMES.get(decoded, "answered"),))
-    if decoded is Decoded.ANSWERED:
+    if decoded is DecodePhase.ANSWERED:
         run.count_turn(DECODER_ALONE)
         return True
     await require_engines_alive(run)
@@ -237,7 +248,9 @@ async def _push_legs(
     """Run both legs of a push; the failure of one ends the other. Return None if the client has
     its answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
-    body = _decode_body(run, _params_for(run, run.retaining(push.params), decoder), 0.0)
+    body = _decode_body(
+        run, _prepare_params(run, run.with_retain_request(push.params), decoder), 0.0
+    )
     prefilling = loop.create_task(_prefill(run, prefiller, push))
     decoding = loop.create_task(decode_leg(run, decoder, body, push=push))
     prefilling.add_done_callback(_retrieve_error)
@@ -267,7 +280,7 @@ async def _push_legs(
     for leg in failed_legs:
         outcome = None if leg.exception() is not None else leg.result()
         if isinstance(outcome, LegFailure):
-            suspect(run, outcome)
+            note_possible_crash(run, outcome)
     first = failed_legs[0].result()  # raises what is a fault of the router's own
     if isinstance(first, LegRefusal):
         raise first.error
@@ -295,7 +308,7 @@ async def _prefill(
     return prefilled
 
 
-async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> Decoded:
+async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> DecodePhase:
     """Send the decode leg to one engine after another until one answers, or the strategy has to do
     something else first. `params` are the KV transfer params of `run.prefiller`, if there is one.
     """
@@ -304,43 +317,46 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         decoder = select_decoder(run, prefiller)
         if decoder is None:
             if resume.restart_answer():
-                return Decoded.RESUME
+                return DecodePhase.RESUME
             if not change_group(run):
                 raise _no_decoder_left(run)
             if prefiller is not None:
-                return Decoded.AFRESH
+                return DecodePhase.AFRESH
             continue
         if decoder is prefiller:
-            return Decoded.SAME_ENGINE
+            return DecodePhase.SAME_ENGINE
         if threshold and not may_reject(run.request, decoder):
-            return Decoded.SKIPPED
-        leg_params = _params_for(run, params, decoder)
+            return DecodePhase.SKIPPED
+        leg_params = _prepare_params(run, params, decoder)
         body = _decode_body(run, leg_params, threshold)
         outcome = await decode_leg(run, decoder, body, threshold)
-        if outcome is DecodeResult.ANSWERED:
-            return Decoded.ANSWERED
-        if outcome is DecodeResult.REJECTED:
-            return Decoded.REJECTED
+        if outcome is DecodeLegResult.ANSWERED:
+            return DecodePhase.ANSWERED
+        if outcome is DecodeLegResult.REJECTED:
+            return DecodePhase.REJECTED
         if isinstance(outcome, LegRefusal):
             if resume.restart_answer():
-                return Decoded.RESUME
+                return DecodePhase.RESUME
             continues_tokens = leg_params is not None and leg_params.continues_tokens
             if not continues_tokens or not resume.stop_handing_over(decoder, outcome.error):
                 raise outcome.error
-            return Decoded.AFRESH
+            return DecodePhase.AFRESH
         what = await recover(run, outcome)
         if what is Next.RESUME or isinstance(outcome.error, PreemptedError):
-            return Decoded.RESUME
+            return DecodePhase.RESUME
         is_afresh = prefiller is not None and (what is Next.AFRESH or not _is_leased(run))
         if is_afresh and another_decoder(run, prefiller) not in (None, prefiller):
-            return Decoded.AFRESH
+            return DecodePhase.AFRESH
 
 
-def _params_for(
+def _prepare_params(
     run: Run, params: KvParams | None, decoder: Engine, is_hedged: bool = False
 ) -> KvParams | None:
-    """Return the KV transfer params of one decode leg. A hedged leg may lose, so its engine may not
-    return the answer for lack of blocks."""
+    """Return the KV transfer params of one decode leg. Also set `run.may_return`, and the resume
+    buffer that the leg fills.
+
+    A hedged leg may lose, so its engine may not return the answer for lack of blocks.
+    """
     capabilities, resume = decoder.capabilities, run.resume
     if not (capabilities.supports_resume or capabilities.returns_preempted or resume.is_used):
         return params

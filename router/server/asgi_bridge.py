@@ -23,7 +23,7 @@ from router.server.middleware import CALLER
 from router.server.request_reader import IncomingRequest
 from router.server.response_writer import NO_CONTENT, ResponseWriter
 
-logger = logging.getLogger("disagg_router.api")
+logger = logging.getLogger("disagg_router.server")
 BODYLESS_STATUSES = frozenset((NO_CONTENT, 304))
 
 

@@ -36,7 +36,7 @@ from router.server.router_state import state_of
 from router.telemetry.record import Record
 
 router = APIRouter(tags=["Passed to an engine"])
-logger = logging.getLogger("disagg_router.api")
+logger = logging.getLogger("disagg_router.server")
 FLOW = "adapters"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # An engine may have to download the adapter.

@@ -22,7 +22,7 @@ from router.http_client.pool import CompleteAnswer
 from router.ui.live_requests import EngineLink
 from router.ui.transfers import TransferHistory, TransferPage, parse_transfers
 
-logger = logging.getLogger("disagg_router.page")
+logger = logging.getLogger("disagg_router.ui")
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 2.0  # for one round of all engines
 MAX_AGE_S = 5.0  # of an engine's last answer

@@ -23,7 +23,7 @@ from router.ui.other_workers import OtherWorkers
 from router.ui.snapshot import Json, ProcessSnapshot, SnapshotSource, changes, merge_snapshots
 from router.ui.transfers import TransferMatcher
 
-logger = logging.getLogger("disagg_router.page")
+logger = logging.getLogger("disagg_router.ui")
 UPDATE_INTERVAL_S = 0.25
 MAX_ENDED = 256
 # The most ended requests in one event: the latest ones. The others are only counted.

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from router.ui.live_requests import RequestSummary
 from router.ui.snapshot import ProcessSnapshot
 
-logger = logging.getLogger("disagg_router.page")
+logger = logging.getLogger("disagg_router.ui")
 SNAPSHOT_INTERVAL_S = 0.25
 # For a line to arrive, and for the reader to take one.
 LINE_TIMEOUT_S = 2.0

@@ -122,7 +122,7 @@ def _target(url: str, variables: Mapping[str, str]) -> Target | str:
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme == "https":
-        return f"{url}: TLS is not spoken here, give the address behind it"
+        return f"{url}: bench does not support https; use the router's plain HTTP address"
     if parsed.scheme != "http" or not parsed.host or parsed.path.strip("/"):
         return f"{url!r} is not a router: give its address, as in {DEFAULT_URL}"
     key = variables.get(KEY, "")

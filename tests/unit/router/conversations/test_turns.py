@@ -529,7 +529,7 @@ async def test_engines_that_offer_no_turns_are_named_once_and_what_would_help(
         )
     for name in "abcde":
         await chat(router, ASKED, conversation_id=name, **fields)
-    said = [r.getMessage() for r in caplog.records if r.name == "disagg_router.flows"]
+    said = [r.getMessage() for r in caplog.records if r.name == "disagg_router.proxy"]
     assert len(said) == 2, "one for each engine"
     for line in said:
         assert '"bidirectional_kv_xfer": true' in line
