@@ -84,6 +84,10 @@ class Authenticator:
             return MISSING
         return self.keyring.find(key) or INCORRECT
 
+    def current(self, key: ApiKey) -> ApiKey | str:
+        """Return a key as the file has it now, or INCORRECT if the file no longer has it."""
+        return self.keyring.keys.get(bytes.fromhex(key.sha256)) or INCORRECT
+
     def with_owner(self, headers: Sequence[Header], key: ApiKey) -> list[Header]:
         """Return the headers without credentials, and with the key's owner as the tenant.
 

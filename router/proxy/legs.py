@@ -195,9 +195,12 @@ async def decode_leg(
     """
     trace = run.request.record.trace
     if trace is None:
-        return await _decode_leg(run, engine, body, threshold, push, accept, b"")
+        untraced = _decode_leg(run, engine, body, threshold, push, accept, b"")
+        body = SENT  # only the leg itself holds it, until it is sent
+        return await untraced
     record, span = run.request.record, trace.add_leg(DECODE, engine.name, now())
     leg = _decode_leg(run, engine, body, threshold, push, accept, span.headers)
+    body = SENT
     try:
         outcome = await _in_span(span, leg)
     finally:

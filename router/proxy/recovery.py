@@ -53,11 +53,10 @@ CONSEQUENCES = {
 }
 
 
-async def recover(run: Run, failed: LegFailure) -> Next:
+def recover(run: Run, failed: LegFailure) -> Next:
     """Act on a failed leg and return what the strategy does next.
 
-    Raises the failure if there is nothing left to try, and RepeatedCrashError if this request seems
-    to crash engines.
+    Raises the failure if there is nothing left to try.
     """
     error, engine, role = failed
     gateway, request, resume = run.gateway, run.request, run.resume
@@ -95,7 +94,6 @@ async def recover(run: Run, failed: LegFailure) -> Next:
     _log(run, failed, what)
     request.record.retries += 1
     gateway.metrics.retries.labels(role, error.kind).inc()
-    await require_engines_alive(run)
     return what
 
 

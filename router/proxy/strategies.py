@@ -129,6 +129,7 @@ async def pull(run: Run) -> None:
         raise NoEngineError("no decode engine is healthy")
     while True:
         # Prefill, on one engine after another.
+        await require_engines_alive(run)
         run.prefiller = None
         prefiller = select_prefiller(run)
         if prefiller is None:
@@ -146,7 +147,7 @@ async def pull(run: Run) -> None:
                 raise prefilled.error
             continue
         if isinstance(prefilled, LegFailure):
-            await recover(run, prefilled)  # raises if nothing is left to try
+            recover(run, prefilled)  # raises if nothing is left to try
             continue
         run.prefiller = prefiller
         if hands_over:
@@ -201,7 +202,7 @@ async def decode_first(run: Run) -> bool:
         for failed in hedged.others:
             record_hedged_failure(run, failed)
         if hedged.failure is not None:
-            what = await recover(run, hedged.failure)
+            what = recover(run, hedged.failure)
             decoded = DecodePhase.RESUME if what is Next.RESUME else DecodePhase.AFRESH
         else:
             decoded = DecodePhase.REJECTED if hedged.is_rejected else DecodePhase.ANSWERED
@@ -211,7 +212,6 @@ async def decode_first(run: Run) -> bool:
     if decoded is DecodePhase.ANSWERED:
         run.count_turn(DECODER_ALONE)
         return True
-    await require_engines_alive(run)
     return False
 
 
@@ -223,6 +223,7 @@ async def push(run: Run) -> None:
     """
     is_forced = run.gateway.limits.transfer_mode == PUSHES
     while True:
+        await require_engines_alive(run)
         if run.resume.continued is not None:
             return await pull(run)
         prefiller = select_prefiller(run)
@@ -237,7 +238,7 @@ async def push(run: Run) -> None:
             return None
         if not isinstance(failed.error, PreemptedError):
             prefiller.capabilities.note_push_failed()
-        await recover(run, failed)
+        recover(run, failed)
         if lacks_pair(run):
             return await decode_only(run, "no_pair")
 
@@ -254,6 +255,7 @@ async def _push_legs(
     prefilling = loop.create_task(_prefill(run, prefiller, push))
     decoding = loop.create_task(decode_leg(run, decoder, body, push=push))
     prefilling.add_done_callback(_retrieve_error)
+    del body
     try:
         await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
         is_relaying = run.request.record.stage == "stream"  # so the decode engine has the KV
@@ -314,6 +316,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
     """
     prefiller, resume = run.prefiller, run.resume
     while True:
+        await require_engines_alive(run)
         decoder = select_decoder(run, prefiller)
         if decoder is None:
             if resume.restart_answer():
@@ -328,8 +331,9 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         if threshold and not may_reject(run.request, decoder):
             return DecodePhase.SKIPPED
         leg_params = _prepare_params(run, params, decoder)
-        body = _decode_body(run, leg_params, threshold)
-        outcome = await decode_leg(run, decoder, body, threshold)
+        outcome = await decode_leg(
+            run, decoder, _decode_body(run, leg_params, threshold), threshold
+        )
         if outcome is DecodeLegResult.ANSWERED:
             return DecodePhase.ANSWERED
         if outcome is DecodeLegResult.REJECTED:
@@ -341,7 +345,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
             if not continues_tokens or not resume.stop_handing_over(decoder, outcome.error):
                 raise outcome.error
             return DecodePhase.AFRESH
-        what = await recover(run, outcome)
+        what = recover(run, outcome)
         if what is Next.RESUME or isinstance(outcome.error, PreemptedError):
             return DecodePhase.RESUME
         is_afresh = prefiller is not None and (what is Next.AFRESH or not _is_leased(run))

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from router.auth.api_keys import ApiKey
 from router.http_client.deadlines import NEVER, Deadlines, now
 from router.openai.errors import (
     MalformedRequestError,
@@ -221,8 +222,12 @@ class RouterProtocol(asyncio.Protocol):
 
     def _answer(self, request: IncomingRequest) -> None:
         self._body_size = request.size
-        if request.caller is None and self.gateway.authenticator is not None:
+        authenticator = self.gateway.authenticator
+        if authenticator is not None and request.caller is None:
             request.caller = self.gateway.identify(request.headers)
+        elif authenticator is not None and isinstance(request.caller, ApiKey):
+            # The key was found when the head arrived; it may have been revoked since.
+            request.caller = authenticator.current(request.caller)
         writer, gateway = self._new_writer(request, request.body), self.gateway
         if request.endpoint is None:
             self._bridge(request, writer)

@@ -155,3 +155,33 @@ async def test_engines_that_die_one_after_the_other_of_other_causes(
         answers = [await router.complete(prompt=POISON) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
         await asyncio.gather(*tasks)
+
+
+async def test_engine_that_dies_after_it_was_probed_counts_before_the_next_leg(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
+        engines, lost = [d, d2, d3], set[MockEngine]()
+        router = await start_router(ds=engines, health_interval=60)
+        await router.knows_its_engines()
+
+        def loses(engine: MockEngine) -> Script:
+            async def script(request: Received, peer: Peer) -> None:
+                if is_release(request):
+                    return await usual_decode(request, peer)
+                lost.add(engine)
+                peer.reset()
+
+            return script
+
+        async def prefills(request: Received, peer: Peer) -> None:
+            if len(lost) == 2:  # both answered the probe
+                await asyncio.gather(*[engine.stop() for engine in lost])
+            await usual_prefill(request, peer)
+
+        p.usual = prefills
+        for engine in engines:
+            engine.usual = loses(engine)
+        answer = await router.complete(prompt=POISON)
+        assert "2 engines died while they worked on this request" in answer.text
+        assert len(lost) == 2

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from router.auth.api_keys import ApiKey, digest_of
+from router.auth.authenticator import INCORRECT
 from router.proxy.dispatch import serve
 from router.server.app import build
 from router.server.response_writer import ResponseWriter
@@ -205,6 +206,27 @@ async def test_api_key_is_looked_up_once_for_each_request(
         head = await client.head()
     assert (b" 401 " in head.split(b"\r\n")[0]) is (key == OTHER)
     assert lookups == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"]
+)
+async def test_key_that_is_revoked_before_the_body_has_arrived_is_refused(
+    start_router: StartRouter, keys: WriteKeys, path: str
+) -> None:
+    file = keys(entry("one", KEY))
+    router = await start_router(api_keys_file=file)
+    authenticator = router.gateway.authenticator
+    assert authenticator is not None
+    credential = [(b"authorization", b"Bearer " + KEY.encode())]
+    sent = post(json.dumps(BODY).encode(), path, b"authorization: Bearer %b\r\n" % KEY.encode())
+    async with router.socket() as client:
+        await client.send(sent[:-1])
+        await eventually(lambda: router.metric("client_connections") == 1)
+        keys(entry("two", OTHER))
+        await eventually(lambda: authenticator.identify(credential) == INCORRECT)
+        await client.send(sent[-1:])
+        assert b" 401 " in (await client.head()).split(b"\r\n")[0]
 
 
 async def test_application_refuses_requests_that_the_server_has_not_authenticated(
