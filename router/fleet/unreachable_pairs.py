@@ -38,53 +38,53 @@ class UnreachablePairs:
 
     def __init__(self, random_share: Callable[[], float] = random.random) -> None:
         self._random = random_share
-        self._failing: dict[tuple[str, str], FailingPair] = {}
+        self.failing: dict[tuple[str, str], FailingPair] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._failing)
+        return bool(self.failing)
 
     def is_avoided(self, prefiller: str, decoder: str, now: float) -> bool:
-        failing = self._failing.get((prefiller, decoder))
+        failing = self.failing.get((prefiller, decoder))
         return failing is not None and now < failing.until
 
     def keeps_prefiller(self, prefiller: str, decoder: str) -> bool:
         """Decide which engine of an avoided pair a request keeps: in turn the prefill engine (True)
         and the decode engine, so that both go on serving."""
-        failing = self._failing[prefiller, decoder]
+        failing = self.failing[prefiller, decoder]
         failing.keeps_prefiller = not failing.keeps_prefiller
         return failing.keeps_prefiller
 
     def note_load_started(self, prefiller: str, decoder: str, now: float) -> None:
         """A request is about to load KV. After a pause it is the one that tries the pair."""
-        failing = self._failing.get((prefiller, decoder))
+        failing = self.failing.get((prefiller, decoder))
         if failing is not None and now >= failing.until:
             failing.until, failing.is_tried = now + failing.pause, True
 
     def record_failure(self, prefiller: str, decoder: str, now: float) -> float | None:
         """Return the seconds to avoid the pair; None if the pair is avoided already, since this
         request had begun before."""
-        failing = self._failing.pop((prefiller, decoder), None)
+        failing = self.failing.pop((prefiller, decoder), None)
         if failing is not None and now < failing.until and not failing.is_tried:
-            self._failing[prefiller, decoder] = failing
+            self.failing[prefiller, decoder] = failing
             return None
         longer = FIRST_PAUSE_S if failing is None else min(2 * failing.pause, MAX_PAUSE_S)
         pause = longer * (0.75 + self._random() / 2)
-        self._failing[prefiller, decoder] = FailingPair(longer, now + pause)
-        if len(self._failing) > MAX_PAIRS:
-            del self._failing[next(iter(self._failing))]
+        self.failing[prefiller, decoder] = FailingPair(longer, now + pause)
+        if len(self.failing) > MAX_PAIRS:
+            del self.failing[next(iter(self.failing))]
         return pause
 
     def record_success(self, prefiller: str, decoder: str) -> bool:
         """Return True if the pair had failed before and is cleared by this success."""
-        return self._failing.pop((prefiller, decoder), None) is not None
+        return self.failing.pop((prefiller, decoder), None) is not None
 
     def forget(self, engine: str) -> None:
         """Clear the pairs of an engine that was removed or lost."""
-        for pair in [pair for pair in self._failing if engine in pair]:
-            del self._failing[pair]
+        for pair in [pair for pair in self.failing if engine in pair]:
+            del self.failing[pair]
 
     def avoided(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield the pairs that are avoided. Safe in any thread."""
-        for pair, failing in list(self._failing.items()):
+        for pair, failing in list(self.failing.items()):
             if now < failing.until:
                 yield pair

@@ -177,7 +177,10 @@ def is_broken_off(answer: bytes) -> bool:
 
 
 def _may_fail(content: bytes) -> bool:
-    return content.find(ERROR_KEY) >= 0 or is_broken_off(content)
+    """Return False if the JSON text certainly reports no failure and no preemption."""
+    if content.find(ERROR_KEY) >= 0 or content.find(PREEMPTED_VALUE) >= 0:
+        return True
+    return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(content))
 
 
 def _is_surely_text(block: bytes) -> bool:

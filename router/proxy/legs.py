@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum, auto
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from router.fleet.circuit_breaker import HALF_OPEN
 from router.fleet.engine import Engine
@@ -55,6 +55,7 @@ from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import is_rejection, probe_threshold
+from router.telemetry.record import Record
 from router.telemetry.trace_context import TracedLeg
 
 logger = logging.getLogger("disagg_router.proxy")
@@ -95,13 +96,13 @@ PrefillOutcome = PrefillAnswer | LegFailure | LegRefusal
 DecodeOutcome = DecodeLegResult | LegFailure | LegRefusal
 
 
-async def prefill_leg(
+def prefill_leg(
     run: Run,
     engine: Engine,
     body: BodyHalves,
     push: PushParams | None = None,
     is_offered: bool = False,
-) -> PrefillOutcome:
+) -> Coroutine[Any, Any, PrefillOutcome]:
     """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
     `push`: what this leg shares with the decode leg that runs at the same time. `is_offered`: the
@@ -109,9 +110,13 @@ async def prefill_leg(
     """
     trace = run.request.record.trace
     if trace is None:
-        return await _prefill_leg(run, engine, body, push, is_offered, b"")
+        return _prefill_leg(run, engine, body, push, is_offered, b"")
     span = trace.add_leg(PREFILL, engine.name, now())
     leg = _prefill_leg(run, engine, body, push, is_offered, span.headers)
+    return _traced_prefill(span, leg)
+
+
+async def _traced_prefill(span: TracedLeg, leg: Awaitable[PrefillOutcome]) -> PrefillOutcome:
     outcome = await _in_span(span, leg)
     if isinstance(outcome, PrefillAnswer):
         span.usage = outcome.usage
@@ -163,8 +168,11 @@ async def _prefill_leg(
         prefilled = PrefillAnswer(raw)
         if prefilled.is_empty:
             raise BrokenAnswerError("an answer without choices")
-        _require_answer(run, engine, prefill_content(raw))
-        _note_success(run, engine)
+        content = prefill_content(raw)
+        if content is not None:
+            _require_answer(run, engine, content)
+        if engine.breaker.record_success():
+            gateway.fleet.note_recovered(engine)
         _note_prefilled(run, engine, prefilled, started)
         return prefilled
     except (UpstreamError, EngineError) as error:
@@ -180,14 +188,14 @@ async def _prefill_leg(
         _end(run, engine, tokens, answer)
 
 
-async def decode_leg(
+def decode_leg(
     run: Run,
     engine: Engine,
     body: BodyHalves,
     threshold: float = 0.0,
     push: PushParams | None = None,
     accept: Callable[[], None] | None = None,
-) -> DecodeOutcome:
+) -> Coroutine[Any, Any, DecodeOutcome]:
     """Send the decode leg, relay the answer until the client has all of it, and return the outcome.
 
     `threshold`: the share of the prompt that the engine must have in its cache, or it may reject.
@@ -195,12 +203,15 @@ async def decode_leg(
     """
     trace = run.request.record.trace
     if trace is None:
-        untraced = _decode_leg(run, engine, body, threshold, push, accept, b"")
-        body = SENT  # only the leg itself holds it, until it is sent
-        return await untraced
-    record, span = run.request.record, trace.add_leg(DECODE, engine.name, now())
+        return _decode_leg(run, engine, body, threshold, push, accept, b"")
+    span = trace.add_leg(DECODE, engine.name, now())
     leg = _decode_leg(run, engine, body, threshold, push, accept, span.headers)
-    body = SENT
+    return _traced_decode(run.request.record, engine, span, leg)
+
+
+async def _traced_decode(
+    record: Record, engine: Engine, span: TracedLeg, leg: Awaitable[DecodeOutcome]
+) -> DecodeOutcome:
     try:
         outcome = await _in_span(span, leg)
     finally:
@@ -251,7 +262,8 @@ async def _decode_leg(
         if engine.capabilities.reports_load_failures or not engine.capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
         is_rejected = await _is_rejected(run, engine, answer, threshold)
-        _note_success(run, engine)
+        if engine.breaker.record_success():
+            gateway.fleet.note_recovered(engine)
         if is_rejected:
             return DecodeLegResult.REJECTED
         if accept is not None:
@@ -268,7 +280,8 @@ async def _decode_leg(
             await deliver(run, engine, answer)
         else:
             await deliver_turn(run, reuse.turn, engine, answer)
-        _note_loaded(run, engine)
+        if run.loads_from and gateway.fleet.unreachable_pairs.failing:
+            _note_loaded(run, engine)
         return DecodeLegResult.ANSWERED
     except (UpstreamError, EngineError) as error:
         if isinstance(error, EngineError) and watch is not None and watch.has_ended:
@@ -447,25 +460,28 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
     request, capabilities = run.request, engine.capabilities
     if run.may_return and not answer.is_event_stream:
         await answer.read_in_place(run.gateway.limits.max_answer_size)
-    word = await _first_content(run, answer)
-    if word is not None:
-        failure = failure_in(word.get("error"))
+    if answer.is_event_stream or request.alone == PASSED or request.exchange.started:
+        content = await _first_content(run, answer)
+    else:
+        content = generation_content(answer)
+    if content is not None:
+        failure = failure_in(content.get("error"))
         if failure is not None:
             _note_load_failure(run, engine, failure)
             raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
-    returned = preemption_in(answer, word)
-    if returned is not None:
-        if run.may_return:
-            raise returned
-        if request.alone not in AS_SENT:  # nobody has asked for that
+        returned = preemption_in(answer, content)
+        if returned is not None:
+            if run.may_return:
+                raise returned
+            if request.alone in AS_SENT:
+                return False
             raise EngineUnavailableError(
                 "the decode engine returned an unfinished answer although the leg did not allow it"
             )
-        return False
-    if word is not None and threshold and is_rejection(word):
-        capabilities.note_threshold_rejected()
-        return True
-    _require_answer(run, engine, word)
+        if threshold and is_rejection(content):
+            capabilities.note_threshold_rejected()
+            return True
+        _require_answer(run, engine, content)
     if threshold and capabilities.supports_threshold is None:
         share = await cached_share(answer)
         if capabilities.note_threshold_accepted(threshold, share):
@@ -489,14 +505,13 @@ async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
         raise
 
 
-def _require_answer(run: Run, engine: Engine, word: Json | None) -> None:
-    """Raise the failure that an answer with status 200 reports."""
-    failure = None if word is None else failure_of(word, engine.role)
-    if failure is None:
-        return
+def _require_answer(run: Run, engine: Engine, content: Json) -> None:
+    """Raise the failure that an answer with status 200 reports, if it reports one."""
+    failure = failure_of(content, engine.role)
     if isinstance(failure, EngineRejectedError):
         _note_success(run, engine)
-    raise failure
+    if failure is not None:
+        raise failure
 
 
 # KV loads of the decode engine that fail.
@@ -507,7 +522,7 @@ def _note_loading(run: Run, decoder: Engine, push: PushParams | None, moment: fl
     run.loads_from = holder if push is None else run.request.record.prefiller or ""
     run.load_failure = None
     pairs = run.gateway.fleet.unreachable_pairs
-    if pairs and run.loads_from:
+    if pairs.failing and run.loads_from:
         pairs.note_load_started(run.loads_from, decoder.name, moment)
 
 
@@ -547,7 +562,7 @@ def _note_load_failure(run: Run, decoder: Engine, failure: LoadFailure) -> None:
 
 def _note_loaded(run: Run, decoder: Engine) -> None:
     pairs, prefiller = run.gateway.fleet.unreachable_pairs, run.loads_from
-    if not pairs or not prefiller or run.load_failure is not None:
+    if run.load_failure is not None:
         return
     if pairs.record_success(prefiller, decoder.name):
         logger.info(

@@ -118,7 +118,11 @@ def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None)
     engine = order[0]
     if not engine.is_available:
         return None
-    return engine if prefiller is None or _can_pair(run, prefiller, engine) else None
+    if prefiller is None:
+        return engine
+    if not _may_read(run, engine, prefiller) or _is_avoided(run, prefiller, engine):
+        return None
+    return engine
 
 
 def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine | None:
@@ -126,7 +130,7 @@ def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine |
     if prefiller is not None:
         reading = [engine for engine in usable if _may_read(run, engine, prefiller)]
         usable = reading or [engine for engine in usable if engine is prefiller]
-    if run.gateway.fleet.unreachable_pairs and len(usable) > 1:
+    if run.gateway.fleet.unreachable_pairs.failing and len(usable) > 1:
         usable = _paired(run, usable, prefiller)
     left = [engine for engine in usable if engine.is_available] or usable
     left = [engine for engine in left if engine not in run.resume.preempted] or left
@@ -173,4 +177,4 @@ def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
 
 def _is_avoided(run: Run, prefiller: Engine, decoder: Engine) -> bool:
     pairs = run.gateway.fleet.unreachable_pairs
-    return bool(pairs) and pairs.is_avoided(prefiller.name, decoder.name, now())
+    return bool(pairs.failing) and pairs.is_avoided(prefiller.name, decoder.name, now())

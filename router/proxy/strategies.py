@@ -129,7 +129,8 @@ async def pull(run: Run) -> None:
         raise NoEngineError("no decode engine is healthy")
     while True:
         # Prefill, on one engine after another.
-        await require_engines_alive(run)
+        if run.suspects:
+            await require_engines_alive(run)
         run.prefiller = None
         prefiller = select_prefiller(run)
         if prefiller is None:
@@ -223,7 +224,8 @@ async def push(run: Run) -> None:
     """
     is_forced = run.gateway.limits.transfer_mode == PUSHES
     while True:
-        await require_engines_alive(run)
+        if run.suspects:
+            await require_engines_alive(run)
         if run.resume.continued is not None:
             return await pull(run)
         prefiller = select_prefiller(run)
@@ -316,7 +318,8 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
     """
     prefiller, resume = run.prefiller, run.resume
     while True:
-        await require_engines_alive(run)
+        if run.suspects:
+            await require_engines_alive(run)
         decoder = select_decoder(run, prefiller)
         if decoder is None:
             if resume.restart_answer():
