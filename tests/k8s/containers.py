@@ -49,7 +49,7 @@ class Containers:
     def _engine(self, name: str, container: Manifest, ip: str, folder: Path) -> nursery.Engine:
         assert container["command"] == ["disagg-engine"]
         here = {path: str(model) for path, model in self.models.items()}
-        here |= {"/cache": str(folder), "0.0.0.0": ip}
+        here |= {"/cache": str(folder), "0.0.0.0": ip, "/etc/disagg/secret": str(self._secret())}
         arguments = [_replaced(one, here) for one in container["args"]]
         variables = {
             one["name"]: _replaced(one["value"], here) if "value" in one else _field(one, ip)
@@ -57,6 +57,12 @@ class Containers:
         }
         del variables["UCX_TCP_PORT_RANGE"]  # all engines of a machine have no room in it
         return nursery.Engine(name, arguments, variables, folder, NICENESS)
+
+    def _secret(self) -> Path:
+        """The file of the side channel's Secret, which all engines share."""
+        file = self.folder / "side-channel-secret"
+        file.write_text("0123456789abcdef0123456789abcdef")
+        return file
 
     def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> ChildProcesses:
         mounted = self._mounted(pod, container, {"0.0.0.0": ip}, folder)

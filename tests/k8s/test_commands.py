@@ -39,7 +39,12 @@ def engine(role: str, directory: Path) -> Iterator[Server]:
     here(make_model["command"], cache)
     [port, side_channel] = find_free_ports(2)
     assert container["command"] == ["disagg-engine"]
-    arguments = [one.replace("/cache", str(cache)) for one in container["args"]]
+    secret = directory / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    here_is = {"/cache": str(cache), "/etc/disagg/secret": str(secret)}
+    arguments = container["args"]
+    for path, replacement in here_is.items():
+        arguments = [one.replace(path, replacement) for one in arguments]
     arguments[arguments.index("--port=8000")] = f"--port={port}"
     variables = variables_of(container) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
     del variables["UCX_TCP_PORT_RANGE"]  # two engines of one machine may not have room in it
