@@ -227,7 +227,8 @@ def says_done(block: bytes, at_end: bool = False) -> bool:
     """Return True if the block has a [DONE] event. Text of an answer may contain [DONE], too."""
     if block.find(DONE) < 0:
         return False
-    if block.startswith(b"data: [DONE]"):  # as it mostly comes
+    # As it mostly comes: alone, or behind other events.
+    if block.startswith(b"data: [DONE]") or block.find(b"\n\ndata: [DONE]\n\n") >= 0:
         return True
     for event in events_in(block, at_end):
         if event.data is not None and event.data.startswith(DONE):

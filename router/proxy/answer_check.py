@@ -119,11 +119,15 @@ async def first_output_event(
     BrokenAnswerError for a stream that ends before such an event.
     """
 
+    seen, is_text = b"", False
+
     def is_begun(block: bytes) -> bool:
-        return _is_surely_text(block) or _find_output(block, is_generation, False) is not None
+        nonlocal seen, is_text
+        seen, is_text = block, _is_surely_text(block)
+        return is_text or _find_output(block, is_generation, False) is not None
 
     held = await answer.peek_until(is_begun)
-    if _is_surely_text(held):
+    if is_text if held is seen else _is_surely_text(held):
         return None
     found = _find_output(held, is_generation, looks_ahead)
     if found is None and len(held) <= HIGH_WATER:
@@ -141,7 +145,8 @@ def generation_content(answer: EngineAnswer) -> Json | None:
             raise BrokenAnswerError("an answer that is not JSON")
         return None
     is_object = raw.startswith(b"{") and raw.endswith(b"}")
-    if is_object and CHOICES.search(raw) is not None and not _may_fail(raw):
+    may_fail = _may_fail(raw) or raw.find(PREEMPTED_VALUE) >= 0
+    if is_object and not may_fail and CHOICES.search(raw) is not None:
         return None
     content = parse_object(raw)
     if content is None:
@@ -177,10 +182,8 @@ def is_broken_off(answer: bytes) -> bool:
 
 
 def _may_fail(content: bytes) -> bool:
-    """Return False if the JSON text certainly reports no failure and no preemption."""
-    if content.find(ERROR_KEY) >= 0 or content.find(PREEMPTED_VALUE) >= 0:
-        return True
-    return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(content))
+    """Return False if the JSON text certainly reports no failure."""
+    return content.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(content))
 
 
 def _is_surely_text(block: bytes) -> bool:
