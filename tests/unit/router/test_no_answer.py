@@ -199,13 +199,13 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
     """What was heard of the first one is forgotten."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
-        no_end = whole("bad")
+        no_end = whole("wrong")
         no_end["choices"][0]["finish_reason"] = None
         d.usual = answering(json.dumps(no_end).encode())
         answer = await ask(router, path, stream)
         assert answer.status_code == 200
         assert "good" in answer.text
-        assert "bad" not in answer.text
+        assert "wrong" not in answer.text
         await router.settled()
         assert router.engine(other).breaker.failures == 0
 
