@@ -10,6 +10,6 @@ engine is to blame. Nothing here retries a request of a client: the caller decid
 
 An `EngineConnection` (connection.py) parses the bytes of one connection; `ConnectAttempt`
 (connect.py) opens it. `Deadlines` (deadlines.py) serves all timeouts of answers with one timer, and
-`AnswerMemory` (answer_memory.py) bounds the memory of all answers that are held whole. `SseReader`
+`MemoryBudget` (answer_memory.py) bounds the memory of all answers that are held whole. `SseReader`
 (sse.py) is the router's only reader of server-sent events.
 """

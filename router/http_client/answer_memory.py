@@ -11,13 +11,17 @@ from __future__ import annotations
 UNCOUNTED_BYTES = 256 * 1024
 
 
-class AnswerMemory:
-    """The reserved bytes (`size`) and their `limit`; a limit of 0 means unlimited."""
+class MemoryBudget:
+    """A `limit` in bytes on memory that all requests use together, and the bytes in use (`size`).
+    A limit of 0 means unlimited."""
 
     __slots__ = ("limit", "size")
 
     def __init__(self, limit: int = 0) -> None:
         self.limit, self.size = limit, 0
+
+    def has_room(self, more: int) -> bool:
+        return not self.limit or self.size + more <= self.limit
 
 
 class Reservation:
@@ -25,7 +29,7 @@ class Reservation:
 
     __slots__ = ("_memory", "size")
 
-    def __init__(self, memory: AnswerMemory) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self.size = 0
 
@@ -34,7 +38,7 @@ class Reservation:
         former reservation if there is no room."""
         memory = self._memory
         more = (size if size > UNCOUNTED_BYTES else 0) - self.size
-        if more > 0 and 0 < memory.limit < memory.size + more:
+        if more > 0 and not memory.has_room(more):
             return False
         memory.size += more
         self.size += more

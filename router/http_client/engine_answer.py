@@ -8,7 +8,7 @@ Until an answer is ready, a failure can still become the status of the router's 
 Received bytes are held until the reader takes them. An answer that holds more than HIGH_WATER bytes
 stops reading from the engine, unless it is read whole: so a slow client slows the engine down
 instead of filling the router's memory. An answer that is read whole reserves its bytes in
-AnswerMemory until it is closed.
+MemoryBudget until it is closed.
 
 `ready` and the like return futures instead of being coroutines: on the hot path a coroutine costs
 about a hundredth of a whole request.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from router.http_client.answer_memory import AnswerMemory, Reservation
+from router.http_client.answer_memory import MemoryBudget, Reservation
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.errors import (
     AnswersFullError,
@@ -97,7 +97,7 @@ class EngineAnswer:
         connection: AnswerConnection,
         deadlines: Deadlines,
         deadline: float,
-        memory: AnswerMemory | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         self._connection = connection
         self.deadlines = deadlines

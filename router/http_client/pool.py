@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.http_client.answer_memory import AnswerMemory
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.connect import ConnectAttempt, EngineTls
 from router.http_client.connection import EngineConnection
 from router.http_client.deadlines import Deadlines, now
@@ -54,7 +54,7 @@ class EnginePool:
         limits: PoolLimits,
         deadlines: Deadlines,
         tls: EngineTls | None = None,
-        memory: AnswerMemory | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         self.reads = 0
         self._memory = memory

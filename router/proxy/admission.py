@@ -316,15 +316,3 @@ def priority_of(headers: Sequence[Header], body: Mapping[str, object]) -> int:
             return int(value)
     given = body.get("priority")
     return given if type(given) is int else 0
-
-
-class MemoryBudget:
-    """A limit in bytes on memory that all requests use together; `limit` 0 means unlimited."""
-
-    __slots__ = ("limit", "size")
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.size = limit, 0
-
-    def has_room(self, more: int) -> bool:
-        return not self.limit or self.size + more <= self.limit

@@ -14,10 +14,10 @@ from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
 from router.fleet.fleet import Fleet
-from router.http_client.answer_memory import AnswerMemory
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
-from router.proxy.admission import Admission, MemoryBudget, has_engine_limits
+from router.proxy.admission import Admission, has_engine_limits
 from router.proxy.request_limits import RequestLimits
 from router.proxy.request_tasks import RequestTasks
 from router.proxy.retry import RetryBudget
@@ -42,7 +42,7 @@ class MemoryLimits:
     """What all requests together may hold, each with a limit of its own."""
 
     bodies: MemoryBudget
-    answers: AnswerMemory
+    answers: MemoryBudget
     resume_buffers: MemoryBudget
 
 
@@ -61,7 +61,7 @@ class Gateway:
         conversations: Conversations | None = None,
         tracer: Tracer | None = None,
         authenticator: Authenticator | None = None,
-        answers: AnswerMemory | None = None,
+        answers: MemoryBudget | None = None,
     ) -> None:
         """Raises SettingsError for an engine's key that cannot be read."""
         self.settings = settings
@@ -86,7 +86,7 @@ class Gateway:
         )
         self.memory = MemoryLimits(
             bodies=MemoryBudget(settings.max_held_bodies),
-            answers=AnswerMemory(settings.max_held_answers) if answers is None else answers,
+            answers=MemoryBudget(settings.max_held_answers) if answers is None else answers,
             resume_buffers=MemoryBudget(settings.max_resume_memory),
         )
         readers: list[RecordReader] = [metrics.by_model.add_records]

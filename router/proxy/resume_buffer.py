@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
 
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.engine_answer import AnswerTap
 from router.http_client.sse import (
     DONE,
@@ -53,14 +53,6 @@ CREATED = re.compile(rb'"created"\s*:\s*\d+')
 MAX_ENDING_BYTES = MAX_EVENT_BYTES
 
 
-class ByteBudget(Protocol):
-    """Bytes that all resume buffers hold together."""
-
-    size: int
-
-    def has_room(self, more: int) -> bool: ...
-
-
 class ResumeBuffer:
     """An AnswerTap that records a stream. It stands before the tap of a turn, if there is one, and
     must be closed.
@@ -76,7 +68,7 @@ class ResumeBuffer:
                  "inner", "is_cut", "is_full", "is_preempted", "last", "num_resumes", "renders",
                  "resume_cause")  # fmt: skip
 
-    def __init__(self, memory: ByteBudget, renders: Mapping[str, str], max_resumes: int) -> None:
+    def __init__(self, memory: MemoryBudget, renders: Mapping[str, str], max_resumes: int) -> None:
         self.renders = renders
         self.num_resumes, self.resume_cause = 0, ""
         self.first_byte: float | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from router.conversations.conversations import RecallOutcome
 from router.fleet.engine import Engine
-from router.http_client.answer_memory import AnswerMemory, Reservation
+from router.http_client.answer_memory import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
@@ -143,7 +143,7 @@ class AnswersHeld:
 
     __slots__ = ("_is_released", "_memory", "_reservations")
 
-    def __init__(self, memory: AnswerMemory) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self._reservations: Sequence[Reservation] = ()
         self._is_released = False

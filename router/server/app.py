@@ -33,7 +33,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
 from router.fleet.sources.factory import make_sources
-from router.http_client.answer_memory import AnswerMemory
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.connect import EngineTls
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.pool import EnginePool, PoolLimits
@@ -74,7 +74,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     has_own = settings.engine_ca_file or settings.engine_certfile
     if has_own and (pair := secured().files) is not None:  # fail at start if a file is invalid
         watched["engine_tls"], certificates["engine_tls"] = pair, secured()
-    answers = AnswerMemory(settings.max_held_answers)
+    answers = MemoryBudget(settings.max_held_answers)
     fleet = _fleet(settings, deadlines, secured, answers)
     fleet.starts_engines_cold = settings.warm_up == EAGER
     fleet.set_group_weights(settings.weights)
@@ -269,7 +269,7 @@ def _fleet(
     settings: Settings,
     deadlines: Deadlines,
     secured: Callable[[], TlsContext],
-    answers: AnswerMemory,
+    answers: MemoryBudget,
 ) -> Fleet:
     """`secured` is called only if an engine uses TLS."""
     limits = PoolLimits(

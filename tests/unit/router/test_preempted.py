@@ -11,8 +11,8 @@ import pytest
 
 from engine_ext.base.begun import EngineResumeState, packed, unpacked
 from router.fleet.circuit_breaker import CircuitState
+from router.http_client.answer_memory import MemoryBudget
 from router.openai.answers import read_generated_tokens
-from router.proxy.admission import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually

@@ -11,9 +11,9 @@ import pytest
 
 from engine_ext.base.begun import packed, told, unpacked
 from router.fleet import probes
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
-from router.proxy.admission import MemoryBudget
 from router.proxy.prefill_answer import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http_client.answer_memory import UNCOUNTED_BYTES, AnswerMemory, Reservation
+from router.http_client.answer_memory import UNCOUNTED_BYTES, MemoryBudget, Reservation
 from router.http_client.errors import AnswersFullError
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import eventually
@@ -20,7 +20,7 @@ async def test_the_routers_own_requests_are_never_rejected_for_memory(
     async def script(request: Received, peer: Peer) -> None:
         await peer.answer(b"x" * MIB)
 
-    memory = pool._memory = AnswerMemory(1)
+    memory = pool._memory = MemoryBudget(1)
     engine.usual = script
     assert len((await pool.fetch(REQUEST, soon(), 2 * MIB)).body) == MIB
     answer = await pool.request(REQUEST, soon())
@@ -37,7 +37,7 @@ async def test_the_routers_own_requests_are_never_rejected_for_memory(
 
 
 def test_a_reservation_counts_large_answers_and_stays_unchanged_without_room() -> None:
-    memory = AnswerMemory(4 * MIB)
+    memory = MemoryBudget(4 * MIB)
     one, other = Reservation(memory), Reservation(memory)
     assert one.resize(UNCOUNTED_BYTES)
     assert memory.size == 0

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine_spec import DECODE
+from router.http_client.answer_memory import MemoryBudget
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
-from router.proxy.admission import MemoryBudget
 from router.proxy.answer_check import StreamValidator, failure_of, first_output_event
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.mock_engine import event

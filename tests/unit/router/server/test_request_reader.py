@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http_client.answer_memory import AnswerMemory
+from router.http_client.answer_memory import MemoryBudget
 from router.openai.anthropic_messages import MESSAGES_PATH
 from router.openai.errors import (
     BodyTooLargeError,
@@ -20,7 +20,6 @@ from router.openai.errors import (
     UnauthorizedError,
     shape_of,
 )
-from router.proxy.admission import MemoryBudget
 from router.proxy.gateway import MemoryLimits
 from router.server.dialect_exchange import CHAT_PATH
 from router.server.proxied_endpoints import COMPLETIONS_PATH
@@ -35,7 +34,7 @@ class Bounded:
         default_factory=lambda: SimpleNamespace(max_header_size=1000, max_body_size=100)
     )
     memory: MemoryLimits = field(
-        default_factory=lambda: MemoryLimits(MemoryBudget(150), AnswerMemory(0), MemoryBudget(0))
+        default_factory=lambda: MemoryLimits(MemoryBudget(150), MemoryBudget(0), MemoryBudget(0))
     )
     caller: str | None = None
 
