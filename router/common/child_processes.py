@@ -12,9 +12,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 STOP_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
@@ -121,3 +122,16 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return prepare
+
+
+@contextlib.contextmanager
+def handling_signals(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object] | signal.Handlers
+) -> Iterator[None]:
+    """Set one handler for these signals until the block ends."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

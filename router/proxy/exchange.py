@@ -71,6 +71,34 @@ class Exchange(Protocol):
         """Cut an answer that `relay` has left open, so that no client takes it for complete."""
 
 
+class BodySourceWrapper:
+    """A BodySource that stands between an event stream and its sink. It is that stream's sink, and
+    a subclass says in `write` what passes on to `_sink`."""
+
+    is_event_stream = True
+
+    def __init__(self, source: BodySource, length: int | None = None) -> None:
+        self.length = length
+        self._source = source
+        self._sink: AnswerSink | None = None
+
+    def write(self, block: bytes, last: bool) -> None:
+        raise NotImplementedError
+
+    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
+        self._sink = sink
+        await self._source.relay(self, idle, latest)
+
+    def pause(self) -> None:
+        self._source.pause()
+
+    def resume(self) -> None:
+        self._source.resume()
+
+    def fail(self, error: UpstreamError) -> None:
+        self._source.fail(error)
+
+
 class ExchangeWrapper:
     """An Exchange that wraps another one, for subclasses that change a part of the answer."""
 

@@ -8,11 +8,15 @@ from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
 from router.auth.rate_limit import format_duration
-from router.http_client.engine_answer import AnswerSink
-from router.http_client.errors import UpstreamError
 from router.http_client.sse import data_in
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
-from router.proxy.exchange import BodySource, Exchange, ExchangeWrapper, Header
+from router.proxy.exchange import (
+    BodySource,
+    BodySourceWrapper,
+    Exchange,
+    ExchangeWrapper,
+    Header,
+)
 from router.proxy.request import Request
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
@@ -156,34 +160,17 @@ class RateLimitedExchange(ExchangeWrapper):
         return [*(h for h in headers if not h[0].startswith(LIMIT_PREFIX)), *self._lines]
 
 
-class CountedAnswer:
-    """A BodySource that counts the events of a stream on their way from the answer to the sink."""
-
-    is_event_stream = True
+class CountedAnswer(BodySourceWrapper):
+    """A stream whose events are counted on their way from the answer to the sink."""
 
     def __init__(self, answer: BodySource, permit: QuotaPermit) -> None:
-        self._answer = answer
+        super().__init__(answer, answer.length)
         self._permit = permit
-        self._sink: AnswerSink | None = None
-        self.length = answer.length
-
-    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
-        self._sink = sink
-        await self._answer.relay(self, idle, latest)
 
     def write(self, block: bytes, last: bool) -> None:
         self._permit.events += num_chunks(block)
         if self._sink is not None:
             self._sink.write(block, last)
-
-    def pause(self) -> None:
-        self._answer.pause()
-
-    def resume(self) -> None:
-        self._answer.resume()
-
-    def fail(self, error: UpstreamError) -> None:
-        self._answer.fail(error)
 
 
 def num_chunks(block: bytes) -> int:

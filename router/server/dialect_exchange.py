@@ -20,7 +20,7 @@ from router.auth.credentials import AUTHORIZATION, X_API_KEY
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_memory import Reservation
-from router.http_client.engine_answer import NO_ROOM, AnswerSink
+from router.http_client.engine_answer import NO_ROOM
 from router.http_client.errors import (
     AnswersFullError,
     AnswerTooLargeError,
@@ -45,7 +45,13 @@ from router.openai.responses import (
     assistant_message,
     chat_from_response,
 )
-from router.proxy.exchange import BodySource, Exchange, ExchangeWrapper, Header
+from router.proxy.exchange import (
+    BodySource,
+    BodySourceWrapper,
+    Exchange,
+    ExchangeWrapper,
+    Header,
+)
 from router.proxy.gateway import Gateway
 from router.proxy.leg_bodies import encode_body
 from router.proxy.request import PASSED, Request
@@ -343,25 +349,18 @@ class DialectExchange(ExchangeWrapper):
         await self._inner.finish(events + last)
 
 
-class TranslatedStream:
-    """A Relayed whose blocks are translated and whose end is held back: more events follow it.
+class TranslatedStream(BodySourceWrapper):
+    """A stream whose blocks are translated and whose end waits, because more events follow it.
 
     The stream fails once there is no memory for what the translation holds.
     """
 
-    is_event_stream = True
-    length: int | None = None
-
     def __init__(
         self, answer: BodySource, translate: Callable[[bytes], bytes], reserve: Callable[[], bool]
     ) -> None:
-        self._answer, self._translate, self._reserve = answer, translate, reserve
-        self._sink: AnswerSink | None = None
+        super().__init__(answer)
+        self._translate, self._reserve = translate, reserve
         self.is_over = False
-
-    async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
-        self._sink = sink
-        await self._answer.relay(self, idle, latest)
 
     def write(self, block: bytes, last: bool) -> None:
         assert self._sink is not None
@@ -370,15 +369,6 @@ class TranslatedStream:
             self._sink.write(events, False)
         if not self._reserve():
             self.fail(AnswersFullError(NO_ROOM))
-
-    def pause(self) -> None:
-        self._answer.pause()
-
-    def resume(self) -> None:
-        self._answer.resume()
-
-    def fail(self, error: UpstreamError) -> None:
-        self._answer.fail(error)
 
 
 class CollectedAnswer:

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -26,7 +26,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from router.admin.hosting import ControlThread
-from router.common.child_processes import die_with
+from router.common.child_processes import die_with, handling_signals
 from router.server import serve
 from router.server.app import with_store_keys
 from router.settings import BrokenFileError, Settings, SettingsError
@@ -157,7 +157,9 @@ class Supervisor:
             name=f"worker-{number}",
             daemon=True,
         )
-        with _ignoring_terminal_signals():
+        # The terminal sends Ctrl-C and hangups to all processes, but the supervisor decides when
+        # workers end. The started process inherits that it ignores them.
+        with handling_signals((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN):
             process.start()
         logger.info("worker %d is process %d", number, process.pid)
         return RunningWorker(number, listeners, process, time.monotonic())
@@ -177,19 +179,6 @@ def work(
     except SettingsError as error:
         logger.error("%s", error)
         sys.exit(2)
-
-
-@contextlib.contextmanager
-def _ignoring_terminal_signals() -> Iterator[None]:
-    """Let the started process ignore Ctrl-C and hangups, which the terminal sends to all processes:
-    the supervisor decides when workers end."""
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _bind_all(settings: Settings, stack: contextlib.ExitStack) -> list[serve.Listeners]:

@@ -35,7 +35,12 @@ from router.commands.demo.engines import (
     vllm_engine,
     write_secret,
 )
-from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
+from router.common.child_processes import (
+    ChildEndedError,
+    ChildProcess,
+    ChildProcesses,
+    handling_signals,
+)
 
 PROGRAM = "disagg-router demo"
 ROUTER = [sys.executable, "-m", "router.commands.cli"]
@@ -53,19 +58,16 @@ PATH = "/v1/chat/completions"
 
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
     options = DemoOptions(**vars(_parser().parse_args(argv)))
-    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
-    try:
-        run(options, engines)
-    except KeyboardInterrupt:
-        return 0
-    except (DemoError, ChildEndedError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, NotInstalledError) else 1
-    except OSError as error:
-        return report_unwritable(PROGRAM, error)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling_signals(SIGNALS, _interrupt):
+        try:
+            run(options, engines)
+        except KeyboardInterrupt:
+            return 0
+        except (DemoError, ChildEndedError) as error:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, NotInstalledError) else 1
+        except OSError as error:
+            return report_unwritable(PROGRAM, error)
     return 0
 
 
@@ -83,7 +85,8 @@ def run(options: DemoOptions, engines: EngineCommands) -> None:
                 _check(processes.children)
                 time.sleep(CHECK_INTERVAL_S)
         finally:
-            with _ignoring_signals():
+            # Stopping takes a bounded time.
+            with handling_signals(SIGNALS, signal.SIG_IGN):
                 with contextlib.suppress(OSError):  # the output may be closed
                     _say("Stopping.")
                 # The router stops first: it would report engines that stop before it as failed.
@@ -234,17 +237,6 @@ def _check(children: Sequence[ChildProcess]) -> None:
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _ignoring_signals() -> Iterator[None]:
-    """Ignore signals while children are stopped, which takes a bounded time."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:
