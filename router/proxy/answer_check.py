@@ -183,7 +183,7 @@ def is_broken_off(answer: bytes) -> bool:
 
 def _may_fail(content: bytes) -> bool:
     """Return False if the JSON text certainly reports no failure."""
-    return content.find(ERROR_KEY) >= 0 or not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(content))
+    return content.find(ERROR_KEY) >= 0 or is_broken_off(content)
 
 
 def _is_surely_text(block: bytes) -> bool:

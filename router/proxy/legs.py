@@ -171,8 +171,7 @@ async def _prefill_leg(
         content = prefill_content(raw)
         if content is not None:
             _require_answer(run, engine, content)
-        if engine.breaker.record_success():
-            gateway.fleet.note_recovered(engine)
+        _note_success(run, engine)
         _note_prefilled(run, engine, prefilled, started)
         return prefilled
     except (UpstreamError, EngineError) as error:
@@ -262,8 +261,7 @@ async def _decode_leg(
         if engine.capabilities.reports_load_failures or not engine.capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
         is_rejected = await _is_rejected(run, engine, answer, threshold)
-        if engine.breaker.record_success():
-            gateway.fleet.note_recovered(engine)
+        _note_success(run, engine)
         if is_rejected:
             return DecodeLegResult.REJECTED
         if accept is not None:

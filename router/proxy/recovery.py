@@ -61,7 +61,6 @@ def recover(run: Run, failed: LegFailure) -> Next:
     error, engine, role = failed
     gateway, request, resume = run.gateway, run.request, run.resume
     moment = now()
-    is_preempted = isinstance(error, PreemptedError)
     if isinstance(error, PreemptedError):
         resume.take_back(error, engine)
     else:
@@ -89,7 +88,7 @@ def recover(run: Run, failed: LegFailure) -> Next:
             gateway.metrics.resumes.add((error.kind, resume.reason_not_resumed()))
         _log(run, failed, Next.GIVE_UP)
         raise error
-    if what is Next.RESUME or is_preempted:
+    if what is Next.RESUME or isinstance(error, PreemptedError):
         resume.note_move(error)
     _log(run, failed, what)
     request.record.retries += 1

@@ -128,8 +128,6 @@ class Run:
 
     def close(self) -> None:
         """Give back what the request still holds in the router."""
-        if self.holder is not None:
-            self.stop_holding()
         if self.slot is not None:
             self.slot.release()
         self.resume.close()

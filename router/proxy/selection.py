@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
@@ -69,7 +67,6 @@ def change_group(run: Run) -> bool:
         return False
     run.route.end_feedback()
     run.route = found
-    run.plan = replace(run.plan, route=found)
     run.request.record.group = found.group
     return True
 
