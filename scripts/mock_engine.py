@@ -191,7 +191,7 @@ class ScriptedConnection(EngineConnection):
         self._number = self.engine.connections
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the script that runs find out by itself."""
+        """Leave it to the running script to notice."""
         self.engine.open_connections.discard(self)
         for event in (self.left, self.lost, self.writable):
             event.set()
@@ -295,7 +295,7 @@ class MockEngine:
             connection.transport.abort()
 
     async def answer(self, request: Received, peer: Peer) -> None:
-        """Answer a GET by what the fields say, and a POST by the next script."""
+        """Answer a GET from the fields, and a POST with the next script."""
         if self.is_mute or (self.is_busy and request.path == "/health"):
             self.requests += [request] if request.method == "POST" else []
             await peer.wait_left(None)
@@ -334,7 +334,7 @@ IDLE_TIMEOUT_S = 5.0
 """After which a drill's engine closes a connection, as uvicorn does under vLLM."""
 SLOW_S = 1.0
 PREFILL_S = 0.1
-"""Of an engine in a drill: requests have to be there when it is broken."""
+"""The prefill time of an engine in a drill, so that requests run when it breaks."""
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -358,7 +358,7 @@ NOISE = (
 
 
 class Fault(StrEnum):
-    """What an engine that runs and answers GET /health does to chats."""
+    """How an engine that answers GET /health fails chats."""
 
     NONE = "none"
     ERROR = "error"
@@ -410,7 +410,7 @@ class PacedEngine:
 
     is_decoder: bool
     is_resumable: bool = False
-    """Like our own engines it names the tokens of its streams, and goes on with what another
+    """Like our own engines it reports the token IDs of its streams, and continues what another
     decoder has begun (docs/mid-answer.md)."""
     is_drill: bool = False
     rng: random.Random = field(default_factory=random.Random)
@@ -554,7 +554,7 @@ class PacedConnection(EngineConnection):
 
 
 async def serve(engines: list[PacedEngine], port: int) -> None:
-    """Serve each engine on a port of its own, print the ports, and go on until killed."""
+    """Serve each engine on a port of its own, print the ports, and run until killed."""
     loop = asyncio.get_running_loop()
     servers = [
         await loop.create_server(

@@ -11,7 +11,7 @@ over a new connection, to a router that has already served such requests.
 What is counted:
 
 * A step is a `call` event of `sys.setprofile`, in any thread, whose code is in a file of `router/`.
-  Python reports this event also when a suspended coroutine or generator goes on, once for each
+  Python reports this event also when a suspended coroutine or generator resumes, once for each
   frame of the chain. `return` events and functions written in C are no steps.
 * Steps are recorded from the connection's start until 0.25 s after its end, so that the metrics and
   the access log, which the router writes in blocks, are included.

@@ -209,7 +209,7 @@ class Loads:
         self._early.host_takes_back = True
 
     def give_back(self, request_id: str) -> None:
-        """Note that P will not write the registered blocks. When no transfer touches them any more,
+        """Note that P will not write the registered blocks. Once no transfer touches them,
         the load is reported as failed. The host then frees the blocks, and the request waits for
         blocks again."""
         load = self._loads.get(request_id)

@@ -158,7 +158,7 @@ class ReturnBlocks(msgspec.Struct, frozen=True, tag="return_blocks"):
 
 
 class PushExtension(msgspec.Struct, frozen=True):
-    """What our registrations add to stock's: token positions; `digest` as in base/proof.py."""
+    """The fields that our registrations add to stock's: token positions and a digest."""
 
     generation: int
     first_token: Unsigned

@@ -63,7 +63,7 @@ class WorkerProcesses(Protocol):
 
 
 class AdminRequestError(Exception):
-    """An operator's request that cannot be carried out; the message says why."""
+    """An operator's request that cannot be carried out. The message gives the reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -122,7 +122,7 @@ class Control:
                 logger.exception("the admin API could not check the engines that drain")
 
     async def forget_drains(self) -> None:
-        """Forget the drains of engines that no source lists any more."""
+        """Forget the drains of engines that have left every source."""
         if not self.state.overrides.draining:
             return
         async with self._lock:
@@ -334,7 +334,7 @@ def _store_keys(settings: Settings) -> tuple[bytes, ...]:
 def _check_api_keys(settings: Settings) -> None:
     """Raises SettingsError for a broken file of API keys.
 
-    Each process watches that file by itself; this check shows an error to whoever reloads.
+    Each process watches that file. This check reports an error to the caller of the reload.
     """
     path = settings.api_keys_file
     if path is not None:

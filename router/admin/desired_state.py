@@ -47,7 +47,7 @@ RELOADABLE = frozenset((*TUNABLE, *STORE_KEY_SETTINGS, *TOKEN_SETTINGS))
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """What every process applies.
+    """The state that every process applies.
 
     `store_keys` sign entries in a shared conversation store; None for the keys that the process
     started with. `reloads` counts reloads: a process that sees it rise reads its watched files

@@ -130,7 +130,7 @@ class ControlThread:
         try:
             asyncio.run(self._work())
         except Exception:
-            logger.exception("the control of the workers failed: there is no admin API any more")
+            logger.exception("the control of the workers failed, and the admin API has stopped")
 
     async def _work(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()

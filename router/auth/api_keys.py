@@ -5,8 +5,8 @@
     - {name: team-b, sha256: 60303ae2..., tokens_per_minute: 100000, concurrency: 8, models: [m]}
 
 A key is found by one SHA-256 and one look-up in a dictionary of digests. A salt or a slow hash
-would protect against guesses and tables, but nobody can guess 256 random bits. The look-up compares
-digests, which an attacker cannot choose, so its time reveals nothing about a key.
+would protect against guesses and tables, but an attacker cannot guess 256 random bits. The look-up
+compares digests, which an attacker cannot choose, so its time reveals nothing about a key.
 """
 
 from __future__ import annotations

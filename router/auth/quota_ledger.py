@@ -10,13 +10,13 @@ from router.auth.api_keys import ApiKey
 from router.auth.rate_limit import LimitStatus, limit_status, settle, take
 
 REQUESTS, TOKENS, CONCURRENCY = "requests", "tokens", "concurrency"
-# Nobody knows when a running request ends, so clients retry after this time.
+# The end of a running request cannot be predicted, so clients retry after this time.
 CONCURRENCY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class KeyUsage:
-    """What a key has used: two buckets (see `rate_limit`) and the number of running requests."""
+    """The usage of one key: two buckets (see `rate_limit`) and the number of running requests."""
 
     requests_full_at: float = 0.0
     tokens_full_at: float = 0.0
@@ -87,8 +87,8 @@ class QuotaLedger:
     def take(self, key: ApiKey, tokens: int, now: float) -> QuotaDecision:
         """Decide about a request, and charge it if it is granted; it then runs until `end`.
 
-        A refused request costs nothing, so that retries do not lock a key out. `tokens` is at most
-        the key's limit.
+        A refused request consumes no quota, so that retries do not lock a key out. `tokens` is at
+        most the key's limit.
         """
         usage = self._usage.get(key.name) or KeyUsage()
         decision = decide(key, usage, tokens, now)

@@ -2,7 +2,7 @@
 
 A bucket holds one minute's worth and refills continuously. It is stored as one number, `full_at`:
 the time when it will be full again (the generic cell rate algorithm, GCRA). Taking from the bucket
-moves `full_at` into the future. A bucket that nobody uses needs no work and is full.
+moves `full_at` into the future. An unused bucket needs no work and is full.
 """
 
 from __future__ import annotations

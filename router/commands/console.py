@@ -1,4 +1,4 @@
-"""What all commands share: the argument parser, and output that cannot be written."""
+"""The parts that all commands share: the argument parser, and errors of writing the output."""
 
 from __future__ import annotations
 

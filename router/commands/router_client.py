@@ -13,7 +13,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
 class AnswerLimitError(Exception):
-    """An answer is too long or takes too long; the message says which."""
+    """An answer is too long or takes too long, as the message states."""
 
 
 class RouterAnswer(NamedTuple):
@@ -37,7 +37,8 @@ class RouterClient:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         # httpx' timeouts are for each read, so an answer in small pieces would never time out.
-        # Between two requests nobody notices a closed connection, so each request opens a new one.
+        # The client cannot notice a connection that closes between two requests, so each request
+        # opens a new one.
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=None,

@@ -1,1 +1,1 @@
-"""What every room may use: TLS contexts, watched files, child processes, JSON, Redis clients."""
+"""Utilities for all packages: TLS contexts, watched files, child processes, JSON, Redis clients."""

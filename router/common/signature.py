@@ -1,8 +1,8 @@
 """Signatures of values in a store that others can write to.
 
-A MAC covers the key in the store and the value, so that nobody without a secret can make an entry,
-alter it, or move it to another conversation. The first secret signs and all verify, so that secrets
-can be rotated.
+A MAC covers the key in the store and the value, so that an attacker without the secret cannot make
+an entry, alter it, or move it to another conversation. The first secret signs and all verify, so
+that secrets can be rotated.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _trust(context: ssl.SSLContext, ca: Path) -> None:
 
 
 def _load(context: ssl.SSLContext, pair: CertificateFiles) -> None:
-    """Raises ValueError, also for an encrypted key, because nobody can enter its password."""
+    """Raises ValueError, also for an encrypted key, because its password cannot be entered."""
     try:
         context.load_cert_chain(pair.certificate, pair.key, password=_refuse_password)
     except OSError as error:

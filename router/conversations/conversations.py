@@ -61,7 +61,7 @@ class Turn(IdentityStruct):
 class KeepOutcome(FrozenStruct, frozen=True):
     """The result of keeping an entry.
 
-    `unreachable` are the entries that no turn can take any more: older ones that the store evicted,
+    `unreachable` are the entries that no later turn can take: older ones that the store evicted,
     or the new one. The caller releases the KV that they describe.
     """
 

@@ -24,8 +24,8 @@ UNVERIFIED_WARNING = (
 class SignedStore:
     """A Store that signs what it puts into another store, and returns only values with a signature.
 
-    Whoever can read the other store could put a value back after a router took it. So this store
-    remembers the values that it took for `life` seconds, in which they could be used again.
+    An attacker who can read the other store could put a value back after a router took it. So this
+    store remembers the values that it took for `life` seconds, in which they could be used again.
     `errors` counts unverified values.
     """
 

@@ -1,4 +1,4 @@
-"""What an engine supports, from its identity page (GET /disagg/identity) and from its answers."""
+"""The capabilities of an engine, from its identity page (GET /disagg/identity) and its answers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def dp_rank_of(engine_id: str) -> int | None:
 
 @dataclass(slots=True)
 class EngineCapabilities:
-    """What is known of one engine process. The fleet replaces it when the engine is lost, because
-    another process may return at its address.
+    """The capabilities of one engine process. The fleet replaces them when the engine is lost,
+    because another process may return at its address.
 
     None means unknown. The engine's identity page takes precedence over evidence from answers.
     """
@@ -125,7 +125,7 @@ class EngineCapabilities:
         return True
 
     def note_identity(self, identity: dict[str, object]) -> None:
-        """Take what the identity page says, which may be anything."""
+        """Apply an identity page, whose content may be anything."""
         names = identity.get("capabilities")
         if isinstance(names, list | dict):
             self.lists_capabilities = True

@@ -1,4 +1,4 @@
-"""What an engine is according to a source, apart from its state."""
+"""The description of an engine by a source, without the engine's state."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class Fleet:
     def note_unreachable(self, engine: Engine, reason: str) -> None:
         """The engine refuses connections: avoid it until a probe passes.
 
-        Its legs are left alone. Those of a dead process end by themselves, and a draining one has
+        Its legs are not ended. Those of a dead process fail, and a draining one has
         closed its listener but still answers them; see LEG_GRACE_S in router.fleet.probes.
         """
         self._set_health(engine, Health.UNHEALTHY, reason)

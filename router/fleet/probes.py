@@ -100,7 +100,7 @@ class Prober:
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             if isinstance(error, Exception):
-                logger.exception("the prober failed: engines are not probed any more")
+                logger.exception("the prober failed, and probes have stopped")
             raise
         finally:
             for probe in self._probes.values():
@@ -128,8 +128,8 @@ class Prober:
             self._fleet.note_unreachable(engine, f"no connection: {error}")
             self._note_refusal(engine)
         except LocalError as error:
-            # The router's own problem says nothing of an engine, but one that was never reached
-            # cannot be used.
+            # A problem of the router's own is no evidence about an engine, but an engine that was
+            # never reached cannot be used.
             logger.warning("%s engine %s was not probed: %s", engine.role, engine.name, error)
             if engine.health is Health.UNKNOWN:
                 self._fleet.note_unreachable(engine, f"not probed: {error}")

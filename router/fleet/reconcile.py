@@ -26,7 +26,7 @@ class MergedListing(NamedTuple):
 
 
 class FleetChanges(NamedTuple):
-    """What has to be done. An engine is in at most one of the three."""
+    """The changes to make. An engine is in at most one of the three."""
 
     join: Sequence[ListedEngine]
     leave: Sequence[Address]
@@ -38,7 +38,7 @@ class FleetChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OperatorOverrides:
-    """What operators have set at run time: engines that they added, engines that they drain, and
+    """The changes of operators at run time: engines that they added, engines that they drain, and
     the weights of groups. No address is added twice."""
 
     added: tuple[EngineSpec, ...] = ()
@@ -93,7 +93,7 @@ def apply_overrides(
     listings: Iterable[tuple[str, Iterable[ListedEngine]]], overrides: OperatorOverrides
 ) -> MergedListing:
     """Merge the listings, before them the engines that operators added, and drain the engines that
-    operators drain, whatever the sources say."""
+    operators drain, whatever the sources list."""
     added = (OVERRIDES_SOURCE, map(ListedEngine, overrides.added))
     engines, conflicts = merge_listings([added, *listings])
     drained = {
@@ -108,7 +108,7 @@ def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> Me
     """Merge the lists of sources, given with the sources' names in the order of precedence.
 
     An address is one engine, whichever sources list it. It plays all listed roles, and it drains if
-    any source says so. For each other property explicit values take precedence over defaults, and
+    any source does. For each other property explicit values take precedence over defaults, and
     then earlier sources over later ones.
     """
     engines: dict[Address, ListedEngine] = {}

@@ -71,7 +71,7 @@ class WatchedSource:
         if report.listed is None:
             return False
         self._listed_at = time.time()
-        # Usually it is the same object, which costs nothing to compare.
+        # Usually it is the same object, which is compared at once.
         is_new = report.listed is not self.listed and report.listed != self.listed
         self.listed = report.listed
         if is_new:

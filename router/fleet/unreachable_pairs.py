@@ -49,7 +49,7 @@ class UnreachablePairs:
 
     def keeps_prefiller(self, prefiller: str, decoder: str) -> bool:
         """Decide which engine of an avoided pair a request keeps: in turn the prefill engine (True)
-        and the decode engine, so that both go on serving."""
+        and the decode engine, so that both keep serving."""
         failing = self.failing[prefiller, decoder]
         failing.keeps_prefiller = not failing.keeps_prefiller
         return failing.keeps_prefiller

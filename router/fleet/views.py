@@ -1,4 +1,4 @@
-"""What one router process knows of engines and groups, and how several views are combined.
+"""Views of engines and groups by one router process, and how several views are combined.
 
 Counts add up; of any other property the worst value counts. The models are also the admin API's
 answers.

@@ -5,8 +5,8 @@ request and returns an `EngineAnswer` (engine_answer.py) as soon as there is som
 `pool.fetch()` returns a small answer whole. The caller owns the answer: it reads or relays the body
 and must close it. Closing an unfinished answer closes its connection.
 
-Every failure is an `UpstreamError` (errors.py), whose subclass says what happened and whether the
-engine is to blame. Nothing here retries a request of a client: the caller decides that.
+Every failure is an `UpstreamError` (errors.py), whose subclass identifies the failure and whether
+the engine is to blame. Nothing here retries a request of a client: the caller decides that.
 
 An `EngineConnection` (connection.py) parses the bytes of one connection; `ConnectAttempt`
 (connect.py) opens it. `Deadlines` (deadlines.py) serves all timeouts of answers with one timer, and

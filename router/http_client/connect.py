@@ -1,4 +1,4 @@
-"""One attempt to connect to an engine, and who is to blame when it fails.
+"""One attempt to connect to an engine, and which side is to blame when it fails.
 
 Only failures caused by the engine are a ConnectError. The router's own limits are a LocalError, and
 so is a host name that cannot be resolved in time. If the request's own deadline is over first, the

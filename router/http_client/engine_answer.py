@@ -83,7 +83,7 @@ class EngineAnswer:
 
     The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
     body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
-    `resume_buffer`, which says whether another engine can continue the stream; `memory`, where the
+    `resume_buffer`, which knows whether another engine can continue the stream; `memory`, where the
     bytes of an answer that is read whole are reserved as `reservation`, None for no limit.
     """
 

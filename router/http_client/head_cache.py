@@ -67,7 +67,7 @@ class HeadCache(Generic[T]):
 
     def store(self, data: bytes, line: T, headers: Headers, size: int) -> None:
         """Cache the head of `data`, which the parser took for one message with a body of `size`
-        bytes. The headers must not change any more."""
+        bytes. The headers must not be modified afterwards."""
         if self._misses >= MAX_MISSES:
             return
         self._misses += 1

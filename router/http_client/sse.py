@@ -1,6 +1,6 @@
 """The one reader of event streams (server-sent events, SSE).
 
-Every part of the router that needs to know where an event ends, or what an event says, asks this
+Every part of the router that needs the end or the data of an event uses this
 module. The format is that of the HTML standard:
 https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
 
@@ -35,7 +35,7 @@ and need no state of their own: `events_in` reads the events of a block with the
 `data_in` their data alone. `SseReader.read` does both steps for a program that only reads.
 
 To read events costs half a microsecond to one for each, and most chunks hold nothing that the
-router needs to know. A subscriber therefore first looks for the bytes that it is interested in, say
+router needs to know. A subscriber therefore first searches for the bytes that it needs, for example
 `"error"`, and reads the events only of a block that has them. Such a test must not depend on lines:
 a JSON string never spans two lines, but a key and its value may stand in two `data` lines. GAP is
 what may stand between them.
@@ -75,9 +75,9 @@ class SseEvent(NamedTuple):
 class SseReader:
     """Reads a stream block by block: what arrives is passed on in whole events.
 
-    Nobody behind a reader sees a piece of an event, and a stream that breaks inside an event can
-    still end with a well-formed error event. An event is put together once, however many blocks it
-    came in. Bytes are neither changed nor, except with `read`, parsed.
+    No subscriber behind a reader sees a piece of an event, and a stream that breaks inside an
+    event can still end with a well-formed error event. An event is put together once, however
+    many blocks it came in. Bytes are neither changed nor, except with `read`, parsed.
     """
 
     __slots__ = ("_held", "_limit", "_offset")

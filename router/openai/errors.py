@@ -59,7 +59,7 @@ class RequestError(Exception):
     """Seconds after which the client may retry."""
     code: str | None = None
     """OpenAI's `code` of the error; the status is used if it is None."""
-    headers: Headers = []  # noqa: RUF012 # nobody changes it
+    headers: Headers = []  # noqa: RUF012 # it is never changed
 
 
 class BadRequestError(RequestError):
@@ -128,7 +128,7 @@ class UnauthorizedError(RequestError):
 
     shape = ErrorShape(401, "invalid_request_error")
     code = "invalid_api_key"
-    headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # nobody changes it
+    headers: Headers = [(b"www-authenticate", b"Bearer")]  # noqa: RUF012 # it is never changed
 
     def __init__(self, reason: str) -> None:
         super().__init__(NO_KEY if reason == "missing" else WRONG_KEY)
@@ -237,7 +237,7 @@ class RejectedMidStreamError(EngineError):
 class RepeatedCrashError(EngineError):
     """Several engines crashed during this request. A header tells clients not to retry."""
 
-    headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # nobody changes it
+    headers: Headers = [(b"x-should-retry", b"false")]  # noqa: RUF012 # it is never changed
 
 
 class ShuttingDownError(RequestError):

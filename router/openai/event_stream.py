@@ -1,4 +1,4 @@
-"""What the events of a streamed answer say: chunks, errors, finish reasons and the end.
+"""The events of a streamed answer: chunks, errors, finish reasons and the end.
 
 Where events end is for `router.http_client.sse`. What is looked for in bytes here, before any JSON
 is decoded, is a key or a string with its quotes: no text of a model can be taken for it, since

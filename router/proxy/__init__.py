@@ -9,7 +9,7 @@ decode_first.
 * While it runs: `Run` (run) is the state of the request. `selection` names the engine of the next
   leg, `legs` sends the leg (`leg_bodies` has its body) and judges the answer (`answer_check`),
   and `relay` passes the answer to the client. `hedging` sends one leg to several engines.
-* After a failure: `retry.decide` says what follows, `recovery` acts on it. `resume` lets another
+* After a failure: `retry.decide` returns what follows, `recovery` does it. `resume` lets another
   engine continue an answer, `release` frees KV that no engine will read.
 * `Gateway` (gateway) is what all requests share. `Exchange` (exchange) is the client's connection
   as this room sees it; `heartbeat`, `cors` and `key_limits` wrap it.

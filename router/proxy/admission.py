@@ -64,7 +64,7 @@ class EngineSlot:
         """Move the slot to the first engines of the route that have room.
 
         Return the route with these engines first. If no engine of the route has room, the slot
-        stays where it is, unless its engines are not usable any more.
+        stays where it is, unless its engines have become unusable.
         """
         prefillers = self._with_room_first(route.prefillers, self._prefiller, self._tokens)
         decoders = self._with_room_first(route.decoders, self._decoder, self._tokens_at_decoder)

@@ -1,4 +1,4 @@
-"""What all requests of a router process share."""
+"""The objects that all requests of a router process share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RequestWatch(Protocol):
 
 @dataclass(slots=True)
 class MemoryLimits:
-    """What all requests together may hold, each with a limit of its own."""
+    """The limits on memory that all requests hold together."""
 
     bodies: MemoryBudget
     answers: MemoryBudget
@@ -94,7 +94,7 @@ class Gateway:
             readers.append(write_lines)
         if tracer is not None:
             readers.append(tracer.add_records)
-        # The short access log says how much KV was moved, from the params of each request.
+        # The short access log reports how much KV was moved, from the params of each request.
         self.logs_moved_blocks = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
         self.records = RecordBatches(readers)

@@ -73,7 +73,7 @@ class HedgedLegs:
         self._buffers[engine], self._run.resume.buffer = self._run.resume.buffer, None
 
     async def run(self, threshold: float) -> Hedged:
-        """Run the legs until the client has its answer or no leg can answer any more.
+        """Run the legs until the client has its answer or every leg has ended without one.
 
         Raises EngineRejectedError if that is all that the engines answered.
         """

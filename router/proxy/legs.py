@@ -1,6 +1,6 @@
 """One leg: one upstream request to one engine on behalf of a client request.
 
-A leg sends the request, judges the answer, and records what the answer says about the engine. The
+A leg sends the request, judges the answer, and records what the answer shows about the engine. The
 outcome is a value: an answer, a failure that has a row in `retry.RULES`, or an engine's 4xx. What
 follows from the outcome is for `strategies`.
 """
@@ -400,7 +400,7 @@ def _note_decoder(run: Run, engine: Engine, started: float) -> None:
         notes.sent(engine.name)
 
 
-# What an engine's answer says.
+# Reading an engine's answer.
 
 
 async def _error_answer(
@@ -442,7 +442,7 @@ async def _error_answer(
 
 
 async def _error_body(answer: EngineAnswer) -> bytes:
-    """Return what a failed engine says of its failure, if it says so soon."""
+    """Return the error body of a failed engine, or b"" if it does not arrive soon."""
     try:
         async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
             return await answer.read(MAX_ERROR_BODY_BYTES)

@@ -52,7 +52,7 @@ class Plan(FrozenStruct, frozen=True):
     mode: Mode
     route: Route
     decode_only_reason: str = ""
-    """The metric label that says why one engine does all the work."""
+    """The metric label for the reason why one engine does all the work."""
     threshold: float = 0.0
     """Above 0: a decode engine with this share of the prompt in its cache answers alone. The first
     decode engine is asked first, and may reject the request."""

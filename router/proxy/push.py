@@ -22,7 +22,7 @@ RANK_HEADER = b"x-data-parallel-rank"
 
 
 class PushParams(NamedTuple):
-    """What the two legs of one attempt share."""
+    """The values that the two legs of one attempt share."""
 
     leg_id: str
     """The X-Request-Id of both legs."""

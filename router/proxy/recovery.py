@@ -1,12 +1,12 @@
 """Carries out what follows from a failed leg: blame, counts, the access log, and retry or end.
 
-`retry.decide` says what follows. This is the only place that acts on it.
+`retry.decide` returns what follows. This is the only place that carries it out.
 
 Some requests crash the engine process: a body that trips an assertion, or a prompt that exhausts
 the engine's memory. Retried on one engine after another, such a request would crash the whole
 fleet. So after two legs have failed in a way that may be a crash, the router probes both engines.
-If both are down, the request ends with an error that tells clients not to retry. A failed leg alone
-is not a crash: engines also return 5xx, restart, and lose connections.
+If both are down, the request ends with an error whose header asks clients not to retry. A failed
+leg alone is not a crash: engines also return 5xx, restart, and lose connections.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def note_possible_crash(run: Run, failed: LegFailure) -> None:
 
 
 def _blame(run: Run, failed: LegFailure, blames_engine: bool) -> None:
-    """Tell the fleet what the failure says about the engine."""
+    """Report the failure to the fleet as evidence about the engine."""
     error, engine, fleet = failed.error, failed.engine, run.gateway.fleet
     if isinstance(error, ConnectRefusedError):
         fleet.note_unreachable(engine, str(error))

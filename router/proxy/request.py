@@ -30,12 +30,12 @@ next_number = count().__next__
 
 
 class Request(IdentityStruct):
-    """What one client request asks of engines and of the router."""
+    """One client request, as the router has read it."""
 
     exchange: Exchange
     """The connection to the client. It may be wrapped: by heartbeats, by the key's limits."""
     record: Record
-    """What metrics, the access log and the trace need."""
+    """The data for metrics, the access log and the trace."""
     shared_headers: bytes
     """Header lines for all legs."""
     latest: float

@@ -215,8 +215,8 @@ def check_json(headers: Sequence[Header]) -> None:
     given = dict(headers)
     kind = given.get(b"content-type")
     if kind != JSON and not (_is_json(kind) if kind else b"origin" not in given):
-        said = "names no Content-Type" if not kind else f"is {_shown(kind)}"
-        raise UnsupportedTypeError(f"the body {said}: this endpoint accepts only application/json")
+        found = "names no Content-Type" if not kind else f"is {_shown(kind)}"
+        raise UnsupportedTypeError(f"the body {found}: this endpoint accepts only application/json")
     if b"content-encoding" in given:
         _check_encoding(given[b"content-encoding"])
 

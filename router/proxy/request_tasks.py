@@ -24,7 +24,7 @@ class RequestTasks:
         self.is_interrupted = False
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work that outlives its request. The work must end by itself, soon."""
+        """Run work that outlives its request. The work must end soon, without being cancelled."""
         task = asyncio.get_running_loop().create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)

@@ -5,8 +5,8 @@ sampled (hand-over). A decode engine fails in mid-stream, and another one resume
 decode engine returns an answer because it lacks KV blocks (preemption return), and another one
 continues it.
 
-`ResumeState` decides what each decode engine is told of the tokens that other engines have
-generated, and what it is asked to report so that another engine can continue. The tokens of a
+`ResumeState` decides which tokens of other engines each decode engine gets, and what the engine
+reports so that another engine can continue. The tokens of a
 stream are in the `ResumeBuffer`.
 """
 
@@ -87,7 +87,7 @@ class ResumeState:
             or not decoder.capabilities.supports_resume
         ):
             return False
-        # The text of an answer of one token is not held back.
+        # The text of an answer of one token is sent at once.
         if not can_hand_over(request.body) or asks_one_token(request.body):
             return False
         if not renders_alike(prefiller, decoder.capabilities.render_hashes):
@@ -119,7 +119,7 @@ class ResumeState:
         )
         return True
 
-    # What a decode engine is told and asked to report.
+    # The KV transfer params of a decode leg.
 
     def params_for(
         self, params: KvParams | None, decoder: Engine, prefiller: Engine | None, is_hedged: bool

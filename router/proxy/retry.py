@@ -1,8 +1,8 @@
-"""What to do after a failed leg: a table, one pure function, and the budget that bounds retries.
+"""The decision after a failed leg: a table, one pure function, and the budget that bounds retries.
 
 A row of RULES reads: for this kind of failure, what follows if the prefill leg failed, what follows
 if the decode leg failed, whether the failure counts against the engine, and whether the retry is
-free. A free retry costs nothing of the budget because no engine did any work. The row holds while
+free. A free retry is not counted in the budget, because no engine did any work. The row holds while
 the client has received nothing. `decide` applies the row to the situation of one request.
 
 An engine's 4xx has no row, because it is the answer to the request (LegRefusal).
@@ -25,7 +25,7 @@ MAX_FAILED_LEGS = 4
 
 
 class Next(StrEnum):
-    """What follows after a failed leg.
+    """The next step after a failed leg.
 
     AGAIN: retry on the same engine with a new connection.
     ELSEWHERE: send the same leg to another engine.
@@ -45,7 +45,7 @@ class Next(StrEnum):
 
 
 class Mark(Enum):
-    """What the request remembers of the engine that failed."""
+    """How the request treats the engine that failed."""
 
     NONE = auto()
     FAILED = auto()
@@ -117,7 +117,7 @@ class Decision(NamedTuple):
     blames_engine: bool
     """The failure counts against the engine's circuit breaker."""
     is_free: bool
-    """The retry costs nothing of the budget."""
+    """The retry is not counted in the budget."""
     spends_turn: bool
     """The retained KV of the last turn may have been read, and can be read only once."""
 

@@ -29,7 +29,7 @@ PREFILL_LOAD_FLOOR = 2
 class RouteFinder:
     """The routing policies of both roles, and the fleet that they choose from.
 
-    `load_bound` says when an engine that affinity prefers is too busy.
+    `load_bound` decides when an engine that affinity prefers is too busy.
     """
 
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
@@ -37,7 +37,7 @@ class RouteFinder:
         floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
         self._fleet = fleet
-        # With one decode engine, its cache still tells whether a prompt needs a prefill engine.
+        # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
         self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
         self._prefill = GroupPolicies(settings.prefill_policy, prefill_bound)
         self._decode = GroupPolicies(settings.decode_policy, self.load_bound)

@@ -27,7 +27,7 @@ NO_GROUPS: frozenset[str] = frozenset()
 
 
 class Run:
-    """What the router remembers of one request from its plan to its end.
+    """The state of one request from its plan to its end.
 
     The strategies own the object and pass it to everything that works for the request. It holds
     state and no flow: `strategies` decides what happens next, `selection` chooses engines, `legs`

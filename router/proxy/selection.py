@@ -17,7 +17,7 @@ from router.proxy.resume import can_continue
 from router.proxy.run import Run
 from router.routing.prompt_chunks import estimate_tokens
 
-# Failed KV loads after which a decode engine prefills by itself, if it may.
+# Failed KV loads after which a decode engine computes the prompt, if it may.
 MAX_FAILED_LOADS = 3
 
 
@@ -72,7 +72,7 @@ def change_group(run: Run) -> bool:
 
 
 def lacks_pair(run: Run) -> bool:
-    """Return True if a KV load has failed and a decode engine should prefill by itself.
+    """Return True if a KV load has failed and a decode engine should compute the prompt.
 
     That is so when no other pair of engines of any group can exchange KV, and after
     MAX_FAILED_LOADS failed loads. Raises the failure if no decode engine may prefill a prompt of

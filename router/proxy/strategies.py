@@ -5,7 +5,7 @@
     push          Both engines get the request at once. The prefill engine writes its KV into blocks
                   of the decode engine.
     decode_only   One decode engine computes the prompt and writes the answer.
-    decode_first  A decode engine answers by itself if it has enough of the prompt in its cache, and
+    decode_first  A decode engine answers alone if it has enough of the prompt in its cache, and
                   rejects the request otherwise. Several engines may get this leg (hedging).
 
 A leg returns its outcome as a value. After a failed leg, `recover` returns what to do next, or
@@ -69,7 +69,7 @@ DECODER_ALONE = TurnOffer("decoder_alone")
 
 
 class DecodePhase(Enum):
-    """What became of the decode part of a strategy."""
+    """The result of the decode part of a strategy."""
 
     ANSWERED = auto()
     RESUME = auto()
@@ -234,7 +234,7 @@ async def push(run: Run) -> None:
             return await pull(run)
         params = make_push(run.request, prefiller, decoder, is_forced)
         if params is None:
-            return await pull(run)  # the answer of a prefill engine tells where it is
+            return await pull(run)  # the answer of a prefill engine has its address
         failed = await _push_legs(run, prefiller, decoder, params)
         if failed is None:
             return None
@@ -414,6 +414,6 @@ async def _end(leg: asyncio.Task[Any], timeout: float = 0.0) -> None:
 
 
 def _retrieve_error(leg: asyncio.Task[Any]) -> None:
-    """Retrieve an error that nothing waits for any more; asyncio would log it."""
+    """Retrieve an error that no task awaits, which asyncio would log."""
     if not leg.cancelled():
         leg.exception()

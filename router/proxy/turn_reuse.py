@@ -18,12 +18,12 @@ from router.fleet.fleet import Fleet
 from router.proxy.request import Body
 from router.routing.load_policies import LoadBound
 
-# Reasons of a ReuseDecision that a prefill engine finds by itself when it compares prefix hashes.
+# Reasons of a ReuseDecision that a prefill engine detects when it compares prefix hashes.
 FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")
 
 
 class TurnOffer(FrozenStruct, frozen=True):
-    """What a prefill engine may read of the last turn's KV."""
+    """The part of the last turn's KV that a prefill engine may read."""
 
     outcome: str
     reason: str = ""
@@ -39,7 +39,7 @@ class TurnOffer(FrozenStruct, frozen=True):
 
 
 class TurnReuse(FrozenStruct, frozen=True):
-    """What one request may use of its conversation's last turn.
+    """The part of a conversation's last turn that one request may use.
 
     `entry` and `decision` are set if a decode engine still has the KV of that turn. `decoder` is
     that engine if it takes new requests; KV of a draining engine can still be read. `unproven` is

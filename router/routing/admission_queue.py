@@ -162,7 +162,7 @@ class AdmissionQueue(Generic[T]):
             }
 
     def remove(self, ticket: T) -> bool:
-        """Return False if the ticket was not waiting any more."""
+        """Return False if the ticket had already left the queue."""
         line_key = _line_key(ticket)
         line = self._lines.get(line_key, {})
         if ticket not in line:

@@ -28,8 +28,8 @@ E = TypeVar("E", bound=Candidate)
 
 
 class RoutingQuery(Struct, frozen=True):
-    """What a policy may know of a request. `turn` grows with each request of a role; it is the only
-    source of chance, so that all decisions can be replayed."""
+    """The facts about a request that a policy may use. `turn` grows with each request of a role;
+    it is the only source of chance, so that all decisions can be replayed."""
 
     turn: int
     tokens: int = 0
@@ -105,7 +105,7 @@ class PolicyFeedback:
 
 
 class CandidateCache(Generic[T]):
-    """What a policy has computed for a tuple of candidates, found again by the tuple's identity.
+    """Results of a policy for a tuple of candidates, found again by the tuple's identity.
 
     The fleet keeps the tuple of an unchanged set of engines. The cache keeps the tuple alive as
     long as its value, so that its id stays unique. Values of other sequences are not cached.

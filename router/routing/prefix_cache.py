@@ -83,7 +83,9 @@ class ChunkIndex:
             known = young.get(chunk, 0)
             if known & bit:
                 break
-            young[chunk] = known | bit if known else bit  # shares one int where nobody else has it
+            young[chunk] = (
+                known | bit if known else bit
+            )  # shares one int if no other engine has the chunk
             added += 1
         self._added += added
         is_full = 2 * self._added >= self._chunks_per_engine * len(self._bits)

@@ -30,7 +30,7 @@ MESSAGE_TOKENS = 4
 END_CHARS = 256
 CALLS = ("tool_calls", "tool_call_id")
 MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "file")
-# The assumed size of an image: its encoded size says little about its tokens.
+# The assumed size of an image: its encoded size is little evidence of its tokens.
 MEDIA_BYTES = 4096
 MIXER = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1

@@ -44,7 +44,7 @@ _probes = struct.Struct(f"<{PROBES}I")
 
 class HashRing:
     """Names that are not active stay on the ring and are skipped, so that an engine that fails for
-    a moment costs nothing. When they are more than half, the ring is rebuilt."""
+    a moment causes no work. When they are more than half, the ring is rebuilt."""
 
     _circle: array[int]
 

@@ -146,7 +146,7 @@ class RouterProtocol(asyncio.Protocol):
                 self._task.cancel()
 
     def eof_received(self) -> bool:
-        """Treat a half-closed connection as a disconnect: no client closes and goes on reading."""
+        """Treat a half-closed connection as a disconnect: no client closes and keeps reading."""
         return False
 
     def data_received(self, data: bytes) -> None:

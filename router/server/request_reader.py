@@ -37,7 +37,7 @@ TRANSFER_ENCODING = b"transfer-encoding"
 
 
 class RequestPolicy(Protocol):
-    """What the reader needs to know of the router. `memory` has the limit of bodies."""
+    """The interface of the router to the reader. `memory` has the limit of bodies."""
 
     limits: RequestLimits
     memory: MemoryLimits

@@ -124,7 +124,7 @@ class ResponseWriter(IdentityStruct):
         self.head = _head(status, headers, framing, *self.connection.common_lines(self))
 
     def open_bare(self, status: int, headers: Iterable[Header]) -> None:
-        """Prepare the head of an answer without a body, whatever the head says of one."""
+        """Prepare the head of an answer without a body, whatever the head declares."""
         self.head = _head(status, headers, *self.connection.common_lines(self))
 
     # Called by the connection.

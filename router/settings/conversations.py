@@ -70,8 +70,8 @@ class ConversationSettings(SettingsGroup):
     kv_transfer_params into the stream. exact: request the answer without streaming, and make the
     stream from the whole answer. A request can set conversation_stream itself."""
     conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"
-    """What is reused if engines cannot prove which tokens they hold (stock vLLM). whole: the last
-    turn with its answer, if the messages extend it. prompt: at most its prompt. off: nothing."""
+    """The KV that is reused if engines cannot prove which tokens they hold (stock vLLM). whole: the
+    last turn with its answer, if the messages extend it. prompt: at most its prompt. off: no KV."""
     tenant_header: Name = "authorization"
     """Header that identifies the tenant. Tenants never reuse each other's turns."""
     affinity_load_factor: Factor = 1.5

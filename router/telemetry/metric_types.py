@@ -160,10 +160,10 @@ class LocalHistogram(LabelledMetric):
 
 
 class MetricDescription(NamedTuple):
-    """What docs/metrics.md says about a metric.
+    """The description of a metric in docs/metrics.md.
 
-    `name` is the scraped name, for a histogram without _bucket, _sum and _count. `action` tells an
-    operator what to do when the metric moves.
+    `name` is the scraped name, for a histogram without _bucket, _sum and _count. `action` advises
+    an operator what to do when the metric moves.
     """
 
     name: str

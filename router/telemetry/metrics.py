@@ -253,7 +253,7 @@ class Metrics:
             "handed_over{outcome}",
             "First tokens that a prefill engine sampled and could hand over, by outcome.",
             "In each of these cases the decode engine samples the token again. differ: the engines "
-            "of a pair render differently, the log says how. not_told: a capable prefill engine "
+            "of a pair render differently, see the log. not_told: a capable prefill engine "
             "sent no token or an invalid one. refused: a decode engine rejected the token, and "
             "the request starts again.",
         )

@@ -1,4 +1,4 @@
-"""What one request leaves behind for metrics, the access log and its trace."""
+"""The record of one request for metrics, the access log and its trace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Record(Struct, eq=False):
     prefiller: str = ""
     decoder: str = ""
     conversation: str = ""
-    """Whether the last turn's KV was reused; empty outside conversations."""
+    """The outcome of reusing the last turn's KV; empty outside conversations."""
     reused_from: str = ""
     """The decode engine from which the prefill engine pulled the last turn's KV."""
     prefill_started: float | None = None

@@ -1,6 +1,7 @@
 """The dashboard at /ui: engines, requests and settings of a router, live in a browser.
 
-Nothing is gathered while nobody looks. The first viewer starts the work, the last one ends it:
+The dashboard collects data only while it has viewers. The first viewer starts the work, the last
+one ends it:
 
 * `live_requests.LiveRequests` learns of each request of this process from `proxy`;
 * `engine_polling.EnginePoller` asks engines for their KV usage and for the transfers that they made

@@ -226,7 +226,7 @@ def _setting_text(name: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, SecretStr) or (name in SECRET_NAMES and value not in LOCAL_STORES):
-        # A store's URL may have a password; its scheme tells which kind of store it is.
+        # A store's URL may have a password; its scheme names the kind of store.
         scheme, found, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
         return f"{scheme}://… ({HIDDEN})" if found else HIDDEN
     if isinstance(value, tuple):

@@ -111,7 +111,7 @@ async def serve_snapshots(path: Path, reading: Reading) -> AsyncIterator[None]:
                             await writer.drain()
                         await asyncio.sleep(SNAPSHOT_INTERVAL_S)
         except (OSError, TimeoutError):
-            pass  # the reader has no viewers any more
+            pass  # the reader's last viewer has left
         except Exception:
             logger.exception("a snapshot cannot be sent to another worker")
         finally:

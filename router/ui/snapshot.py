@@ -68,7 +68,7 @@ class TurnTotals(BaseModel):
 
 
 class ProcessSnapshot(BaseModel):
-    """What one process sees.
+    """The view of one process.
 
     `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
     counts those that it has no room for.

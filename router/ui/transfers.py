@@ -55,7 +55,7 @@ E = TypeVar("E", MovedBytes, EndedTransfer)
 
 
 class Transfer(NamedTuple):
-    """What one engine moved for one request. `ended` is a time of the router's clock."""
+    """The KV that one engine moved for one request. `ended` is a time of the router's clock."""
 
     blocks: int
     bytes: int

@@ -1,4 +1,4 @@
-"""What benchmarks share: errors, free ports, the machine, CPU accounting and samples.
+"""The parts that benchmarks share: errors, free ports, the machine, CPU accounting and samples.
 
 Imports nothing outside the standard library: scripts/gpu_check.sh runs on bare machines.
 """
@@ -46,7 +46,7 @@ def plain_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different TCP ports that nobody listens on, below those of outgoing connections."""
+    """Return different TCP ports that are free, below those of outgoing connections."""
     return list(itertools.islice(_ports, count))
 
 

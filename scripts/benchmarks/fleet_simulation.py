@@ -354,7 +354,7 @@ class Outcome:
     first_tokens: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     alone: int = 0
-    """Jobs that a decoder did by itself."""
+    """Jobs that a decode engine did alone."""
     extra: int = 0
     """Hedged legs that answered nothing."""
     prefill_costs: list[float] = field(default_factory=list)

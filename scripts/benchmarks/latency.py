@@ -43,7 +43,7 @@ SECOND_TURN_TOKENS, ANSWER_TOKENS = 64, 16
 DECODE_FIRST = 0.5
 WARM_UP_TOKENS = 256
 VLLM_CHUNK = 512
-"""Tokens that vLLM computes in one step here; by itself it computes all of these prompts."""
+"""Tokens that vLLM computes in one step here. Its default computes these prompts in one step."""
 CHAT_MODEL = Path.home() / ".cache/disagg-router/chat-1/SmolLM2-135M-Instruct"
 WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "bridge", "copper")
 # Samples of /metrics that show what happened.

@@ -105,7 +105,7 @@ class DrillLoad:
 
 @dataclass(slots=True)
 class Outcome:
-    """What clients saw of a drill. Times in seconds, since the harm where they are moments.
+    """The view of the clients in one drill. Times are in seconds; moments count from the harm.
 
     `asked` counts the requests that the broken engine received, None where that cannot be known;
     `stopped` is when it was left alone, None where it never was. `router_cpu` is a share of a core.
@@ -123,7 +123,7 @@ class Outcome:
     stopped: float | None
     router_cpu: float
     missed: list[str] = field(default_factory=list)
-    """What is not as the scenario's aim wants it."""
+    """Return the differences from the scenario's aim."""
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Drill:
                 fleet.thaw()
                 return asked_at
             case Blow.HANDOVER:
-                # As behind a balancer: the second router is ready before the first is told to end.
+                # As behind a balancer: the second router is ready before the first gets SIGTERM.
                 routers.append(await self._start_router(f"{scenario.name} second"))
                 routers[0].ask_to_end()
                 await asyncio.sleep(BALANCER_S)

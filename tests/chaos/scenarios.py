@@ -1,4 +1,4 @@
-"""What is broken in each drill, for how long, and what clients may see of it."""
+"""The harm of each drill, how long it lasts, and what clients may see of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from enum import StrEnum
 from scripts.mock_engine import Fault
 
 MAX_GAP_S = 5.0
-"""Until a stream whose decoder froze goes on."""
+"""The time until a stream resumes whose decode engine froze."""
 MAX_WAIT_S = 7.0
 FREEZE_S = 9.0
 """Longer than clients may wait, so that a router that only waits for the end is found out."""
 
 
 class Blow(StrEnum):
-    """What is done to a process from outside."""
+    """The harm that is done to a process from outside."""
 
     KILL = "kill"
     RESTART = "restart"
@@ -50,7 +50,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`seconds` is the shortest time that the harm lasts, `after` how long the load goes on."""
+    """`seconds` is the shortest time that the harm lasts, `after` how long the load continues."""
 
     name: str
     role: Role

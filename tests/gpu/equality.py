@@ -3,7 +3,7 @@
     python -m tests.gpu.equality --device cuda
     python -m tests.gpu.equality --engine vllm --lengths 33,16001 --mode push
 
-Imports nothing but the standard library by itself: scripts/gpu_check.sh runs it on bare machines.
+This module imports only the standard library: scripts/gpu_check.sh runs it on bare machines.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, Self
 from scripts.benchmarks.common import BenchError, free_ports, positive
 
 LENGTHS = (1, 31, 32, 33, 64, 100, 255, 256, 500)
-"""Of prompts, in tokens: around one block, and several."""
+"""Lengths of prompts in tokens: around one block, and several blocks."""
 MAX_TOKENS = 16
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 """Between log-probabilities: tests/integration/oracle.py says why, of float32. In bfloat16 nothing
@@ -229,7 +229,7 @@ class EngineProcess:
 
 
 class VllmProcess(EngineProcess):
-    """The vLLM that is installed beside this Python, which finds the device by itself.
+    """The vLLM that is installed beside this Python, which detects the device.
 
     It has our scheduler class and our plugin, as in the README, even if they are not installed.
     """

@@ -18,7 +18,8 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to send: `words` is a question's length, about as many tokens; `tokens` an answer's."""
+    """The chats to send. `words` is the length of a question, about as many tokens; `tokens` is the
+    length of an answer."""
 
     model: str
     requests: int

@@ -2,7 +2,7 @@
 
 `disagg-router bench` uses it, and so do the benchmarks and failure drills in `scripts/` and the
 soak tests. A `Client` sends one request at a time over a connection that it keeps. It judges
-nothing: an answer that is cut off, late or no HTTP is an `LoadExchange` that says so.
+nothing: an answer that is cut off, late or not HTTP becomes a `LoadExchange` with that problem.
 """
 
 from __future__ import annotations

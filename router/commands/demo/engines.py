@@ -41,11 +41,11 @@ MODEL_POLL_S = 0.05
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue. The message gives the reason."""
 
 
 class NotInstalledError(DemoError):
-    """Something is not installed; the message says how to get it."""
+    """A package is not installed. The message explains how to install it."""
 
 
 @dataclass(frozen=True, slots=True)

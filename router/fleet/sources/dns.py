@@ -4,7 +4,7 @@
     _http._tcp.decode.example   each target (SRV) is an engine at its own port; only the first
                                 priority counts, and weights are ignored
 
-A name is resolved again when its answer's TTL is over. A failing resolver says nothing about the
+A name is resolved again when its answer's TTL is over. A failing resolver is no evidence about the
 engines. An answer without any addresses may be temporary: a Service that is created anew or a zone
 that is being loaded looks the same. So it counts only after several such answers; probes find the
 engines that are really gone meanwhile.

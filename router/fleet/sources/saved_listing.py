@@ -23,7 +23,7 @@ from router.fleet.sources.source import (
 )
 
 logger = logging.getLogger("disagg_router.fleet")
-# Reports wait this long for the list to be saved; a slower write goes on in its thread.
+# Reports wait this long for the list to be saved; a slower write continues in its thread.
 SAVE_TIMEOUT_S = 5.0
 
 

@@ -71,7 +71,7 @@ def one_line(error: BaseException) -> str:
 
 async def run_in_own_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine in a thread and an event loop of its own, because its work would delay
-    requests. The coroutine must end by itself: neither a cancelled caller nor the end of the
+    requests. The coroutine must end without help: neither a cancelled caller nor the end of the
     process waits for it."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()

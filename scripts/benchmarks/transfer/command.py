@@ -28,7 +28,7 @@ from scripts.benchmarks.transfer.report import Report
 
 SECTIONS = ("throughput", "copy", "checksum", "handshake", "handover", "step")
 MAX_MEMORY_SHARE = 0.7
-"""Of the free memory, that both sides together may take."""
+"""The share of the free memory that both sides together may take."""
 
 
 def main(arguments: Sequence[str]) -> int:

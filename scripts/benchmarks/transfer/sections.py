@@ -253,7 +253,8 @@ def copy(report: Report, options: argparse.Namespace) -> None:
 
 
 def checksum(report: Report, options: argparse.Namespace) -> None:
-    """What `kv_checksum` costs: the holder sums up beside the READ, the reader afterwards."""
+    """Measure the cost of `kv_checksum`. The holder computes it beside the READ, the reader
+    afterwards."""
     counts = sorted({min(count, MAX_CHECKSUM_BLOCKS) for count in options.blocks})
     shape = Shape(options.layers, max(counts), options.block_kib * 1024)
     plain, checked = both_sides(shape, "cpu"), both_sides(shape, "cpu", checksums=True)
@@ -425,7 +426,7 @@ class SteppedEngine(BenchEngine):
         self.step()
 
     def lease(self, count: int) -> list[dict[str, Any]]:
-        """P: prefills that nobody reads; returns their params."""
+        """Run prefills on P that no engine reads, and return their params."""
         blocks = self.regions[0].num_blocks
         return [self.prefill(f"p-{number}", [number % blocks]).params for number in range(count)]
 

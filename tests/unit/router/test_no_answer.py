@@ -196,7 +196,7 @@ async def test_a_long_answer_that_is_broken_off_is_none(
 async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
     start_router: StartRouter, d: MockEngine, path: str, stream: bool
 ) -> None:
-    """What was heard of the first one is forgotten."""
+    """The content of the first answer is discarded."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
         no_end = whole("wrong")

@@ -1,4 +1,4 @@
-"""What scripts/trace_request.py counts, in a sequence of calls."""
+"""The counts of scripts/trace_request.py for a sequence of calls."""
 
 from scripts.trace_request import Step, count_returns
 

@@ -412,7 +412,7 @@ def registers_again(rank: Rank, number: int, *names: str) -> int:
 
 
 def given_back_in_vain(rank: Rank) -> int:
-    """P gives back, and nobody orders the end. Returns the number of the new registration."""
+    """P gives back, and no engine orders the end. Returns the number of the new registration."""
     number = reclaimed(rank)
     for their_rank in (0, 1):
         gives_back(rank, number, their_rank)
@@ -423,7 +423,7 @@ def given_back_in_vain(rank: Rank) -> int:
 
 
 def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: Launch) -> None:
-    """Nobody orders the end then."""
+    """No order ends the registration then."""
     rank = launch(1, 2)
     again = given_back_in_vain(rank)
     for their_rank in (0, 1):

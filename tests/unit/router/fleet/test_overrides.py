@@ -1,4 +1,4 @@
-"""What operators want stands over what sources list."""
+"""Changes of operators take precedence over the listings of sources."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LINES = st.sampled_from(
 
 
 def events_by_the_standard(stream: bytes) -> list[bytes]:
-    """What a client dispatches, read as the standard words it: line by line. The event that the
+    """The events that a client dispatches, read line by line as in the standard. The event that the
     stream breaks off is the last one."""
     events: list[bytes] = []
     data: list[bytes] = []

@@ -1,4 +1,4 @@
-"""What a resume buffer keeps of a stream, and what it lets pass."""
+"""The parts of a stream that a resume buffer keeps, and those that it passes on."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_from_its_end_on_a_stream_waits(end: bytes) -> None:
 )
 @pytest.mark.parametrize("is_last", [True, False])
 def test_nothing_of_an_end_that_is_none_passes(end: bytes, is_last: bool) -> None:
-    """Whoever goes on with the answer says another end of it."""
+    """The engine that resumes the answer sends another end."""
     buffer = after_first()
     passed = buffer.passing(PLAIN + end, is_last)
     if not is_last:

@@ -1,4 +1,4 @@
-"""What reads a stream on its way finds the same, whichever line ends and lines of data it has."""
+"""All subscribers of a stream find the same events, for all line ends and numbers of data lines."""
 
 from __future__ import annotations
 

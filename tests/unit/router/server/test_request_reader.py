@@ -1,4 +1,4 @@
-"""What a client sends becomes requests, without a socket."""
+"""The bytes of a client become requests, without a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source listed is there for the process that begins when it cannot tell any more."""
+"""A process that starts while a source is unreachable uses the listing that was saved."""
 
 from __future__ import annotations
 
