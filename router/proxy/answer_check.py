@@ -51,7 +51,7 @@ from router.openai.event_stream import (
     has_output,
     json_events,
 )
-from router.proxy.leg_bodies import error_text
+from router.proxy.messages import error_text
 from router.proxy.side_requests import REJECTION, is_rejection
 
 ABORT, ERROR = "abort", "error"

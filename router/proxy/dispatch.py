@@ -12,18 +12,23 @@ from router.conversations.conversations import Conversations, Turn
 from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
-from router.proxy import headers, key_limits, strategies
+from router.proxy import key_limits, messages, strategies
 from router.proxy.admission import EngineSlot
-from router.proxy.cors import CorsExchange, cors_headers
-from router.proxy.exchange import Exchange
+from router.proxy.exchange import CorsExchange, Exchange, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
-from router.proxy.leg_bodies import LegBodies, RawBody
+from router.proxy.messages import LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
 from router.proxy.release import release_turn
-from router.proxy.request import SEVERAL, Request, next_number
-from router.proxy.request_parser import check_fields, read_request, share_answers
+from router.proxy.request import (
+    SEVERAL,
+    Request,
+    check_fields,
+    next_number,
+    read_request,
+    share_answers,
+)
 from router.proxy.run import Run
 from router.proxy.turn_reuse import find_reuse
 from router.routing.route import Route
@@ -119,10 +124,10 @@ def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     if gateway.hides_credentials:
         given = without_credentials(given)
     if gateway.tracer is None:
-        request_id, shared_headers = headers.read_client_headers(given)
+        request_id, shared_headers = messages.read_client_headers(given)
         record = Record(exchange.endpoint, exchange.arrived, request_id)
     else:
-        request_id, shared_headers = headers.read_client_headers(without_trace_headers(given))
+        request_id, shared_headers = messages.read_client_headers(without_trace_headers(given))
         record = Record(exchange.endpoint, exchange.arrived, request_id)
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
@@ -198,7 +203,7 @@ async def _pass_on(request: Request, rejected: errors.EngineRejectedError) -> No
     record = request.record
     record.status = rejected.status
     record.outcome = "refused" if rejected.status < 500 else "engine_error"
-    passed = headers.to_client(rejected.headers, record.request_id)
+    passed = messages.to_client(rejected.headers, record.request_id)
     await request.exchange.respond(rejected.status, passed, rejected.body)
 
 
@@ -220,7 +225,7 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     if not exchange.started:
         record.status = shape.status
         record.outcome = "refused" if shape.status < 500 else "failed"
-        told = headers.to_client(errors.headers_of(error), record.request_id)
+        told = messages.to_client(errors.headers_of(error), record.request_id)
         await exchange.respond(shape.status, told, errors.body_of(error))
     elif request.event_stream and not isinstance(error, ReaderStalledError):
         record.outcome = "broken_stream"

@@ -1,12 +1,18 @@
-"""The objects that all requests of a router process share."""
+"""The objects that all requests of a router process share.
+
+`RouteFinder` gives the routing policies, which are pure, what they look at: the snapshot of the
+fleet, the request's prompt, and counters for round robin.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+from msgspec import structs
 
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import Authenticator
@@ -14,20 +20,197 @@ from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine
 from router.fleet.engine_spec import EngineRole
 from router.fleet.fleet import Fleet
+from router.fleet.snapshot import GroupPool, Snapshot
 from router.http_client.answer_memory import MemoryBudget
 from router.http_client.errors import UpstreamError
-from router.openai.errors import EngineError
+from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
+from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
-from router.proxy.request_tasks import RequestTasks
-from router.proxy.retry import RetryBudget
-from router.proxy.route_finder import RouteFinder
+from router.routing.load_policies import LoadBound
+from router.routing.policy import RoutingQuery
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
+from router.routing.route import GroupPolicies, Route, route
 from router.settings import Settings
 from router.telemetry.access_log import write_lines
 from router.telemetry.logs import LogThrottle, is_short
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record, RecordBatches, RecordReader
 from router.telemetry.trace_export import FLUSH_TIMEOUT_S, Tracer
+
+# A prefill engine works on one prompt at a time, so a second request there has to wait already.
+PREFILL_LOAD_FLOOR = 2
+
+
+class RouteFinder:
+    """The routing policies of both roles, and the fleet that they choose from.
+
+    `load_bound` decides when an engine that affinity prefers is too busy.
+    """
+
+    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+        self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
+        floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
+        prefill_bound = LoadBound(self.load_bound.factor, floor)
+        self._fleet = fleet
+        # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
+        self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
+        self._prefill = GroupPolicies(settings.prefill_policy, prefill_bound)
+        self._decode = GroupPolicies(settings.decode_policy, self.load_bound)
+        self._prefill_turn = self._decode_turn = 0
+        self._looked_at: Snapshot | None = None
+        self._needs_chunks = False
+        fleet.on_lost = self._forget_engine
+        fleet.on_new_groups = self._forget_old_groups
+
+    def find(self, request: Request, home: Engine | None = None, but: Container[str] = ()) -> Route:
+        """Return the engines that may serve the request, best first.
+
+        The decode engine `home` comes before others. Groups in `but` are left out. Raises
+        UnknownModelError, NoEngineError.
+        """
+        pools = self.pools(request.body.get("model"))
+        if but:
+            pools = [pool for pool in pools if pool.group not in but]
+        session = "" if request.turn is None else request.turn.conversation.session
+        tokens = request.tokens
+        is_long = tokens >= TOKENS_PER_CHUNK
+        chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
+        turn = self._decode_turn
+        self._decode_turn = turn + 1
+        decoder = RoutingQuery(turn, tokens, session, chunks)
+        prefiller = None
+        if not request.alone:
+            same = turn == self._prefill_turn  # as long as no request needed a decode engine alone
+            prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
+            self._prefill_turn += 1
+        return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
+
+    def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
+        """Yield the engines of the planned group as they are now."""
+        for pool in self._fleet.snapshot.pools(request.model):
+            if pool.group == planned.group:
+                yield from pool.by_role(role)
+
+    def pools(self, model: object) -> Sequence[GroupPool]:
+        """Return the groups that serve a model. Raises UnknownModelError, NoEngineError."""
+        pools = self._fleet.snapshot.pools(model)
+        if pools:
+            return pools
+        if self._fleet.may_serve(model):
+            raise NoEngineError("no decode engine is healthy")
+        raise UnknownModelError(model)
+
+    def shares_kv_loads(self, model: object) -> bool:
+        """Return True if each decode engine of a model loads KV once for several answers."""
+        pools = self._fleet.snapshot.pools(model)
+        return all(one.capabilities.shares_kv_loads for pool in pools for one in pool.decoders)
+
+    def _chunks_matter(self) -> bool:
+        """Return True if a policy remembers prompts and has a choice. Computed once a snapshot."""
+        snapshot = self._fleet.snapshot
+        if snapshot is not self._looked_at:
+            prefill, decode = self._prefill.uses_feedback, self._decode.uses_feedback
+            self._looked_at, self._needs_chunks = (
+                snapshot,
+                any(
+                    (prefill and len(pool.prefillers) > 1)
+                    or (decode and len(pool.decoders) >= self._least_decoders)
+                    for pool in snapshot.any_model
+                ),
+            )
+        return self._needs_chunks
+
+    def _forget_engine(self, engine: Engine) -> None:
+        self._fleet.unreachable_pairs.forget(engine.name)
+        for policies in (self._prefill, self._decode):
+            policies.forget(engine.name, engine.group)
+
+    def _forget_old_groups(self) -> None:
+        for policies in (self._prefill, self._decode):
+            policies.keep_only(self._fleet.groups)
+
+
+# Seconds for tasks to end by themselves when the router stops.
+CLOSE_TIMEOUT_S = 2.0
+
+
+class RequestTasks:
+    """`running` are the tasks of requests, `background` those that outlive one.
+
+    `is_draining`: the router stops, and new requests are not wanted. `is_interrupted`: running
+    requests are cancelled, and answer their clients with an error.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[asyncio.Task[None]] = set()
+        self.background: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+        self.is_interrupted = False
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work that outlives its request. The work must end soon, without being cancelled."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+        return task
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work that continues even if its request is cancelled."""
+        await asyncio.shield(self.spawn(work))
+
+    def interrupt(self) -> None:
+        """End every running request with an error for its client."""
+        self.is_interrupted = True
+        for task in list(self.running):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Wait CLOSE_TIMEOUT_S for all tasks, then cancel those that are left."""
+        if left := self.running | self.background:
+            _, late = await asyncio.wait(left, timeout=CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+
+class RetryBudget:
+    """Allow retries for a `share` of the requests of the last seconds, and for `floor` requests in
+    any case, so that retries cannot double the load of an outage.
+
+    `window` is in seconds. The budget counts in two halves of the window.
+    """
+
+    def __init__(self, share: float = 0.2, floor: int = 100, window: float = 10.0) -> None:
+        self._share = share
+        self._floor = floor
+        self._half = window / 2
+        self._turns_at = 0.0
+        self._requests = [0, 0]
+        self._retries = [0, 0]
+
+    def note_request(self, now: float) -> None:
+        if now >= self._turns_at:
+            self._turn(now)
+        self._requests[0] += 1
+
+    def take(self, now: float) -> bool:
+        """Return True, and count the retry, if one more leg may be sent at time `now`."""
+        if not self.is_left(now):
+            return False
+        self._retries[0] += 1
+        return True
+
+    def is_left(self, now: float) -> bool:
+        if now >= self._turns_at:
+            self._turn(now)
+        return sum(self._retries) < max(self._floor, self._share * sum(self._requests))
+
+    def _turn(self, now: float) -> None:
+        is_long_ago = now >= self._turns_at + self._half
+        self._requests = [0, 0 if is_long_ago else self._requests[0]]
+        self._retries = [0, 0 if is_long_ago else self._retries[0]]
+        self._turns_at = now + self._half
 
 
 class RequestWatch(Protocol):

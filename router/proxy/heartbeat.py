@@ -20,7 +20,7 @@ from router.http_client.sse import is_between_events
 from router.openai import stream_from_answer
 from router.openai.answers import parse_object
 from router.openai.errors import error_body, type_of_status
-from router.proxy import headers as head
+from router.proxy import messages
 from router.proxy.exchange import BodySource, Header
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import Body, Request
@@ -217,7 +217,7 @@ class HeartbeatExchange:
         if left <= 0:
             stream = self._stream
             if stream is None:
-                passed = head.to_client(EVENT_STREAM, self._request.record.request_id)
+                passed = messages.to_client(EVENT_STREAM, self._request.record.request_id)
                 stream = self._open(200, passed)
             stream.beat()
             left = self._interval

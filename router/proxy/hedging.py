@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
-from router.proxy.leg_bodies import BodyHalves
 from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
+from router.proxy.messages import BodyHalves
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 

@@ -30,7 +30,7 @@ from router.openai.errors import (
     LoadFailedError,
 )
 from router.openai.request_fields import restate_prompt_limit
-from router.proxy import headers, release
+from router.proxy import messages, release
 from router.proxy.answer_check import (
     cached_share,
     failure_of,
@@ -40,7 +40,6 @@ from router.proxy.answer_check import (
     preemption_in,
     prefill_content,
 )
-from router.proxy.leg_bodies import BodyHalves, error_text
 from router.proxy.load_failure import (
     LoadFailure,
     LoadFailureWatch,
@@ -48,6 +47,7 @@ from router.proxy.load_failure import (
     failure_in_error,
     take_failure_from_answer,
 )
+from router.proxy.messages import BodyHalves, error_text
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
@@ -339,7 +339,7 @@ def _message(
     leg_id = request.leg_id() if push is None else push.leg_id
     lines = pinned + request.shared_headers
     endpoint = request.path or request.record.endpoint
-    return headers.leg_message(endpoint, engine.name, leg_id, lines, body, request.form)
+    return messages.leg_message(endpoint, engine.name, leg_id, lines, body, request.form)
 
 
 def _note_success(run: Run, engine: Engine) -> None:
@@ -433,7 +433,7 @@ async def _error_answer(
         return BrokenAnswerError(f"an answer with status {status}")
     rejected = EngineRejectedError(status, answer.headers, body) if status < 500 else None
     text = f"the {engine.role} engine answered {status}{error_text(body)}"
-    seconds = headers.retry_after(answer.headers) if status in (429, 503) else None
+    seconds = messages.retry_after(answer.headers) if status in (429, 503) else None
     if seconds is not None:
         return EngineOverloadedError(text, seconds, rejected)
     if rejected is not None:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from router.openai.errors import BadRequestError
 from router.proxy.gateway import Gateway
-from router.proxy.request import PASSED, Request
-from router.proxy.request_parser import MAX_MODEL_CHARS, check_form, read_request
+from router.proxy.request import MAX_MODEL_CHARS, PASSED, Request, check_form, read_request
 
 JSON_PATHS = (
     "/v1/embeddings",

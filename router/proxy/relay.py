@@ -39,7 +39,7 @@ from router.openai.answers import (
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.openai.event_stream import chunks_in
-from router.proxy import headers
+from router.proxy import messages
 from router.proxy.answer_check import (
     LongAnswerCheck,
     StreamValidator,
@@ -70,7 +70,7 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
     """Relay the decode engine's answer to the client as it arrives."""
     request, gateway = run.request, run.gateway
     note_first_byte(run, answer)
-    passed = headers.to_client(answer.headers, request.record.request_id)
+    passed = messages.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
     raw = None if answer.is_event_stream else answer.take_if_complete(limits.max_answer_size)
     if raw is not None:
@@ -127,7 +127,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
         raw, kind = stream_from_answer.events(content, body), EVENT_STREAM
     else:
         raw, kind = _written(content), JSON
-    passed = headers.to_client(kind, record.request_id)
+    passed = messages.to_client(kind, record.request_id)
     await request.exchange.respond(200, passed, raw)
     note_done(request)
 
@@ -162,7 +162,7 @@ async def _respond_turn(
     await _finish(gateway, keep(params, read_choice(content)))
     if request.exact and request.body.get("stream") and stream_from_answer.is_answer(content):
         raw, given = stream_from_answer.events(content, request.body), EVENT_STREAM
-    passed = headers.to_client(given, request.record.request_id)
+    passed = messages.to_client(given, request.record.request_id)
     await request.exchange.respond(answer.status, passed, raw)
 
 
@@ -171,7 +171,7 @@ async def _relay_turn(
 ) -> None:
     request, gateway = run.request, run.gateway
     request.event_stream = request.record.streamed = True
-    passed = headers.to_client(answer.headers, request.record.request_id)
+    passed = messages.to_client(answer.headers, request.record.request_id)
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
     ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)

@@ -1,14 +1,32 @@
-"""One client request as a record. `request_parser` fills it in."""
+"""One client request as a record, and how the client's body becomes one.
+
+What goes to engines is separated from what is for the router itself.
+
+A foreign web page may have a browser POST text/plain, a form, or a body without a type, without a
+preflight request. If the router took such a body for JSON, the page could spend its victim's quota
+unseen. Therefore a body must have the right Content-Type. A body without a type is taken for JSON
+only from clients that are not web pages.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import count
+from operator import itemgetter
 from random import getrandbits
 from typing import Any
 
+import orjson
+
+from router.common.exact_json import loads
 from router.common.structs import IdentityStruct
-from router.conversations.conversations import Turn
-from router.proxy.exchange import Exchange
+from router.conversations.conversations import Conversations, Turn
+from router.openai.errors import BadRequestError, UnsupportedTypeError
+from router.openai.request_fields import find_invalid_field
+from router.proxy.exchange import Exchange, Header
+from router.proxy.first_token import wants_logprobs
+from router.proxy.request_limits import RequestLimits
+from router.routing.prompt_chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
 
 Body = dict[str, Any]
@@ -70,3 +88,219 @@ class Request(IdentityStruct):
     def leg_id(self) -> str:
         """Return a new X-Request-Id for one attempt of a leg. It begins with the client's id."""
         return f"{self.record.request_id}.{_process}{next(_legs)}"
+
+
+EXTRA_ARGS = "vllm_xargs"
+CONVERSATION_STREAM = b"x-conversation-stream"
+STREAM_FIELD = "conversation_stream"
+# Fields that are for the router alone.
+CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
+# A body without any of these needs no further look.
+LOOKED_AT = CONSUMED | {
+    KV_PARAMS,
+    EXTRA_ARGS,
+    THRESHOLD,
+    "n",
+    "best_of",
+    "use_beam_search",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "echo",
+}
+# Records may be held for a while, so long names of models are not recorded.
+MAX_MODEL_CHARS = 256
+STREAM_MODES = ("auto", "exact")
+MAX_SHARED_ANSWERS = 128
+JSON, MULTIPART = b"application/json", b"multipart/form-data"
+USUAL = (b"content-type", JSON)
+NAME = itemgetter(0)
+IDENTITY = (b"", b"identity")
+
+
+def read_request(
+    request: Request, limits: RequestLimits, conversations: Conversations | None
+) -> None:
+    """Read the request's JSON body. Raises BadRequestError, UnsupportedTypeError."""
+    check_json(request.exchange.headers)
+    take_body(request, parse_body(request.exchange.body), limits, conversations)
+
+
+def take_body(
+    request: Request, body: Body, limits: RequestLimits, conversations: Conversations | None
+) -> None:
+    """Fill the request in from a parsed body. Raises BadRequestError."""
+    request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
+    model = body.get("model")
+    if type(model) is str and len(model) <= MAX_MODEL_CHARS:
+        request.record.model = model
+    if conversations is not None:
+        request.turn = conversations.turn_of(request.exchange.headers, body)
+    if request.turn is not None:
+        request.exact = _stream_mode(request, body, limits.conversation_stream) == "exact"
+    if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
+        request.body, request.threshold = body, limits.decode_first_threshold
+        return
+    request.threshold = threshold_of(body, limits.decode_first_threshold)
+    if STREAM_FIELD in body:
+        request.exact = _stream_mode(request, body, limits.conversation_stream) == "exact"
+    if not CONSUMED.isdisjoint(body):
+        body = {name: body[name] for name in body if name not in CONSUMED}
+    body = without_nested(body, THRESHOLD)
+    if has_params(body) and limits.trust_client_kv_params:
+        request.alone = CLIENT_PARAMS
+    else:
+        if has_params(body):
+            body = without_params(body)
+        request.alone = why_alone(body)
+    request.body = body
+
+
+def share_answers(request: Request) -> None:
+    """Let two engines share a request for several answers, because every decode engine of its model
+    loads KV once for all of them."""
+    number = request.body.get("n")
+    if request.alone == SEVERAL and type(number) is int and 1 < number <= MAX_SHARED_ANSWERS:
+        request.alone, request.is_several = "", True
+        # Each of the answers would be kept for the next turn, and judged by a threshold.
+        request.turn, request.threshold = None, 0.0
+
+
+def check_fields(request: Request, context_lengths: Mapping[str, int]) -> None:
+    """Refuse what a decode engine would refuse, before a prefill engine works on it.
+
+    Raises BadRequestError. A request that one engine serves alone is left to that engine.
+    """
+    if request.alone:
+        return
+    model = request.model
+    context = context_lengths.get(model) if type(model) is str else None
+    is_chat = request.exchange.endpoint != COMPLETIONS
+    wrong = find_invalid_field(request.body, is_chat, context)
+    if wrong is not None:
+        raise BadRequestError(wrong.message, wrong.field)
+
+
+def _stream_mode(request: Request, body: Body, default: str) -> str:
+    mode = body.get(STREAM_FIELD)
+    if mode is None:
+        mode = default
+        for name, value in request.exchange.headers:
+            if name == CONVERSATION_STREAM:
+                mode = value.decode("latin-1").lower() or default
+                break
+    if mode not in STREAM_MODES:
+        raise BadRequestError(f"{STREAM_FIELD} must be one of {', '.join(STREAM_MODES)}")
+    return str(mode)
+
+
+def parse_body(raw: bytes) -> Body:
+    """Return the JSON object in a request body. Raises BadRequestError."""
+    try:
+        body = loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return body
+
+
+def threshold_of(body: Body, default: float) -> float:
+    """Return the cache threshold of the body, else the default. Raises BadRequestError."""
+    value = body.get(THRESHOLD)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise BadRequestError(f"{THRESHOLD} must be a number from 0 to 1")
+    return float(value)
+
+
+def has_params(body: Body) -> bool:
+    return KV_PARAMS in body or _has_nested_params(body)
+
+
+def without_params(body: Body) -> Body:
+    """Return the body without kv_transfer_params, wherever an engine would read them."""
+    rest = {name: value for name, value in body.items() if name != KV_PARAMS}
+    return without_nested(rest, KV_PARAMS)
+
+
+def without_nested(body: Body, name: str) -> Body:
+    """Return the body without that field of `vllm_xargs`, where vLLM reads it as well."""
+    extra = body.get(EXTRA_ARGS)
+    if not isinstance(extra, dict) or name not in extra:
+        return body
+    return {**body, EXTRA_ARGS: {key: extra[key] for key in extra if key != name}}
+
+
+def _has_nested_params(body: Body) -> bool:
+    extra = body.get(EXTRA_ARGS)
+    return isinstance(extra, dict) and KV_PARAMS in extra
+
+
+def why_alone(body: Body) -> str:
+    """Return why one engine must do all the work for this body, or "" if two can share it.
+
+    A prefill engine frees its blocks when the first reader is done. So two engines share a request
+    only if it becomes exactly one sequence, or if decode engines load once for several. And only
+    the engine that computes the prompt knows the log-probabilities of the prompt's tokens.
+    """
+    if body.get("best_of") not in (None, 1):
+        return "best_of"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
+        return "prompt_list"
+    # 0 counts, too: it asks for the logprob of each prompt token itself.
+    if wants_logprobs(body.get("prompt_logprobs")):
+        return "prompt_logprobs"
+    if body.get("echo") and wants_logprobs(body.get("logprobs")):
+        return "echo"
+    return "" if body.get("n") in (None, 1) else SEVERAL
+
+
+def _count(prompt: object) -> int:
+    """Return how many sequences a prompt field asks for; a list of token ids is one."""
+    if prompt is None:
+        return 0
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        return len(prompt)
+    return 1
+
+
+def check_json(headers: Sequence[Header]) -> None:
+    """Raises UnsupportedTypeError."""
+    if USUAL in headers and b"content-encoding" not in map(NAME, headers):
+        return
+    given = dict(headers)
+    kind = given.get(b"content-type")
+    if kind != JSON and not (_is_json(kind) if kind else b"origin" not in given):
+        found = "names no Content-Type" if not kind else f"is {_shown(kind)}"
+        raise UnsupportedTypeError(f"the body {found}: this endpoint accepts only application/json")
+    if b"content-encoding" in given:
+        _check_encoding(given[b"content-encoding"])
+
+
+def check_form(headers: Sequence[Header]) -> None:
+    """A form with files, of a client that is no foreign page. Raises UnsupportedTypeError."""
+    given = dict(headers)
+    kind = given.get(b"content-type", b"")
+    if kind.partition(b";")[0].strip().lower() != MULTIPART:
+        text = f"the body is {_shown(kind)}: this endpoint accepts only multipart/form-data"
+        raise UnsupportedTypeError(text)
+    if b"content-encoding" in given:
+        _check_encoding(given[b"content-encoding"])
+
+
+def _check_encoding(value: bytes) -> None:
+    if value.strip().lower() not in IDENTITY:
+        text = f"Content-Encoding {_shown(value)} is not supported: send the body uncompressed"
+        raise UnsupportedTypeError(text)
+
+
+def _is_json(kind: bytes) -> bool:
+    kind = kind.partition(b";")[0].strip().lower()
+    return kind == JSON or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+def _shown(value: bytes) -> str:
+    return value[:100].decode("ascii", "replace") or "of no type"

@@ -1,9 +1,9 @@
-"""The decision after a failed leg: a table, one pure function, and the budget that bounds retries.
+"""The decision after a failed leg: a table and one pure function.
 
 A row of RULES reads: for this kind of failure, what follows if the prefill leg failed, what follows
 if the decode leg failed, whether the failure counts against the engine, and whether the retry is
-free. A free retry is not counted in the budget, because no engine did any work. The row holds while
-the client has received nothing. `decide` applies the row to the situation of one request.
+free. A free retry is not counted in the `RetryBudget`, because no engine did any work. The row
+holds while the client has received nothing. `decide` applies it to the situation of one request.
 
 An engine's 4xx has no row, because it is the answer to the request (LegRefusal).
 """
@@ -163,42 +163,3 @@ def decide(kind: str, leg: EngineRole, now: Situation, is_of_pair: bool = False)
         is_free=rule.is_free or is_of_pair,
         spends_turn=may_be_turn or (now.offered_turn and kind == "stale"),
     )
-
-
-class RetryBudget:
-    """Allow retries for a `share` of the requests of the last seconds, and for `floor` requests in
-    any case, so that retries cannot double the load of an outage.
-
-    `window` is in seconds. The budget counts in two halves of the window.
-    """
-
-    def __init__(self, share: float = 0.2, floor: int = 100, window: float = 10.0) -> None:
-        self._share = share
-        self._floor = floor
-        self._half = window / 2
-        self._turns_at = 0.0
-        self._requests = [0, 0]
-        self._retries = [0, 0]
-
-    def note_request(self, now: float) -> None:
-        if now >= self._turns_at:
-            self._turn(now)
-        self._requests[0] += 1
-
-    def take(self, now: float) -> bool:
-        """Return True, and count the retry, if one more leg may be sent at time `now`."""
-        if not self.is_left(now):
-            return False
-        self._retries[0] += 1
-        return True
-
-    def is_left(self, now: float) -> bool:
-        if now >= self._turns_at:
-            self._turn(now)
-        return sum(self._retries) < max(self._floor, self._share * sum(self._requests))
-
-    def _turn(self, now: float) -> None:
-        is_long_ago = now >= self._turns_at + self._half
-        self._requests = [0, 0 if is_long_ago else self._requests[0]]
-        self._retries = [0, 0 if is_long_ago else self._retries[0]]
-        self._turns_at = now + self._half

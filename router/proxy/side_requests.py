@@ -12,8 +12,8 @@ from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import Json, choices_of, parse_object
-from router.proxy import headers
-from router.proxy.leg_bodies import encode_body
+from router.proxy import messages
+from router.proxy.messages import encode_body
 from router.proxy.request import COMPLETIONS, THRESHOLD, Body, Request
 
 SIDE_REQUEST_TIMEOUT_S = 5.0
@@ -31,7 +31,9 @@ async def send_side_request(
     """
     content = encode_body(body)
     leg_id = f"{request.leg_id()}-{purpose}"
-    message = headers.leg_message(path, engine.name, leg_id, request.shared_headers, (content, b""))
+    message = messages.leg_message(
+        path, engine.name, leg_id, request.shared_headers, (content, b"")
+    )
     return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, MAX_ANSWER_BYTES)
 
 

@@ -28,7 +28,6 @@ from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
 from router.proxy import release
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
-from router.proxy.leg_bodies import BodyHalves
 from router.proxy.legs import (
     DecodeLegResult,
     LegFailure,
@@ -37,6 +36,7 @@ from router.proxy.legs import (
     decode_leg,
     prefill_leg,
 )
+from router.proxy.messages import BodyHalves
 from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PUSHES, PushParams, make_push
@@ -49,8 +49,8 @@ from router.proxy.recovery import (
 from router.proxy.relay import deliver_prefilled
 from router.proxy.request import PASSED
 from router.proxy.retry import Next
-from router.proxy.run import Run
-from router.proxy.selection import (
+from router.proxy.run import (
+    Run,
     another_decoder,
     change_group,
     lacks_pair,

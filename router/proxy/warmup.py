@@ -24,8 +24,8 @@ from router.openai.errors import EngineError, RequestError
 from router.proxy import release
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
-from router.proxy.leg_bodies import LegBodies
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
+from router.proxy.messages import LegBodies
 from router.proxy.plan import PULL, PUSH, Plan, choose_mode
 from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.push import PushParams, make_push

@@ -53,9 +53,8 @@ from router.proxy.exchange import (
     Header,
 )
 from router.proxy.gateway import Gateway
-from router.proxy.leg_bodies import encode_body
-from router.proxy.request import PASSED, Request
-from router.proxy.request_parser import check_fields, check_json, parse_body, take_body
+from router.proxy.messages import encode_body
+from router.proxy.request import PASSED, Request, check_fields, check_json, parse_body, take_body
 from router.routing.prompt_chunks import estimate_tokens
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"

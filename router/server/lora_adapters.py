@@ -27,10 +27,10 @@ from router.openai.errors import (
     NoEngineError,
     shape_of,
 )
-from router.proxy import headers
+from router.proxy import messages
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import acquire_permit
-from router.proxy.request_parser import check_json, parse_body
+from router.proxy.request import check_json, parse_body
 from router.server.middleware import CALLER
 from router.server.router_state import state_of
 from router.telemetry.record import Record
@@ -62,7 +62,7 @@ async def _update(request: Request, path: str) -> Response:
     given = request.scope["headers"]
     if gateway.hides_credentials:
         given = without_credentials(given)
-    request_id, shared = headers.read_client_headers(given)
+    request_id, shared = messages.read_client_headers(given)
     record = Record(path, now(), request_id, flow=FLOW)
     key: ApiKey | None = request.scope.get(CALLER)
     record.key = "" if key is None else key.name
@@ -147,7 +147,7 @@ async def _ask(
     engine: Engine, path: str, request_id: str, shared: bytes, raw: bytes
 ) -> CompleteAnswer | None:
     """Return the engine's answer, or None if there is none."""
-    message = headers.leg_message(path, engine.name, request_id, shared, (raw, b""))
+    message = messages.leg_message(path, engine.name, request_id, shared, (raw, b""))
     try:
         return await engine.pool.fetch(message, now() + LOAD_TIMEOUT_S, MAX_ANSWER_BYTES)
     except UpstreamError as error:

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING
 from router.openai.errors import UnauthorizedError, body_of, error_body, headers_of, shape_of
-from router.proxy.cors import cors_headers, preflight_headers
-from router.proxy.exchange import Header
+from router.proxy.exchange import Header, cors_headers, preflight_headers
 from router.server.router_state import RouterState
 
 # The entry of a scope with the result of `Gateway.identify`.

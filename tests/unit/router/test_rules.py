@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from router.http_client import errors as upstream
 from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
-from router.proxy import headers, leg_bodies
+from router.proxy import messages
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.request import Body
-from router.proxy.request_parser import has_params, parse_body, why_alone, without_params
+from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
 from router.telemetry.access_log import AccessLine
 from router.telemetry.logs import (
     LINES,
@@ -49,13 +48,13 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(b"".join(leg_bodies.LegBodies(without_params(body)).prefill()))
+    leg = json.loads(b"".join(messages.LegBodies(without_params(body)).prefill()))
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
     assert leg["max_tokens"] == 1
     assert leg["stream"] is False
-    assert leg["kv_transfer_params"] == leg_bodies.PREFILL_PARAMS
+    assert leg["kv_transfer_params"] == messages.PREFILL_PARAMS
     assert not dropped & leg.keys()
     assert leg.get("max_completion_tokens", 1) == 1
     assert ("max_completion_tokens" in leg) == ("max_completion_tokens" in body)
@@ -86,7 +85,7 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
             assert answer.params.with_retain().content == {**given, "retain": True}
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         assert answer.prompt_tokens == (tokens if type(tokens) is int else None)
-    assert isinstance(leg_bodies.error_text(orjson.dumps(content)), str)
+    assert isinstance(messages.error_text(orjson.dumps(content)), str)
 
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
@@ -139,7 +138,7 @@ def test_the_servers_parser_passes_no_header_that_breaks_its_line(line: bytes) -
 def test_headers_nominated_by_connection_stay() -> None:
     given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
     given += [(b"x-two", b"2"), (b"x-three", b"3")]
-    assert headers.read_client_headers(given)[1] == b"x-three: 3\r\n"
+    assert messages.read_client_headers(given)[1] == b"x-three: 3\r\n"
 
 
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
@@ -173,7 +172,7 @@ def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
         body = parse_body(raw)
     except errors.BadRequestError:
         return
-    assert orjson.loads(leg_bodies.encode_body(body)) == body
+    assert orjson.loads(messages.encode_body(body)) == body
 
 
 def test_a_throttle_speaks_once_per_period_and_counts(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,8 +322,8 @@ def test_a_failure_is_told_in_one_short_line() -> None:
 def test_equal_headers_give_equal_lines_and_another_request_id(many: int) -> None:
     given = [(b"x-a", b"1")] * many
     (one, lines), (two, again) = (
-        headers.read_client_headers(given),
-        headers.read_client_headers(list(given)),
+        messages.read_client_headers(given),
+        messages.read_client_headers(list(given)),
     )
     assert lines == again == b"x-a: 1\r\n" * many
     assert one != two

@@ -15,12 +15,12 @@ from router.fleet.engine_spec import LEGS, EngineRole
 from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
+from router.proxy.gateway import RetryBudget
 from router.proxy.retry import (
     MAX_FAILED_LEGS,
     RULES,
     Mark,
     Next,
-    RetryBudget,
     Situation,
     decide,
 )

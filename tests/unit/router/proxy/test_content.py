@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.openai.errors import UnsupportedTypeError
-from router.proxy.request_parser import check_form, check_json
+from router.proxy.request import check_form, check_json
 from tests.unit.router.harness import Router, post
 from tests.unit.router.mock_engine import MockEngine
 

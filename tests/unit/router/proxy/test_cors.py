@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.proxy.cors import cors_headers, preflight_headers
+from router.proxy.exchange import cors_headers, preflight_headers
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router

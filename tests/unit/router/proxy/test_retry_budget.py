@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.retry import RetryBudget
+from router.proxy.gateway import RetryBudget
 
 SHARE, FLOOR, WINDOW = 0.25, 3, 8.0
 EVENTS = st.lists(
