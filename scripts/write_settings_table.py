@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.settings import settings_table
+from router.settings import Settings, default_of, description_of, flag_of, variable_of
 from scripts.chart_schema import SCHEMA, with_settings
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +30,16 @@ def main() -> None:
     README.write_text(f"{before}{BEGIN}\n{settings_table()}\n{END}{after}", encoding="utf-8")
     PAGE.write_text(settings_page(), encoding="utf-8")
     SCHEMA.write_text(with_settings(SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def settings_table() -> str:
+    """Return a Markdown table of all settings: flag, variable, default, meaning."""
+    rows = ["| Flag | Variable | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = f"`{value}`" if (value := default_of(field)) else ""
+        flag, variable = f"`{flag_of(name)}`", f"`{variable_of(name)}`"
+        rows.append(f"| {flag} | {variable} | {default} | {description_of(name)} |")
+    return "\n".join(rows)
 
 
 def settings_page() -> str:

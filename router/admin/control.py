@@ -41,7 +41,7 @@ from router.fleet.views import (
     merge_engine_views,
     merge_group_views,
 )
-from router.settings import Address, Settings, SettingsError, flag_of, is_loopback
+from router.settings import Address, Settings, SettingsError, flag_of, is_loopback, read_secret
 from router.telemetry import logs
 
 logger = logging.getLogger("disagg_router.admin")
@@ -109,7 +109,7 @@ class Control:
         self._lock = asyncio.Lock()
         self._reading: asyncio.Task[Settings] | None = None
         self._reloads: set[asyncio.Task[None]] = set()
-        self.token = settings.admin_secret()
+        self.token = read_secret(settings, "admin_token")
         self.state = DesiredState(Tunables.of(settings))
 
     async def run(self) -> None:
@@ -220,7 +220,7 @@ class Control:
         async with self._lock:
             settings = await self._read()
             await asyncio.to_thread(_check_api_keys, self._started)
-            token, keys = settings.admin_secret(), _store_keys(settings)
+            token, keys = read_secret(settings, "admin_token"), _store_keys(settings)
             self._check(token, keys)
             old, new = self.state.tunables, Tunables.of(settings)
             applied = [name for name in TUNABLE if getattr(new, name) != getattr(old, name)]

@@ -24,6 +24,7 @@ from router.settings import (
     group_title,
     load,
     metavar_of,
+    read_secret,
     unknown_variables,
 )
 
@@ -106,7 +107,7 @@ def _spellings(name: str) -> list[str]:
 def _options(name: str) -> dict[str, Any]:
     field = Settings.model_fields[name]
     default = default_of(field)
-    text = description_of(field) + (f" (default: {default})" if default else "")
+    text = description_of(name) + (f" (default: {default})" if default else "")
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     options: dict[str, Any] = {"metavar": metavar_of(name), "help": text}
@@ -137,7 +138,8 @@ def _serve(flags: dict[str, Any]) -> int:
     try:
         check_sources(settings)
         # Report unreadable secrets and files before the router listens.
-        settings.admin_secret(), settings.ui_secret(), settings.engine_secret()
+        for secret in ("admin_token", "ui_token", "engine_api_key"):
+            read_secret(settings, secret)
         check_files(settings)
         if settings.workers > 1:
             return supervisor.run(settings, partial(load, flags))

@@ -31,7 +31,7 @@ from router.routing.load_policies import LoadBound
 from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
 from router.routing.route import GroupPolicies, Route, route
-from router.settings import Settings
+from router.settings import Settings, read_secret
 from router.telemetry.access_log import write_lines
 from router.telemetry.logs import LogThrottle, is_short
 from router.telemetry.metrics import Metrics
@@ -254,7 +254,7 @@ class Gateway:
         self.metrics = metrics
         self.conversations = conversations
         self.authenticator = authenticator
-        secret = settings.engine_secret()
+        secret = read_secret(settings, "engine_api_key")
         # The credential for engines; and whether clients' credentials are for the router alone.
         shown = b"" if secret is None else secret.encode()
         self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""

@@ -43,7 +43,7 @@ from router.proxy.warmup import EAGER, EngineWarmer
 from router.server import index_page, lora_adapters, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
-from router.settings import BrokenFileError, Settings, SettingsError
+from router.settings import BrokenFileError, Settings, SettingsError, read_secret
 from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
 from router.telemetry.trace_export import tracer_of
@@ -152,7 +152,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     for endpoints in (index_page, proxied_endpoints, lora_adapters, router_endpoints):
         app.include_router(endpoints.router)
     if dashboard is not None:
-        app.include_router(dashboard_routes(dashboard, settings.ui_secret()))
+        app.include_router(dashboard_routes(dashboard, read_secret(settings, "ui_token")))
     has_metrics = settings.metrics_port is None
     app.add_middleware(AccessMiddleware, state=state, has_metrics=has_metrics)
     # Outermost, so that 401 answers have CORS headers, too.
@@ -233,7 +233,8 @@ def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
     errors = metrics.conversation_store_errors
-    address, password = settings.conversation_store, settings.store_password()
+    address = settings.conversation_store
+    password = read_secret(settings, "conversation_store_password")
     try:
         redis = RedisStore(address, password, settings.conversation_store_timeout)
     except ValueError as error:
@@ -286,7 +287,7 @@ def _fleet(
         address = spec.address
         return EnginePool(address.host, address.port, limits, deadlines, tls, answers)
 
-    secret = settings.engine_secret()
+    secret = read_secret(settings, "engine_api_key")
     credential = "" if secret is None else f"Bearer {secret}"
     return Fleet((), make_pool, settings.health_failures, credential=credential)
 

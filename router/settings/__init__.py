@@ -3,42 +3,38 @@
 A flag takes precedence over a variable, a variable over the file, the file over the default.
 `load(flags)` returns the `Settings` of one router, or raises `SettingsError` with one line for
 each problem. `Settings` is one flat model that inherits from one `SettingsGroup` for each title
-in `--help`; to add a setting, add a field to its group (engines, server, routing, conversations,
-access). A `Secret` is a pair of settings, value or file. Rendering is in `router.settings.render`.
+in `--help`; to add a setting, add a field to its group (engines, server, routing) and its help text
+to the group's docstring. The secrets are pairs of settings, value or file.
 """
 
 from router.settings.fields import (
+    ADMIN_URL,
     GROUP_NAME,
     HOST_NAME,
     MAX_GROUP_WEIGHT,
     TLS_SCHEME,
     Address,
-    canonical,
-    is_loopback,
-    is_port,
-)
-from router.settings.model import (
-    SECRET_NAMES,
-    Settings,
-    deprecation_warnings,
-    load,
-    unknown_variables,
-)
-from router.settings.names import (
-    ADMIN_URL,
-    RENAMED,
     BrokenFileError,
     SettingsError,
+    canonical,
     flag_of,
+    is_loopback,
+    is_port,
     variable_of,
 )
-from router.settings.render import (
+from router.settings.model import (
+    RENAMED,
+    SECRET_NAMES,
+    Settings,
     default_of,
+    deprecation_warnings,
     description_of,
     group_title,
+    load,
     metavar_of,
-    settings_table,
+    unknown_variables,
 )
+from router.settings.secret import read_secret
 
 __all__ = [
     "ADMIN_URL",
@@ -62,7 +58,7 @@ __all__ = [
     "is_port",
     "load",
     "metavar_of",
-    "settings_table",
+    "read_secret",
     "unknown_variables",
     "variable_of",
 ]

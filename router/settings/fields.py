@@ -1,4 +1,4 @@
-"""Types of values that settings have, and how a group of settings declares its fields.
+"""Names and types of settings, and how a group of settings declares its fields.
 
 A list may be given as a list, as JSON, or as words with commas or spaces between them.
 """
@@ -9,10 +9,13 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+PREFIX = "DISAGG_ROUTER_"
+# The command `drain` reads this variable; the router itself does not.
+ADMIN_URL = "DISAGG_ROUTER_ADMIN_URL"
 MIB = 1024 * 1024
 MAX_SECONDS = 366 * 86400.0
 MIN_HEARTBEAT_S = 0.1
@@ -29,14 +32,35 @@ PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
+class SettingsError(Exception):
+    """Settings that cannot be used; `problems` has one line for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class BrokenFileError(SettingsError):
+    """A file that the router watches while it runs cannot be used at present."""
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()
+
+
 class SettingsGroup(BaseModel):
     """Settings that `--help` shows under one title. `Settings` inherits from all groups.
 
-    The docstring of a field is its help text.
+    The first line of a group's docstring is its title. A line "NAME: ..." begins the help text of
+    the setting NAME. (pydantic would read docstrings of fields from the source files, which takes
+    longer than all other work at import.)
     """
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-    title: ClassVar[str]
+    model_config = ConfigDict(defer_build=True)  # only `Settings` validates
 
     def conflicts(self) -> Iterator[str]:
         """Yield one line for each reason why settings of this group do not fit together."""

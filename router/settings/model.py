@@ -6,11 +6,21 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from functools import cache
+from inspect import getdoc
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import (
+    ByteSize,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -19,15 +29,6 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from router.settings.access import (
-    ADMIN_TOKEN,
-    ENGINE_API_KEY,
-    UI_TOKEN,
-    AdminSettings,
-    DashboardSettings,
-    KeySettings,
-)
-from router.settings.conversations import STORE_KEY, STORE_PASSWORD, ConversationSettings
 from router.settings.engines import (
     ConnectionSettings,
     DiscoverySettings,
@@ -35,19 +36,26 @@ from router.settings.engines import (
     HealthSettings,
     pairing_problems,
 )
-from router.settings.fields import SettingsGroup
-from router.settings.names import (
+from router.settings.fields import (
     ADMIN_URL,
     PREFIX,
-    RENAMED,
+    Metavar,
     SettingsError,
+    SettingsGroup,
     flag_of,
-    names_of,
     variable_of,
-    with_current_names,
 )
-from router.settings.routing import AdmissionSettings, DecodeFirstSettings, SelectionSettings
+from router.settings.routing import (
+    AdmissionSettings,
+    ConversationSettings,
+    DecodeFirstSettings,
+    SelectionSettings,
+)
+from router.settings.secret import SECRETS, read_secret, secrets_set_twice
 from router.settings.server import (
+    AdminSettings,
+    DashboardSettings,
+    KeySettings,
     LogSettings,
     SecuritySettings,
     ServerSettings,
@@ -55,17 +63,22 @@ from router.settings.server import (
     TlsSettings,
 )
 
+# Deprecated names of settings and the current ones. A deprecated name works as flag, as variable
+# and in the YAML file for one release.
+RENAMED = {"scatter": "hedged_decoders"}
 # A Kubernetes Service called disagg-router puts DISAGG_ROUTER_PORT=tcp://10.0.0.1:8000 into every
 # pod of its namespace.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
-SECRETS = (STORE_PASSWORD, STORE_KEY, ADMIN_TOKEN, UI_TOKEN, ENGINE_API_KEY)
+METAVARS: dict[Any, str] = {int: "N", Path: "FILE", ByteSize: "SIZE", SecretStr: "SECRET"}
 
 
 class GeneralSettings(SettingsGroup):
-    title = "General"
+    """General
+
+    config: YAML file with any of these settings, under the names of the flags.
+    """
 
     config: Path | None = None
-    """YAML file with any of these settings, under the names of the flags."""
 
 
 # pydantic collects the fields of the last base first, so the groups are in reverse order here.
@@ -114,49 +127,35 @@ class Settings(
         content = with_current_names(read_file(Path(path))) if path else {}
         return given, variables, InitSettingsSource(settings_cls, content)
 
+    @field_validator(*SECRETS, mode="before")
+    @classmethod
+    def _check_secret(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str):
+            SECRETS[str(info.field_name)](value)
+        return value
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if problems := [*self._group_conflicts(), *self._conflicts_between_groups()]:
+        if problems := list(self._conflicts()):
             raise ValueError("\n".join(problems))
         return self
 
-    def _group_conflicts(self) -> Iterator[str]:
+    def _conflicts(self) -> Iterator[str]:
         for group in GROUPS:
             yield from group.conflicts(self)
-        for secret in SECRETS:
-            yield from secret.conflicts(self)
-
-    def _conflicts_between_groups(self) -> Iterator[str]:
+        yield from secrets_set_twice(self)
         is_discovered = bool(self.engines_file) or self.admin_port is not None
-        yield from pairing_problems(
-            "prefiller",
-            self.prefiller_hosts,
-            self.prefiller_ports,
-            is_discovered or bool(self.prefiller_dns or self.kubernetes_prefill_selector),
-        )
-        yield from pairing_problems(
-            "decoder",
-            self.decoder_hosts,
-            self.decoder_ports,
-            is_discovered or bool(self.decoder_dns or self.kubernetes_decode_selector),
-        )
+        prefill_found = is_discovered or self.prefiller_dns or self.kubernetes_prefill_selector
+        if self.prefiller_hosts or self.prefiller_ports or not prefill_found:
+            yield from pairing_problems("prefiller", self.prefiller_hosts, self.prefiller_ports)
+        decode_found = is_discovered or self.decoder_dns or self.kubernetes_decode_selector
+        if self.decoder_hosts or self.decoder_ports or not decode_found:
+            yield from pairing_problems("decoder", self.decoder_hosts, self.decoder_ports)
         if self.workers > 1 and self.conversation_store == "memory":
             yield (
                 f"--workers {self.workers} cannot share a conversation store in memory: set "
                 "--conversation-store to a Redis URL, or to off"
             )
-
-    def admin_secret(self) -> str | None:
-        """Return the admin API's token, if there is one. Raises SettingsError."""
-        return ADMIN_TOKEN.read(self)
-
-    def ui_secret(self) -> str | None:
-        """Return the dashboard's token, if there is one. Raises SettingsError."""
-        return UI_TOKEN.read(self)
-
-    def engine_secret(self) -> str | None:
-        """Return the API key for engines, if there is one. Raises SettingsError."""
-        return ENGINE_API_KEY.read(self)
 
     @property
     def limits_store(self) -> str:
@@ -168,14 +167,16 @@ class Settings(
 
     def limits_password(self) -> str | None:
         """Return the Redis password if both stores are the same. Raises SettingsError."""
-        return self.store_password() if self.limits_store == self.conversation_store else None
+        if self.limits_store != self.conversation_store:
+            return None
+        return read_secret(self, "conversation_store_password")
 
 
 GROUPS: tuple[type[SettingsGroup], ...] = tuple(
     base for base in reversed(Settings.__bases__) if issubclass(base, SettingsGroup)
 )
 # Settings whose values are never shown: secrets, and URLs that may contain a password.
-SECRET_NAMES = frozenset(("conversation_store", "key_limits_store", *(x.name for x in SECRETS)))
+SECRET_NAMES = frozenset(("conversation_store", "key_limits_store", *SECRETS))
 
 
 class VariableSource(EnvSettingsSource):
@@ -262,3 +263,65 @@ def deprecation_warnings(settings: Settings, flags: Mapping[str, Any]) -> list[s
             name = current.replace("_", "-")
             lines.append(f"{old} in {settings.config} is deprecated: use {name}")
     return lines
+
+
+def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with deprecated names replaced. A value under the current name wins."""
+    renamed = {RENAMED[name]: value for name, value in values.items() if name in RENAMED}
+    return renamed | {name: value for name, value in values.items() if name not in RENAMED}
+
+
+def names_of(name: str) -> list[str]:
+    """Return the setting's current name and its deprecated ones."""
+    return [name, *(old for old, current in RENAMED.items() if current == name)]
+
+
+@cache
+def _group_documents() -> dict[str, tuple[str, str]]:
+    """Return the title of the group and the help text of each setting."""
+    found = {}
+    for group in GROUPS:
+        title, *entries = re.split(r"^(\w+): ", getdoc(group) or "", flags=re.MULTILINE)
+        texts = dict(zip(entries[::2], entries[1::2], strict=True))
+        for name in group.model_fields:
+            found[name] = title.strip(), " ".join(texts.get(name, "").split())
+    return found
+
+
+def group_title(name: str) -> str:
+    """Return the title of the group to which the setting `name` belongs."""
+    return _group_documents()[name][0]
+
+
+def description_of(name: str) -> str:
+    return _group_documents()[name][1]
+
+
+def metavar_of(name: str) -> str:
+    """Return what stands for the value of the setting `name` in `--help`."""
+    return _metavar(get_type_hints(Settings, include_extras=True)[name])
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        plain, *metadata = get_args(annotation)
+        return next((one.text for one in metadata if isinstance(one, Metavar)), _metavar(plain))
+    if get_origin(annotation) is Literal:
+        return f"{{{','.join(get_args(annotation))}}}"
+    if annotation in METAVARS:
+        return METAVARS[annotation]
+    return next(filter(None, map(_metavar, get_args(annotation))), "")
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default as a person would write it."""
+    default = field.default
+    if isinstance(default, ByteSize):
+        return default.human_readable().replace(".0", "")
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, tuple):
+        return " ".join(default)
+    return "" if default is None else str(default)

@@ -1,78 +1,100 @@
-"""Settings of routing: admission, choice of engines, decode-first."""
+"""Settings of routing: admission, choice of engines, decode-first, conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, SecretStr
 
 from router.settings.fields import (
     MIB,
     Count,
+    Factor,
     Lower,
+    Name,
+    Names,
     Policy,
+    PositiveCount,
     Seconds,
     SettingsGroup,
     Share,
+    Store,
     Weights,
+)
+from router.settings.secret import parse_signing_keys, read_secret
+
+DEFAULT_CONVERSATION_IDS = (
+    "conversation_id",
+    "x-conversation-id",
+    "x-session-id",
+    "session_id",
+    "x-session-affinity",
+    "x-correlation-id",
 )
 
 
 class AdmissionSettings(SettingsGroup):
-    title = "Admission"
+    """Admission
+
+    max_engine_requests: Largest number of requests that this process has at one engine, including
+        the engine's queue. Further requests wait in the router. 0: no limit.
+    max_engine_prefill_tokens: Largest number of prompt tokens (estimated) that one engine computes
+        at a time. A larger prompt waits until the engine computes none. 0: no limit.
+    queue_size: Largest number of requests that wait for a slot at an engine; tenants take turns. A
+        request beyond the limit gets status 429 if its own tenant fills the queue, else 503. 0: no
+        queue.
+    queue_timeout: Longest wait for a slot at an engine (else 503).
+    queue_priorities: Order the queue by the request's priority: the header X-Vllm-Priority, else
+        the body's priority, else 0. Lower values come first.
+    """
 
     max_engine_requests: Count = 0
-    """Largest number of requests that this process has at one engine, including the engine's queue.
-    Further requests wait in the router. 0: no limit."""
     max_engine_prefill_tokens: Count = 0
-    """Largest number of prompt tokens (estimated) that one engine computes at a time. A larger
-    prompt waits until the engine computes none. 0: no limit."""
     queue_size: Count = 1024
-    """Largest number of requests that wait for a slot at an engine; tenants take turns. A request
-    beyond the limit gets status 429 if its own tenant fills the queue, else 503. 0: no queue."""
     queue_timeout: Seconds = 30.0
-    """Longest wait for a slot at an engine (else 503)."""
     queue_priorities: bool = True
-    """Order the queue by the request's priority: the header X-Vllm-Priority, else the body's
-    priority, else 0. Lower values come first."""
 
 
 class SelectionSettings(SettingsGroup):
-    title = "Engine selection"
+    """Engine selection
+
+    transfer_mode: How KV blocks move. pull: after prefill the decode engine reads the blocks. push:
+        both engines get the request at once, and the prefill engine writes the blocks. auto: as the
+        engines are configured.
+    first_token: Which engine's first token the client gets. auto: the token that the prefill engine
+        samples, if both engines support the hand-over; the decode engine then continues with the
+        second token (docs/mid-answer.md). decoder: the decode engine samples it again.
+    max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
+        and how often after a preemption return, if the engines support it. 0: never.
+    max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
+        token). A stream beyond the limit is not resumed. 0: no limit.
+    prefill_policy: Policy that selects a prefill engine: round_robin; least_loaded, by tokens in
+        flight; power_of_two, the less loaded of two random engines; session, the conversation's own
+        engine; or prefix, the engine whose cache holds most of the prompt.
+    decode_policy: Policy that selects a decode engine for requests without a conversation turn.
+    min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
+        tokens than this (estimated). The router knows cached tokens of conversations, and with
+        --decode-policy prefix those of all prompts. 0: never.
+    without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
+        answer 503.
+    without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine then
+        computes. Longer prompts get status 503.
+    group_weights: Shares of requests for groups of engines, as in blue=9 green=1. The share of any
+        other group is the sum of its engines' weights.
+    """
 
     transfer_mode: Annotated[Literal["auto", "pull", "push"], Lower] = "auto"
-    """How KV blocks move. pull: after prefill the decode engine reads the blocks. push: both
-    engines get the request at once, and the prefill engine writes the blocks. auto: as the engines
-    are configured."""
     first_token: Annotated[Literal["auto", "decoder"], Lower] = "auto"
-    """Which engine's first token the client gets. auto: the token that the prefill engine samples,
-    if both engines support the hand-over; the decode engine then continues with the second token
-    (docs/mid-answer.md). decoder: the decode engine samples it again."""
     max_resumes: Annotated[int, Field(ge=0, le=16)] = 2
-    """How often another decode engine continues a stream after a failure in mid-stream, and how
-    often after a preemption return, if the engines support it. 0: never."""
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
-    """Memory for the token ids of all streams that can be resumed (4 bytes a token). A stream
-    beyond the limit is not resumed. 0: no limit."""
     prefill_policy: Policy = "prefix"
-    """Policy that selects a prefill engine: round_robin; least_loaded, by tokens in flight;
-    power_of_two, the less loaded of two random engines; session, the conversation's own engine; or
-    prefix, the engine whose cache holds most of the prompt."""
     decode_policy: Policy = "power_of_two"
-    """Policy that selects a decode engine for requests without a conversation turn."""
     min_remote_prefill_tokens: Count = 0
-    """Let the decode engine compute the prompt itself if it lacks fewer tokens than this
-    (estimated). The router knows cached tokens of conversations, and with --decode-policy prefix
-    those of all prompts. 0: never."""
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
-    """If no prefill engine is usable: let a decode engine compute the prompt, or answer 503."""
     without_prefiller_tokens: Count = 16_384
-    """Longest prompt in tokens (estimated) that a decode engine then computes. Longer prompts get
-    status 503."""
     group_weights: Weights = ()
-    """Shares of requests for groups of engines, as in blue=9 green=1. The share of any other group
-    is the sum of its engines' weights."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -86,15 +108,86 @@ class SelectionSettings(SettingsGroup):
 
 
 class DecodeFirstSettings(SettingsGroup):
-    title = "Decode first"
+    """Decode first
+
+    decode_first_threshold: Send a request to a decode engine first, with this cache_hit_threshold.
+        The engine answers alone if its cache holds this share of the prompt. A cache_hit_threshold
+        in the request takes precedence. 0: off.
+    decode_first_turns: Send a turn to its decode engine first if the engine holds about this share
+        of the prompt and is known to support cache_hit_threshold. 0: never.
+    hedged_decoders: Hedge: send a decode-first stream to this many decode engines at once, if they
+        are known to support cache_hit_threshold. The first engine that accepts answers. 0 or 1: no
+        hedging.
+    """
 
     decode_first_threshold: Share = 0.0
-    """Send a request to a decode engine first, with this cache_hit_threshold. The engine answers
-    alone if its cache holds this share of the prompt. A cache_hit_threshold in the request takes
-    precedence. 0: off."""
     decode_first_turns: Share = 0.9
-    """Send a turn to its decode engine first if the engine holds about this share of the prompt and
-    is known to support cache_hit_threshold. 0: never."""
     hedged_decoders: Annotated[int, Field(ge=0, le=8)] = 0
-    """Hedge: send a decode-first stream to this many decode engines at once, if they are known to
-    support cache_hit_threshold. The first engine that accepts answers. 0 or 1: no hedging."""
+
+
+class ConversationSettings(SettingsGroup):
+    """Conversations
+
+    conversation_store: Where the router records which decode engine holds a turn: memory (this
+        process), off, or a Redis URL that several routers share (redis://, rediss://,
+        redis+cluster://, redis+sentinel://).
+    conversation_store_password: Redis password. A variable is safer than a flag.
+    conversation_store_password_file: File with the Redis password, read at start.
+    conversation_store_key: Secret that signs turns in Redis; use the same one at all routers that
+        share the store. Without it, routers do not reuse each other's turns. A variable is safer
+        than a flag.
+    conversation_store_key_file: File with the secrets that sign turns, one a line, read at start.
+        The first line signs, each line verifies.
+    conversation_store_timeout: Longest wait for Redis. After it, the router serves the turn without
+        reuse.
+    conversation_ttl: How long a turn can be reused. Choose less than decoder_kv_blocks_ttl of the
+        decode engines (480).
+    responses_ttl: How long a response of /v1/responses can be continued (previous_response_id).
+        Needs a conversation store.
+    conversation_max_entries: Largest number of turns in the memory store; the oldest are dropped.
+    conversation_max_bytes: Largest size of the memory store.
+    conversation_ids: Where the router looks for a conversation's id, in this order. x-...: a
+        header; prefix: recognise a chat by its messages; anything else: a field of the body.
+    conversation_stream: auto: relay streams as they come, and reuse the turn if the decode engine
+        puts kv_transfer_params into the stream. exact: request the answer without streaming, and
+        make the stream from the whole answer. A request can set conversation_stream itself.
+    conversation_unproven: The KV that is reused if engines cannot prove which tokens they hold
+        (stock vLLM). whole: the last turn with its answer, if the messages extend it. prompt: at
+        most its prompt. off: no KV.
+    tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.
+    affinity_load_factor: Ignore affinity (turn, session, prefix) if the preferred engine has more
+        than this multiple of the mean in-flight legs.
+    affinity_load_floor: Never ignore affinity for an engine with fewer in-flight legs than this
+        (prefill engines: than 2).
+    """
+
+    conversation_store: Store = "memory"
+    conversation_store_password: SecretStr | None = None
+    conversation_store_password_file: Path | None = None
+    conversation_store_key: SecretStr | None = None
+    conversation_store_key_file: Path | None = None
+    conversation_store_timeout: Seconds = 0.25
+    conversation_ttl: Seconds = 450.0
+    responses_ttl: Seconds = 3600
+    conversation_max_entries: PositiveCount = 100_000
+    conversation_max_bytes: ByteSize = ByteSize(256 * MIB)
+    conversation_ids: Names = DEFAULT_CONVERSATION_IDS
+    conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
+    conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"
+    tenant_header: Name = "authorization"
+    affinity_load_factor: Factor = 1.5
+    affinity_load_floor: Count = 8
+
+    def store_keys(self) -> list[bytes]:
+        """Return the keys for turns in Redis: the first one signs, all verify.
+
+        The list is empty if no key is set. Raises SettingsError.
+        """
+        text = read_secret(self, "conversation_store_key")
+        return [] if text is None else parse_signing_keys(text)
+
+    def with_store_keys(self, keys: list[bytes]) -> Self:
+        """Return a copy with `keys` as values, so that no worker process reads or makes its own."""
+        text = SecretStr(b"\n".join(keys).decode())
+        changes = {"conversation_store_key": text, "conversation_store_key_file": None}
+        return self.model_copy(update=changes)

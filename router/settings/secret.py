@@ -6,64 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, BeforeValidator, SecretStr
+from pydantic import BaseModel, SecretStr
 
-from router.settings.names import SettingsError, flag_of
+from router.settings.fields import SettingsError, flag_of
 
 MIN_KEY_BYTES = 16
 PRINTABLE_ASCII = re.compile(r"[\x21-\x7e]{1,4096}")
-Check = Callable[[str], object]
-
-
-class Secret:
-    """A secret whose value is the setting `name`, or the content of the file `name`_file.
-
-    `check` raises ValueError for a value that cannot be used; its text must not repeat the value.
-    """
-
-    def __init__(self, name: str, check: Check = str) -> None:
-        self.name = name
-        self.file_name = f"{name}_file"
-        self.check = check
-
-    @property
-    def validator(self) -> BeforeValidator:
-        """Check a value that is given as a setting."""
-        return BeforeValidator(self._checked)
-
-    def read(self, settings: BaseModel) -> str | None:
-        """Return the secret, or None if neither setting has it.
-
-        Raises SettingsError if the file cannot be read or has no usable value.
-        """
-        value: SecretStr | None = getattr(settings, self.name)
-        if value is not None:
-            return value.get_secret_value()
-        path: Path | None = getattr(settings, self.file_name)
-        if path is None:
-            return None
-        try:
-            text = path.read_text(encoding="utf-8").strip()
-            self.check(text)
-        except OSError as error:
-            reason = error.strerror or str(error)
-        except UnicodeDecodeError:
-            reason = "not UTF-8"
-        except ValueError as error:
-            reason = str(error)
-        else:
-            return text
-        raise SettingsError([f"{flag_of(self.file_name)} {path}: {reason}"])
-
-    def conflicts(self, settings: BaseModel) -> Iterator[str]:
-        """Yield a line if both settings have a value."""
-        if getattr(settings, self.name) and getattr(settings, self.file_name):
-            yield f"{flag_of(self.name)} and its -file are both set"
-
-    def _checked(self, value: object) -> object:
-        if isinstance(value, str):
-            self.check(value)
-        return value
 
 
 def check_credential(text: str) -> None:
@@ -95,3 +43,45 @@ def parse_signing_keys(text: str) -> list[bytes]:
                 "better those of openssl rand -base64 32"
             )
     return keys
+
+
+# The secrets, and what raises ValueError for a value that cannot be used, without repeating it.
+SECRETS: dict[str, Callable[[str], object]] = {
+    "conversation_store_password": str,
+    "conversation_store_key": parse_signing_keys,
+    "admin_token": check_token,
+    "ui_token": check_token,
+    "engine_api_key": check_credential,
+}
+
+
+def read_secret(settings: BaseModel, name: str) -> str | None:
+    """Return the secret `name`, or None if neither setting has it.
+
+    Raises SettingsError if the file cannot be read or has no usable value.
+    """
+    value: SecretStr | None = getattr(settings, name)
+    if value is not None:
+        return value.get_secret_value()
+    path: Path | None = getattr(settings, f"{name}_file")
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+        SECRETS[name](text)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeDecodeError:
+        reason = "not UTF-8"
+    except ValueError as error:
+        reason = str(error)
+    else:
+        return text
+    raise SettingsError([f"{flag_of(name)}-file {path}: {reason}"])
+
+
+def secrets_set_twice(settings: BaseModel) -> Iterator[str]:
+    """Yield a line for each secret that is given both as a value and as a file."""
+    for name in SECRETS:
+        if getattr(settings, name) and getattr(settings, f"{name}_file"):
+            yield f"{flag_of(name)} and its -file are both set"

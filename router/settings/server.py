@@ -1,4 +1,4 @@
-"""Settings of the HTTP server towards clients: ports, limits, timeouts, TLS, security, logs."""
+"""Settings of the HTTP servers: ports, limits, timeouts, TLS, access, security, logs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, SecretStr
 
 from router.common.tls import CertificateFiles, TlsContext, client_context, server_context
 from router.settings.fields import (
     MIB,
+    BrokenFileError,
     Count,
     Delay,
     Heartbeat,
     Host,
+    LimitsStore,
     ListenPort,
     Lower,
     Origins,
     Seconds,
     SettingsGroup,
+    flag_of,
+    is_loopback,
 )
-from router.settings.names import BrokenFileError, flag_of
 
 # Each second setting has no meaning without the first.
 TLS_REQUIREMENTS = (
@@ -32,40 +35,45 @@ TLS_REQUIREMENTS = (
 
 
 class ServerSettings(SettingsGroup):
-    title = "Server"
+    """Server
+
+    host: Bind address; 0.0.0.0 for every interface.
+    port: Port to listen on; 0 takes a free port.
+    max_body_size: Largest request body, in bytes or as in 64MiB. A larger body gets status 413.
+    max_header_size: Largest header section of a request (else 431) or of an engine's answer (else
+        502).
+    max_held_bodies: Memory for request bodies, over all requests. A body beyond the limit gets
+        status 503 before it is read. 0: no limit.
+    max_connections: Largest number of client connections. Requests on further connections get
+        status 503. 0: no limit.
+    keep_alive_timeout: How long an idle client connection is kept.
+    client_read_timeout: Longest time from the first to the last byte of a request (else 408).
+    workers: Number of processes that share the port. Several processes need a shared conversation
+        store (Redis) or none.
+    liveness_port: Additional port for /health and /metrics, served by a separate thread. Use it for
+        liveness probes: it answers while the router is busy. 0 takes a free port.
+    metrics_port: Separate port for /metrics, which the other ports then do not serve. 0 takes a
+        free port.
+    metrics_host: Bind address of the metrics port (unauthenticated).
+    shutdown_delay: After SIGTERM: how long the router still accepts requests while /ready answers
+        503.
+    shutdown_timeout: After the shutdown delay: how long running requests may continue.
+    """
 
     host: Host = "127.0.0.1"
-    """Bind address; 0.0.0.0 for every interface."""
     port: ListenPort = 8000
-    """Port to listen on; 0 takes a free port."""
     max_body_size: ByteSize = ByteSize(64 * MIB)
-    """Largest request body, in bytes or as in 64MiB. A larger body gets status 413."""
     max_header_size: ByteSize = ByteSize(64 * 1024)
-    """Largest header section of a request (else 431) or of an engine's answer (else 502)."""
     max_held_bodies: ByteSize = ByteSize(1024 * MIB)
-    """Memory for request bodies, over all requests. A body beyond the limit gets status 503 before
-    it is read. 0: no limit."""
     max_connections: Count = 16_384
-    """Largest number of client connections. Requests on further connections get status 503. 0: no
-    limit."""
     keep_alive_timeout: Seconds = 75.0
-    """How long an idle client connection is kept."""
     client_read_timeout: Seconds = 60.0
-    """Longest time from the first to the last byte of a request (else 408)."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of processes that share the port. Several processes need a shared conversation store
-    (Redis) or none."""
     liveness_port: ListenPort | None = None
-    """Additional port for /health and /metrics, served by a separate thread. Use it for liveness
-    probes: it answers while the router is busy. 0 takes a free port."""
     metrics_port: ListenPort | None = None
-    """Separate port for /metrics, which the other ports then do not serve. 0 takes a free port."""
     metrics_host: Host = "127.0.0.1"
-    """Bind address of the metrics port (unauthenticated)."""
     shutdown_delay: Delay = 1.0
-    """After SIGTERM: how long the router still accepts requests while /ready answers 503."""
     shutdown_timeout: Delay = 25.0
-    """After the shutdown delay: how long running requests may continue."""
 
     def conflicts(self) -> Iterator[str]:
         if 0 < self.max_held_bodies < self.max_body_size:
@@ -73,45 +81,52 @@ class ServerSettings(SettingsGroup):
 
 
 class TimeoutSettings(SettingsGroup):
-    title = "Timeouts"
+    """Timeouts
+
+    connect_timeout: Longest wait for a connection to an engine.
+    prefill_timeout: Longest wait for the answer of a prefill engine, including its queue (else
+        504).
+    decode_first_byte_timeout: Longest wait for the first byte of a decode engine's answer (else
+        504). An answer that is not streamed sends its first byte when it is complete.
+    stream_idle_timeout: Longest silence within an answer, and longest time that a client may stop
+        reading.
+    stream_heartbeat: Send an SSE comment to a streaming client after each silence of this length,
+        also before the first byte. After the first comment failures are reported as events, with
+        status 200. 0: no comments.
+    request_timeout: Longest time for a whole request.
+    """
 
     connect_timeout: Seconds = 5.0
-    """Longest wait for a connection to an engine."""
     prefill_timeout: Seconds = 600.0
-    """Longest wait for the answer of a prefill engine, including its queue (else 504)."""
     decode_first_byte_timeout: Seconds = 600.0
-    """Longest wait for the first byte of a decode engine's answer (else 504). An answer that is not
-    streamed sends its first byte when it is complete."""
     stream_idle_timeout: Seconds = 300.0
-    """Longest silence within an answer, and longest time that a client may stop reading."""
     stream_heartbeat: Heartbeat = 0.0
-    """Send an SSE comment to a streaming client after each silence of this length, also before the
-    first byte. After the first comment failures are reported as events, with status 200. 0: no
-    comments."""
     request_timeout: Seconds = 3600.0
-    """Longest time for a whole request."""
 
 
 class TlsSettings(SettingsGroup):
-    title = "TLS"
+    """TLS
+
+    tls_certfile: Certificate chain (PEM) of the router. If set, clients are served over TLS. The
+        router watches the certificate and its key.
+    tls_keyfile: Private key of that certificate, unless the chain's file contains it.
+    tls_client_ca: CA bundle used to verify client certificates (mTLS). Read at start.
+    engine_ca_file: CA bundle used to verify engines with https://. If not set: the system's CAs.
+        Read at start.
+    engine_certfile: Certificate chain (PEM) that the router presents to engines with https://.
+        Watched.
+    engine_keyfile: Private key of that certificate, unless the chain's file contains it.
+    engine_tls_name: Name in the engines' certificates, if it differs from the host. Pods and DNS
+        names are reached by their IP addresses and need it.
+    """
 
     tls_certfile: Path | None = None
-    """Certificate chain (PEM) of the router. If set, clients are served over TLS. The router
-    watches the certificate and its key."""
     tls_keyfile: Path | None = None
-    """Private key of that certificate, unless the chain's file contains it."""
     tls_client_ca: Path | None = None
-    """CA bundle used to verify client certificates (mTLS). Read at start."""
     engine_ca_file: Path | None = None
-    """CA bundle used to verify engines with https://. If not set: the system's CAs. Read at start.
-    """
     engine_certfile: Path | None = None
-    """Certificate chain (PEM) that the router presents to engines with https://. Watched."""
     engine_keyfile: Path | None = None
-    """Private key of that certificate, unless the chain's file contains it."""
     engine_tls_name: Host | None = None
-    """Name in the engines' certificates, if it differs from the host. Pods and DNS names are
-    reached by their IP addresses and need it."""
 
     def conflicts(self) -> Iterator[str]:
         for certificate, dependent in TLS_REQUIREMENTS:
@@ -140,28 +155,94 @@ class TlsSettings(SettingsGroup):
             raise BrokenFileError([f"{what}: {error}"]) from None
 
 
+class AdminSettings(SettingsGroup):
+    """Admin
+
+    admin_port: Port of the admin API, which adds and drains engines, sets weights of groups and
+        reloads settings. Off if not set; 0 takes a free port.
+    admin_host: Bind address of the admin API. Any address other than loopback needs a token.
+    admin_token: Bearer token that the admin API requires. A variable is safer than a flag.
+    admin_token_file: File with the admin token, read at start and at reload.
+    """
+
+    admin_port: ListenPort | None = None
+    admin_host: Host = "127.0.0.1"
+    admin_token: SecretStr | None = None
+    admin_token_file: Path | None = None
+
+    def conflicts(self) -> Iterator[str]:
+        has_token = self.admin_token or self.admin_token_file
+        if self.admin_port is not None and not has_token and not is_loopback(self.admin_host):
+            yield f"--admin-host {self.admin_host} can be reached by others: set --admin-token-file"
+
+
+class DashboardSettings(SettingsGroup):
+    """Dashboard
+
+    ui: Serve a dashboard at /ui, which shows engines and requests and has a chat.
+    ui_token: Token that the dashboard requires. A variable is safer than a flag.
+    ui_token_file: File with the dashboard's token, read at start.
+    ui_port: Separate port for the dashboard, which the clients' port then does not serve. 0 takes a
+        free port.
+    ui_host: Bind address of the dashboard's port.
+    """
+
+    ui: bool = False
+    ui_token: SecretStr | None = None
+    ui_token_file: Path | None = None
+    ui_port: ListenPort | None = None
+    ui_host: Host = "127.0.0.1"
+
+    def conflicts(self) -> Iterator[str]:
+        if self.ui_port is not None and not self.ui:
+            yield "--ui-port needs --ui"
+
+
+class KeySettings(SettingsGroup):
+    """API keys
+
+    api_keys_file: YAML file of the API keys that clients must send, as digests, with owners and
+        limits. `disagg-router key` makes an entry; the router watches the file. If not set,
+        requests need no key.
+    key_limits_store: Where usage is counted for the keys' limits: memory (this process), or a Redis
+        URL that several routers share. If not set: the conversation store, if that is Redis.
+    engine_api_key: API key that the router sends to engines instead of the client's. A variable is
+        safer than a flag.
+    engine_api_key_file: File with the engines' API key, read at start.
+    """
+
+    api_keys_file: Path | None = None
+    key_limits_store: LimitsStore | None = None
+    engine_api_key: SecretStr | None = None
+    engine_api_key_file: Path | None = None
+
+
 class SecuritySettings(SettingsGroup):
-    title = "Security"
+    """Security
+
+    cors_origins: Origins of web pages that may send requests and read the answers, as in
+        https://chat.example; * allows every origin.
+    lora_updates: Let clients load and unload LoRA adapters at all engines. An engine loads adapters
+        from any path or URL that the client names.
+    trust_client_kv_params: Pass kv_transfer_params of client requests to the decode engine
+        unchanged. They can make an engine connect to any address: enable it only for clients that
+        you trust as much as the operator.
+    """
 
     cors_origins: Origins = ()
-    """Origins of web pages that may send requests and read the answers, as in https://chat.example;
-    * allows every origin."""
     lora_updates: bool = False
-    """Let clients load and unload LoRA adapters at all engines. An engine loads adapters from any
-    path or URL that the client names."""
     trust_client_kv_params: bool = False
-    """Pass kv_transfer_params of client requests to the decode engine unchanged. They can make an
-    engine connect to any address: enable it only for clients that you trust as much as the
-    operator."""
 
 
 class LogSettings(SettingsGroup):
-    title = "Logs"
+    """Logs
+
+    log_level: Lowest level that is logged.
+    log_format: Format of log lines. json: for machines. text: all names and values. short: for a
+        person at a terminal. auto: short on a terminal, else json.
+    access_log: Log one line for each request.
+    """
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Lower] = "info"
-    """Lowest level that is logged."""
     log_format: Annotated[Literal["auto", "text", "short", "json"], Lower] = "auto"
-    """Format of log lines. json: for machines. text: all names and values. short: for a person at a
-    terminal. auto: short on a terminal, else json."""
     access_log: bool = True
-    """Log one line for each request."""

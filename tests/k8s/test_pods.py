@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine_ext.base.config import ConnectorConfig
-from router.settings import ADMIN_URL, Settings, load, variable_of
+from router.settings import ADMIN_URL, Settings, load, read_secret, variable_of
 from tests.k8s.chart import (
     SETS,
     Manifest,
@@ -164,7 +164,7 @@ def test_the_admin_api_and_drain_have_the_token_from_a_secret(
     assert mounts["secrets"] == directory
     monkeypatch.setenv(variable_of("admin_token_file"), str(token))
     settings = load({"config": file})
-    assert settings.admin_secret() == token.read_text()
+    assert read_secret(settings, "admin_token") == token.read_text()
     assert variables[ADMIN_URL] == f"http://127.0.0.1:{settings.admin_port}"
     assert settings.admin_host == "127.0.0.1"
 
@@ -192,7 +192,7 @@ def test_the_page_is_served_with_the_token_from_a_secret(tmp_path: Path) -> None
     token.write_text("0123456789abcdef0123456789abcdef")
     file.write_text(given.replace(path, str(token)))
     settings = load({"config": file})
-    assert (settings.ui, settings.ui_secret()) == (True, token.read_text())
+    assert (settings.ui, read_secret(settings, "ui_token")) == (True, token.read_text())
 
 
 def test_without_the_page_its_secret_is_not_asked_for(tmp_path: Path) -> None:

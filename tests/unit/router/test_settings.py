@@ -19,7 +19,10 @@ from router.settings import (
     Settings,
     SettingsError,
     deprecation_warnings,
+    description_of,
+    group_title,
     load,
+    read_secret,
     unknown_variables,
 )
 
@@ -246,6 +249,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--" + name.replace("_", "-") in shown
 
 
+def test_every_setting_has_a_title_and_a_help_text() -> None:
+    for name in Settings.model_fields:
+        assert group_title(name), name
+        assert description_of(name), name
+
+
 def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
     command = [sys.executable, "-m", "router.commands.cli", "--port", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -291,12 +300,12 @@ def test_a_password_comes_from_a_flag_a_variable_or_a_file_but_not_from_two(
 ) -> None:
     file = tmp_path / "password"
     file.write_text("from file\n")
-    assert load(ENGINES).store_password() is None
+    assert read_secret(load(ENGINES), "conversation_store_password") is None
     path = {"conversation_store_password_file": str(file)}
-    assert load(ENGINES | path).store_password() == "from file"
+    assert read_secret(load(ENGINES | path), "conversation_store_password") == "from file"
     monkeypatch.setenv("DISAGG_ROUTER_CONVERSATION_STORE_PASSWORD", "from variable")
     settings = load(ENGINES)
-    assert settings.store_password() == "from variable"
+    assert read_secret(settings, "conversation_store_password") == "from variable"
     assert "from variable" not in repr(settings)
     with pytest.raises(SettingsError):
         load(ENGINES | path)

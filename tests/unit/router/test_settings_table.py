@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.settings import settings_table
 from scripts.chart_schema import SCHEMA, settings_schema, with_settings
-from scripts.write_settings_table import PAGE, settings_page
+from scripts.write_settings_table import PAGE, settings_page, settings_table
 
 README = Path(__file__).parents[3] / "README.md"
 

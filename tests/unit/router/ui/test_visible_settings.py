@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from router.settings import SECRET_NAMES, Settings, SettingsError, load
+from router.settings import SECRET_NAMES, Settings, SettingsError, load, read_secret
 from router.ui.hub import HIDDEN, visible_settings
 from tests.unit.router.test_settings import ENGINES
 
@@ -47,12 +47,12 @@ def test_values_are_as_a_person_would_write_them() -> None:
 def test_a_token_comes_from_a_setting_or_a_file_but_not_from_both(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{SECRET}\n")
-    assert load(ENGINES).ui_secret() is None
-    assert load({**ENGINES, "ui_token": SECRET}).ui_secret() == SECRET
-    assert load({**ENGINES, "ui_token_file": file}).ui_secret() == SECRET
+    assert read_secret(load(ENGINES), "ui_token") is None
+    assert read_secret(load({**ENGINES, "ui_token": SECRET}), "ui_token") == SECRET
+    assert read_secret(load({**ENGINES, "ui_token_file": file}), "ui_token") == SECRET
     with pytest.raises(SettingsError, match="both set"):
         load({**ENGINES, "ui_token": SECRET, "ui_token_file": file})
     file.write_text("hunter2")
     with pytest.raises(SettingsError, match="too short") as error:
-        load({**ENGINES, "ui_token_file": file}).ui_secret()
+        read_secret(load({**ENGINES, "ui_token_file": file}), "ui_token")
     assert "hunter2" not in str(error.value)
