@@ -23,7 +23,7 @@ from router.admin.desired_state import (
     changed_settings,
 )
 from router.auth.api_keys import Keyring
-from router.fleet.engine_spec import Intent
+from router.fleet.engine import Intent
 from router.fleet.reconcile import (
     OVERRIDES_SOURCE,
     OperatorOverrides,

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL
-from router.fleet.fleet import Fleet
-from router.fleet.snapshot import Snapshot
+from router.fleet.engine import DECODE, PREFILL, Engine
+from router.fleet.fleet import Fleet, Snapshot
 
 logger = logging.getLogger("disagg_router.fleet")
 # A group may lack a role for this long before that is logged: its engines start one by one.

@@ -1,15 +1,355 @@
-"""One engine, with three independent kinds of state: its health, its intent and its load."""
+"""One engine: its description by a source, its capabilities, its circuit breaker and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
-from router.fleet.capabilities import EngineCapabilities
-from router.fleet.circuit_breaker import CircuitBreaker
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent
 from router.http_client.pool import CompleteAnswer, EnginePool
+from router.settings import Address
+
+DEFAULT_GROUP = "default"
+# After this many answers without evidence of a capability it counts as missing.
+MAX_ANSWERS_WITHOUT_EVIDENCE = 3
+DP_RANK_MARK = "_dp"
+DP_RANK = re.compile(DP_RANK_MARK + r"(\d{1,6})$")
+
+
+class EngineRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    def plays(self, role: EngineRole) -> bool:
+        return self in (role, EngineRole.BOTH)
+
+
+class Intent(StrEnum):
+    """The desired state of an engine."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+PREFILL, DECODE, BOTH = EngineRole
+# The roles of the legs that a request may have.
+LEGS = (PREFILL, DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as a source describes it.
+
+    `models` is empty if the engine itself reports its models. KV moves only within a `group`, which
+    gets requests in proportion to the `weight` of its engines. `tls`: connect over TLS.
+    """
+
+    role: EngineRole
+    address: Address
+    models: frozenset[str] = frozenset()
+    group: str = DEFAULT_GROUP
+    weight: float = 1.0
+    tls: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.address)
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedEngine:
+    """An engine in the list of a source."""
+
+    spec: EngineSpec
+    intent: Intent = Intent.SERVING
+
+    @property
+    def address(self) -> Address:
+        return self.spec.address
+
+
+class RankEndpoint(NamedTuple):
+    """Where a rank of a prefill engine takes registrations for push; fields of
+    kv_transfer_params."""
+
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+    pp_size: int
+
+
+def strip_dp_rank(engine_id: str) -> str:
+    """Return the id without the data-parallel rank that vLLM appends to it."""
+    return DP_RANK.sub("", engine_id) if DP_RANK_MARK in engine_id else engine_id
+
+
+def dp_rank_of(engine_id: str) -> int | None:
+    """Return the data-parallel rank; None for an engine without several ranks."""
+    found = DP_RANK.search(engine_id)
+    return None if found is None else int(found[1])
+
+
+@dataclass(slots=True)
+class EngineCapabilities:
+    """The capabilities of one engine process. The fleet replaces them when the engine is lost,
+    because another process may return at its address.
+
+    None means unknown. The engine's identity page takes precedence over evidence from answers.
+    """
+
+    engine_id: str | None = None
+    """The id in its kv_transfer_params, without the data-parallel rank."""
+    verifies_prefix: bool = False
+    """It proves which prefix of a prompt its KV covers."""
+    streams_kv_params: bool | None = None
+    """Its streams end with kv_transfer_params if the request asks for them."""
+    supports_threshold: bool | None = None
+    """It knows `cache_hit_threshold` and rejects a request that would compute more."""
+    supports_release: bool = False
+    """It has POST /disagg/release, which frees KV that it holds for another engine."""
+    is_identity_known: bool = False
+    """It has answered the request for its identity page, maybe with 404."""
+    lists_capabilities: bool = False
+    """Its identity page lists capabilities."""
+    lacks_turns: bool = False
+    """It neither retains an answer's KV nor pulls another engine's: by its own page."""
+    is_lack_logged: bool = False
+    """`lacks_turns` was logged."""
+    transfer_modes: frozenset[str] | None = None
+    compatibility: str = ""
+    """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
+    the connector's version, plus the version of our extension if the engine has it. Empty if
+    unknown, or if the engine's ranks differ."""
+    supports_push: bool = False
+    supports_hand_over: bool = False
+    """It can hand over a first token that it sampled."""
+    supports_resume: bool = False
+    """It can continue an answer that another engine began."""
+    reports_token_ids: bool = False
+    """Its streams carry the ids of their tokens."""
+    returns_preempted: bool = False
+    """It returns an answer that it would have to preempt, for another engine to continue."""
+    shares_kv_loads: bool = False
+    """It loads remote KV once for several answers to one prompt."""
+    reports_load_failures: bool = False
+    """It reports the source and the reason of a failed KV load."""
+    render_hashes: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what engines must share to continue each other's answers, by its name."""
+    rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
+    """By data-parallel rank."""
+    _streams_without_params: int = 0
+    _answers_without_share: int = 0
+
+    def note_engine_id(self, params: dict[str, object]) -> None:
+        """Take the engine's id from the kv_transfer_params of its answer."""
+        engine_id = params.get("remote_engine_id")
+        self.engine_id = strip_dp_rank(engine_id) if isinstance(engine_id, str) else None
+
+    def note_stream_params(self, has_params: bool) -> None:
+        """A stream that was to end with kv_transfer_params has ended, with them or without."""
+        if has_params:
+            self.streams_kv_params, self._streams_without_params = True, 0
+        elif self.streams_kv_params is None:
+            self._streams_without_params += 1
+            if self._streams_without_params >= MAX_ANSWERS_WITHOUT_EVIDENCE:
+                self.streams_kv_params = False
+
+    def note_threshold_rejected(self) -> None:
+        """The engine rejected a request because of its cache_hit_threshold."""
+        self.supports_threshold = True
+
+    def note_threshold_accepted(self, threshold: float, cached_share: float | None) -> bool:
+        """The engine accepted a request with this threshold. `cached_share` is the cached part of
+        the prompt, None if the answer did not report it.
+
+        An engine that computed more than the threshold allows does not support it. Return True if
+        the engine is only assumed not to, because several answers did not report their share; this
+        is wrong if everything was cached.
+        """
+        if self.supports_threshold is not None:
+            return False
+        if cached_share is not None:
+            if cached_share < threshold:
+                self.supports_threshold = False
+            return False
+        self._answers_without_share += 1
+        if self._answers_without_share < MAX_ANSWERS_WITHOUT_EVIDENCE:
+            return False
+        self.supports_threshold = False
+        return True
+
+    def note_identity(self, identity: dict[str, object]) -> None:
+        """Apply an identity page, whose content may be anything."""
+        names = identity.get("capabilities")
+        if isinstance(names, list | dict):
+            self.lists_capabilities = True
+            self.supports_threshold = "cache_hit_threshold" in names
+            self.supports_release = "release" in names
+            # Only our engines name prefix_proof; pages of others may not know the name "turns".
+            self.lacks_turns = "prefix_proof" in names and "turns" not in names
+            self.verifies_prefix = self.verifies_prefix or "prefix_proof" in names
+            self.supports_hand_over = "hand_over" in names
+            self.supports_resume = "begun" in names
+            self.reports_token_ids = "tell_token_ids" in names
+            self.shares_kv_loads = "shared_loads" in names
+            self.returns_preempted = "hand_back" in names
+            self.reports_load_failures = "load_failures" in names
+            self.render_hashes = _texts_in(identity.get("renders"))
+        modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
+        if isinstance(modes, list):
+            self._set_transfer_modes(mode for mode in modes if isinstance(mode, str))
+        if isinstance(ranks, list):
+            self.compatibility = _compatibility_of(ranks, identity.get("versions"))
+            known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
+            self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
+
+    def note_push_failed(self) -> None:
+        """A push failed: another prefill engine may be at the address by now."""
+        self.is_identity_known, self.rank_endpoints = False, {}
+
+    def note_kv_params(self, params: Mapping[str, object]) -> None:
+        """Take the kv_transfer_params of a prefill engine's answer, which are newer than its
+        identity page."""
+        mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
+        if isinstance(mode, str):
+            self._set_transfer_modes((mode,))
+        if at is not None:
+            rank = dp_rank_of(at.remote_engine_id) or 0
+            self.rank_endpoints = {**self.rank_endpoints, rank: at}
+
+    def _set_transfer_modes(self, modes: Iterable[str]) -> None:
+        self.transfer_modes = frozenset(modes)
+        self.supports_push = "push" in self.transfer_modes
+
+
+def rank_endpoint_in(params: object) -> RankEndpoint | None:
+    """Return the endpoint if `params` has all of its fields with the right types."""
+    if not isinstance(params, Mapping):
+        return None
+    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port")]
+    match given, params.get("tp_size", 1), params.get("pp_size", 1):
+        case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
+            return RankEndpoint(engine_id, host, port, tp, pp)
+    return None
+
+
+def _texts_in(given: object) -> dict[str, str]:
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: text for name, text in given.items() if isinstance(text, str)}
+
+
+def _compatibility_of(ranks: list[object], versions: object) -> str:
+    """Engines with different versions of our extension reject each other."""
+    hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
+    extension = _texts_in(versions).get("extension")
+    match list(hashes):
+        case [str() as one] if one:
+            return one if extension is None else f"{one} extension {extension}"
+    return ""
+
+
+def _rank_of(rank: object) -> int:
+    number = rank.get("dp_rank", 0) if isinstance(rank, dict) else 0
+    return number if type(number) is int else 0
+
+
+class CircuitState(StrEnum):
+    """*Closed* (in use), then *open* (avoided for a while), then *half open* (one trial request),
+    then closed again or open for longer."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+# Looking up a member of an enum costs ten times as much as a name, and each leg does it.
+CLOSED, OPEN, HALF_OPEN = CircuitState
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerRules:
+    """The circuit opens after `consecutive_failures`, or when `failure_rate` of at least
+    `min_sample` legs failed. Pauses grow from `first_pause_s` to `max_pause_s`."""
+
+    consecutive_failures: int = 5
+    failure_rate: float = 0.5
+    min_sample: int = 20
+    first_pause_s: float = 1.0
+    max_pause_s: float = 30.0
+
+
+class CircuitBreaker:
+    """Avoids an engine that fails. Pure: its caller does the waiting, and reports only failures
+    that the engine caused (see router.proxy.retry).
+
+    `trial` is the request that tests a half-open circuit. `times_opened` counts openings;
+    `failures` counts failures since the last reset, halved now and then."""
+
+    def __init__(
+        self, rules: BreakerRules | None = None, random_share: Callable[[], float] = random.random
+    ) -> None:
+        self.circuit = CLOSED
+        self.trial: object = None
+        self.times_opened = 0
+        self._rules = rules or BreakerRules()
+        self._random = random_share
+        self._consecutive = self._openings = self._successes = self.failures = 0
+
+    @property
+    def allows_requests(self) -> bool:
+        return self.circuit is CLOSED or (self.circuit is HALF_OPEN and self.trial is None)
+
+    def record_success(self) -> bool:
+        """Return True if the success has closed the circuit."""
+        self._successes += 1
+        self._consecutive = 0
+        if self.circuit is CLOSED:
+            return False
+        self.reset()
+        return True
+
+    def record_failure(self) -> float | None:
+        """Return the seconds to avoid the engine if the failure has opened the circuit."""
+        self.failures += 1
+        self._consecutive += 1
+        if self.circuit is OPEN or (self.circuit is CLOSED and not self._is_too_much()):
+            return None
+        pause = min(self._rules.first_pause_s * 2.0**self._openings, self._rules.max_pause_s)
+        self._openings = min(self._openings + 1, 16)
+        self.circuit, self.trial = OPEN, None
+        self.times_opened += 1
+        # The jitter keeps many routers from returning at the same moment.
+        return pause * (0.75 + self._random() / 2)
+
+    def half_open(self) -> None:
+        """Allow a trial request, because the pause is over."""
+        if self.circuit is OPEN:
+            self.circuit, self.trial = HALF_OPEN, None
+
+    def reset(self) -> None:
+        """Close the circuit and forget the past."""
+        self.circuit, self.trial = CLOSED, None
+        self._consecutive = self._openings = self._successes = self.failures = 0
+
+    def _is_too_much(self) -> bool:
+        rules = self._rules
+        if self._consecutive >= rules.consecutive_failures:
+            return True
+        total = self._successes + self.failures
+        is_too_much = total >= rules.min_sample and self.failures >= rules.failure_rate * total
+        while self._successes + self.failures > 2 * rules.min_sample:  # the past fades
+            self._successes, self.failures = self._successes // 2, self.failures // 2
+        return is_too_much
 
 
 class Health(StrEnum):
@@ -27,7 +367,7 @@ class Engine:
     spec: EngineSpec
     pool: EnginePool
     """Its connections."""
-    breaker: CircuitBreaker
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
     is_available: bool = False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from router.fleet.consistency import DuplicateIdDetector, IncompleteGroupLog
-from router.fleet.engine_spec import Intent, ListedEngine
+from router.fleet.engine import Intent, ListedEngine
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import (
     OVERRIDES_SOURCE,

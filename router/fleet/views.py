@@ -11,10 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from router.fleet.circuit_breaker import CircuitState
 from router.fleet.consistency import count_groups
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.engine import CircuitState, Engine, EngineRole, Health, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.registry import EngineRegistry
 

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from router.conversations.identity import ConversationResolver
 from router.fleet.engine import Engine
-from router.fleet.fleet import Fleet
-from router.fleet.snapshot import GroupPool
+from router.fleet.fleet import Fleet, GroupPool
 from router.http_client.deadlines import Deadlines, now
 from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header

@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from router.common.exact_json import dumps
-from router.fleet.engine_spec import DECODE, EngineRole
+from router.fleet.engine import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import DONE, end_of_last_event, says_done

@@ -17,18 +17,15 @@ from msgspec import structs
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole
-from router.fleet.fleet import Fleet
-from router.fleet.snapshot import GroupPool, Snapshot
+from router.fleet.engine import Engine, EngineRole
+from router.fleet.fleet import Fleet, GroupPool, Snapshot
 from router.http_client.answer_memory import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
-from router.routing.load_policies import LoadBound
-from router.routing.policy import RoutingQuery
+from router.routing.policy import LoadBound, RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
 from router.routing.route import GroupPolicies, Route, route
 from router.settings import Settings, read_secret

@@ -14,9 +14,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from router.fleet.circuit_breaker import HALF_OPEN
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
+from router.fleet.engine import DECODE, HALF_OPEN, PREFILL, Engine, EngineRole
 from router.http_client.answer_memory import UNCOUNTED_BYTES
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer

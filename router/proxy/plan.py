@@ -18,7 +18,7 @@ from router.proxy.first_token import asks_one_token, can_hand_over, renders_alik
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
 from router.proxy.turn_reuse import TurnReuse
-from router.routing.load_policies import in_turn
+from router.routing.policy import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 

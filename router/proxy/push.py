@@ -11,8 +11,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from router.common.exact_json import dumps
-from router.fleet.capabilities import RankEndpoint
-from router.fleet.engine import Engine
+from router.fleet.engine import Engine, RankEndpoint
 from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import PREFILL, Intent
+from router.fleet.engine import PREFILL, Engine, Health, Intent
 from router.http_client.deadlines import now
 from router.http_client.errors import (
     ConnectRefusedError,

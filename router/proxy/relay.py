@@ -22,8 +22,7 @@ import orjson
 
 from router.common.exact_json import dumps
 from router.conversations.conversations import Turn
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE
+from router.fleet.engine import DECODE, Engine
 from router.http_client.answer_memory import UNCOUNTED_BYTES, Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer

@@ -21,8 +21,7 @@ from __future__ import annotations
 import asyncio
 
 from router.conversations.entry import Entry
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import Engine, EngineRole
 from router.http_client.answer_memory import Reservation
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer

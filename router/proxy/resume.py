@@ -12,8 +12,7 @@ stream are in the `ResumeBuffer`.
 
 from __future__ import annotations
 
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 
-from router.fleet.engine_spec import PREFILL, EngineRole
+from router.fleet.engine import PREFILL, EngineRole
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from router.proxy.gateway import Gateway
     from router.proxy.load_failure import LoadFailure
 
-from router.fleet.engine_spec import DECODE, PREFILL, EngineRole
+from router.fleet.engine import DECODE, PREFILL, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import LoadFailedError, NoEngineError, UnknownModelError
 from router.proxy.resume import can_continue

@@ -11,12 +11,10 @@ from router.conversations.reuse import (
     decide_reuse,
     truncate_params,
 )
-from router.fleet.capabilities import dp_rank_of, strip_dp_rank
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.engine import Engine, EngineRole, Intent, dp_rank_of, strip_dp_rank
 from router.fleet.fleet import Fleet
 from router.proxy.request import Body
-from router.routing.load_policies import LoadBound
+from router.routing.policy import LoadBound
 
 # Reasons of a ReuseDecision that a prefill engine detects when it compares prefix hashes.
 FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")

@@ -16,8 +16,7 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from router.auth.api_keys import ApiKey
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import DECODE, PREFILL, EngineRole, Intent
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health, Intent
 from router.http_client.deadlines import now
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError

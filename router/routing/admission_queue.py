@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from router.fleet.engine import Engine
-from router.fleet.snapshot import GroupPool
+from router.fleet.fleet import GroupPool
 from router.routing.route import preferred_groups
 
 TOKENS_PER_ROUND = 4096

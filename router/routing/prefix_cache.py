@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.routing.load_policies import LeastLoaded, LoadBound, mix
 from router.routing.policy import (
     MAX_ORDERED,
     Candidate,
     CandidateCache,
     E,
+    LeastLoaded,
+    LoadBound,
     Policy,
     RoutingQuery,
     filled,
     load,
+    mix,
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 

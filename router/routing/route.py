@@ -16,9 +16,16 @@ from operator import attrgetter
 
 from router.common.structs import FrozenStruct
 from router.fleet.engine import Engine
-from router.fleet.snapshot import GroupPool
-from router.routing.load_policies import LeastLoaded, LoadBound, PowerOfTwo, RoundRobin
-from router.routing.policy import Policy, PolicyFeedback, RoutingQuery, first
+from router.fleet.fleet import GroupPool
+from router.routing.policy import (
+    LeastLoaded,
+    LoadBound,
+    Policy,
+    PolicyFeedback,
+    PowerOfTwo,
+    RoundRobin,
+    RoutingQuery,
+)
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.session_affinity import SessionAffinity
 
@@ -119,7 +126,7 @@ def route(
     prefillers, prefill_feedback = _order(prefill, group, pool.prefillers, prefill_query)
     decoders, decode_feedback = _order(decode, group, pool.decoders, decode_query)
     if preferred is not None and preferred.is_usable and preferred.group == group:
-        decoders = first(decoders, preferred)
+        decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
     has_feedback = prefill_feedback is not None or decode_feedback is not None
     return Route(
         group, prefillers, decoders, prefill_feedback, decode_feedback, has_feedback, pool.decoders

@@ -20,15 +20,17 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from router.routing.load_policies import LoadBound, PowerOfTwo, mix
 from router.routing.policy import (
     MAX_ORDERED,
     Candidate,
     CandidateCache,
     E,
+    LoadBound,
     Policy,
+    PowerOfTwo,
     RoutingQuery,
     filled,
+    mix,
 )
 
 MAX_SESSIONS = 1024

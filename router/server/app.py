@@ -25,10 +25,18 @@ from router.conversations.identity import ConversationResolver
 from router.conversations.signed_store import SignedStore
 from router.conversations.store import MemoryStore, Store, StoreBreaker
 from router.conversations.stored_responses import ResponseStore
-from router.fleet.circuit_breaker import CLOSED, HALF_OPEN, OPEN
 from router.fleet.consistency import count_groups, find_duplicate_ids
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import DECODE, PREFILL, EngineSpec, Intent
+from router.fleet.engine import (
+    CLOSED,
+    DECODE,
+    HALF_OPEN,
+    OPEN,
+    PREFILL,
+    Engine,
+    EngineSpec,
+    Health,
+    Intent,
+)
 from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource

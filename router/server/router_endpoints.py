@@ -12,8 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from router.auth.api_keys import ApiKey
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import LEGS, EngineRole
+from router.fleet.engine import LEGS, Engine, EngineRole
 from router.fleet.probes import (
     MAX_ANSWER_BYTES,
     Model,

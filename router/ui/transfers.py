@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from router.http_client.deadlines import now
 from router.ui.live_requests import RATE_WINDOW_S, EngineLink, RequestSummary
 

@@ -17,7 +17,7 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-from router.routing.load_policies import LoadBound
+from router.routing.policy import LoadBound
 from router.routing.route import POLICIES
 from scripts.benchmarks.fleet_simulation import (
     CACHE_TOKENS,

@@ -15,8 +15,7 @@ from itertools import count
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
-from router.routing.load_policies import LoadBound, in_turn
-from router.routing.policy import Policy, RoutingQuery
+from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import make_policy
 

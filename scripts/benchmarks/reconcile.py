@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import uvloop
 
-from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Health, ListedEngine
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import reconcile
 from router.fleet.registry import EngineRegistry

@@ -23,7 +23,7 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
 from router.fleet.sources.source import (
     Backoff,
     SourceReport,

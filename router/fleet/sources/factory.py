@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
 from router.fleet.sources.file import FileSource
 from router.fleet.sources.saved_listing import SavedListing
 from router.fleet.sources.source import (

@@ -28,7 +28,7 @@ from router.common.watched_file import (
     read_until_settled,
 )
 from router.common.yaml_list import MissingListError, parse_yaml_list
-from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.source import (
     SourceError,
     SourceReport,

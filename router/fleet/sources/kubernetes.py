@@ -15,7 +15,7 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import NamedTuple
 
-from router.fleet.engine_spec import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.pod_api import Pod, PodApi, PodChange, VersionExpiredError
 from router.fleet.sources.source import Backoff, SourceError, SourceReport
 from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port

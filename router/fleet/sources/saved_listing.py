@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from router.fleet.engine_spec import ListedEngine
+from router.fleet.engine import ListedEngine
 from router.fleet.sources.source import (
     EngineSource,
     SourceReport,

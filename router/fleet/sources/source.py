@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from router.fleet.engine_spec import ListedEngine
+from router.fleet.engine import ListedEngine
 
 T = TypeVar("T")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0

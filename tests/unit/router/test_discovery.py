@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.engine import EngineRole, Health, Intent
 from router.server.router_state import state_of
 from router.settings import Settings, SettingsError, load
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
 from router.telemetry.model_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
 from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches
@@ -155,5 +156,6 @@ async def test_the_circuit_and_the_comings_and_goings_of_engines_are_told(router
     name = router.gateway.fleet.engines[0].name
     assert router.metric("fleet_changes_total", change="joined") == 2
     assert router.metric("engine_circuit", role="prefill", engine=name) == 0
-    router.gateway.fleet.engines[0].breaker._open()
+    for _ in range(BreakerRules().consecutive_failures):
+        router.gateway.fleet.engines[0].breaker.record_failure()
     assert router.metric("engine_circuit", role="prefill", engine=name) == 2

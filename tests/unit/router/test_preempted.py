@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine_ext.base.begun import EngineResumeState, packed, unpacked
-from router.fleet.circuit_breaker import CircuitState
+from router.fleet.engine import CircuitState
 from router.http_client.answer_memory import MemoryBudget
 from router.openai.answers import read_generated_tokens
 from router.proxy.resume_buffer import ResumeBuffer

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import Engine, EngineRole
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.conftest import StartRouter

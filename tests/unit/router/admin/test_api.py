@@ -16,8 +16,7 @@ import pytest
 from router.admin.control import Control
 from router.admin.endpoints import application
 from router.admin.processes import SingleProcess, WorkerProcess
-from router.fleet.engine import Health
-from router.fleet.engine_spec import Intent
+from router.fleet.engine import Health, Intent
 from router.settings import Settings
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (

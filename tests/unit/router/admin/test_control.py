@@ -12,7 +12,7 @@ import pytest
 from router.admin import control as control_module
 from router.admin.control import AdminRequestError, Control, ReloadResult, WorkerCounts
 from router.admin.desired_state import RELOADABLE, DesiredState
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.reconcile import (
     OperatorOverrides,
     apply_overrides,

@@ -14,7 +14,7 @@ import pytest
 from router.admin import processes as processes_module
 from router.admin.desired_state import DesiredState, Tunables
 from router.admin.processes import ControlChannel, WorkerProcess, follow_control
-from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.engine import EngineRole, EngineSpec
 from router.fleet.reconcile import OperatorOverrides
 from router.fleet.views import FleetView
 from router.settings import Address, load

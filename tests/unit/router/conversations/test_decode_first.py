@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from router.conversations.store import MemoryStore
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import Engine, EngineRole
 from router.proxy.relay import TurnTail
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (

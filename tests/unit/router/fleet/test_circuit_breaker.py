@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
+from router.fleet.engine import BreakerRules, CircuitBreaker, CircuitState
 
 RULES = BreakerRules(
     consecutive_failures=3, failure_rate=0.5, min_sample=6, first_pause_s=1.0, max_pause_s=10.0

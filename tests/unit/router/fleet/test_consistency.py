@@ -10,8 +10,7 @@ from router.fleet.consistency import (
     IncompleteGroupLog,
     count_groups,
 )
-from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.engine import EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits

@@ -9,7 +9,7 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.reconcile import (
     OperatorOverrides,
     apply_overrides,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.reconcile import FleetChanges, merge_listings, reconcile
 from router.settings import Address
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from router.fleet import registry as registry_module
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent, ListedEngine
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import OperatorOverrides
 from router.fleet.registry import EngineRegistry

@@ -8,10 +8,18 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import LEGS, EngineRole, EngineSpec, Intent
-from router.fleet.snapshot import EngineTuples, build_snapshot
+from router.fleet.engine import (
+    LEGS,
+    BreakerRules,
+    CircuitBreaker,
+    CircuitState,
+    Engine,
+    EngineRole,
+    EngineSpec,
+    Health,
+    Intent,
+)
+from router.fleet.fleet import EngineTuples, build_snapshot
 from router.http_client.pool import EnginePool
 from router.settings import Address
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.circuit_breaker import CircuitState
-from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.engine import CircuitState, EngineRole, Health, Intent
 from router.fleet.views import (
     EngineView,
     FleetView,

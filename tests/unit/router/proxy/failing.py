@@ -9,8 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
-from router.fleet.engine import Engine
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import Engine, EngineRole
 from router.http_client.connect import EngineTls
 from router.http_client.errors import EngineLostError
 from tests.unit.router.harness import Router, eventually

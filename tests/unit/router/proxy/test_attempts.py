@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.circuit_breaker import CircuitState
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import LEGS, EngineRole
+from router.fleet.engine import LEGS, CircuitState, Engine, EngineRole, Health
 from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError

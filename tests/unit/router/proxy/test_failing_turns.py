@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_spec import DEFAULT_GROUP
+from router.fleet.engine import DEFAULT_GROUP
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE

@@ -13,7 +13,7 @@ import pytest
 
 from router.commands.status.command import lines
 from router.commands.status.reading import AvoidedPair, parse_metrics
-from router.fleet.circuit_breaker import CircuitState
+from router.fleet.engine import CircuitState
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (

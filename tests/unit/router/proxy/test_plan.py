@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from router.conversations.conversations import Turn
-from router.fleet.capabilities import EngineCapabilities
-from router.fleet.engine import Engine
+from router.fleet.engine import Engine, EngineCapabilities
 from router.proxy.exchange import Exchange
 from router.proxy.plan import MAX_SHORT_BODY_BYTES, Mode, make_plan
 from router.proxy.request import Request

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import DECODE
+from router.fleet.engine import DECODE
 from router.http_client.answer_memory import MemoryBudget
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer

@@ -7,9 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from router.fleet.circuit_breaker import CircuitState
-from router.fleet.engine import Health
-from router.fleet.engine_spec import EngineRole, EngineSpec
+from router.fleet.engine import CircuitState, EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
 from router.proxy import warmup
 from router.proxy.warmup import EngineWarmer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.routing.load_policies import LoadBound
+from router.routing.policy import LoadBound
 
 BOUND = LoadBound(1.5, 8)
 

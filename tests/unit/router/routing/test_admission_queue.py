@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.circuit_breaker import BreakerRules, CircuitBreaker
-from router.fleet.engine import Engine, Health
-from router.fleet.engine_spec import EngineRole, EngineSpec
-from router.fleet.snapshot import GroupPool, Snapshot, build_snapshot
+from router.fleet.engine import BreakerRules, CircuitBreaker, Engine, EngineRole, EngineSpec, Health
+from router.fleet.fleet import GroupPool, Snapshot, build_snapshot
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.routing.admission_queue import (

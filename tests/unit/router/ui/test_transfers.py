@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.pages import leases
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from router.ui.live_requests import Origin, RequestSummary, summarize_request
 from router.ui.transfers import (
     MAX_AWAITED_REQUESTS,

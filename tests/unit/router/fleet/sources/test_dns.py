@@ -11,7 +11,7 @@ import dns.asyncresolver
 import dns.rcode
 import pytest
 
-from router.fleet.engine_spec import EngineRole
+from router.fleet.engine import EngineRole
 from router.fleet.sources import dns as dns_module
 from router.fleet.sources.dns import EMPTY_TTL_S, MAX_TTL_S, MIN_TTL_S, DnsSource, look_up
 from router.fleet.sources.source import SourceReport

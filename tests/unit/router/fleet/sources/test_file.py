@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.file import (
     MAX_FILE_BYTES,
     FileSource,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine_spec import EngineRole, Intent
+from router.fleet.engine import EngineRole, Intent
 from router.fleet.sources import kubernetes as kubernetes_module
 from router.fleet.sources import pod_api, source
 from router.fleet.sources.kubernetes import KubernetesSource

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.kubernetes import PodEngine, distinct, read_pod
 from router.fleet.sources.pod_api import Pod
 from router.settings import Address

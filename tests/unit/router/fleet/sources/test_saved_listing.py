@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.engine_spec import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources import saved_listing
 from router.fleet.sources.saved_listing import (
     SavedListing,

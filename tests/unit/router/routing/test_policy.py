@@ -8,21 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.load_policies import (
+from router.routing.policy import (
+    MAX_ORDERED,
     SAMPLE_SIZE,
     LeastLoaded,
     LoadBound,
+    Policy,
     PowerOfTwo,
     RoundRobin,
+    RoutingQuery,
+    load,
     mix,
     sample,
-)
-from router.routing.policy import (
-    MAX_ORDERED,
-    Policy,
-    RoutingQuery,
-    first,
-    load,
 )
 from router.routing.route import (
     POLICIES,
@@ -155,7 +152,6 @@ def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
     order = SessionAffinity(BOUND).order(candidates, RoutingQuery(0, session=home))
     assert order[-1] is candidates[-1]
     assert set(order) == set(candidates)
-    assert first(candidates, candidates[1])[0] is candidates[1]
 
 
 @pytest.mark.parametrize("name", ["round-robin", "Session", "POWER-OF_TWO"])
