@@ -20,7 +20,6 @@ from router.proxy.heartbeat import HeartbeatExchange
 from router.proxy.messages import LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
-from router.proxy.release import release_turn
 from router.proxy.request import (
     SEVERAL,
     Request,
@@ -32,6 +31,7 @@ from router.proxy.request import (
 from router.proxy.run import Run
 from router.proxy.turn_reuse import find_reuse
 from router.routing.route import Route
+from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.trace_context import without_trace_headers
 
@@ -90,7 +90,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:
             if request.record.stage != DONE:
-                _note_disconnect(request.record, gateway)
+                _note_disconnect(request.record, gateway.metrics)
             raise
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:
@@ -141,10 +141,10 @@ def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     return Request(exchange, record, shared_headers, latest, next_number())
 
 
-def _note_disconnect(record: Record, gateway: Gateway) -> None:
+def _note_disconnect(record: Record, metrics: Metrics) -> None:
     record.outcome = "disconnected"
     record.status = record.status or CLIENT_CLOSED_REQUEST
-    gateway.metrics.client_disconnects.labels(record.stage).inc()
+    metrics.client_disconnects.labels(record.stage).inc()
 
 
 async def _plan_turn(
@@ -167,7 +167,7 @@ async def _plan_turn(
         return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
-            release_turn(request, gateway, turn.entry)
+            gateway.releaser.release_turn(request, turn.entry)
         raise
 
 

@@ -23,6 +23,7 @@ from router.http_client.answer_memory import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
+from router.proxy.release import KvReleaser
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
 from router.routing.policy import LoadBound, RoutingQuery
@@ -228,7 +229,8 @@ class MemoryLimits:
 
 class Gateway:
     """The parts that requests share, each with one owner: `routes` finds engines, `tasks` are the
-    running requests, `admission` and `budget` limit what engines get, `memory` what requests hold.
+    running requests, `admission` and `budget` limit what engines get, `memory` what requests hold,
+    and `releaser` releases KV that no engine will read.
 
     `settings` are those in force. `watch` is None while the dashboard is not open.
     """
@@ -257,6 +259,7 @@ class Gateway:
         self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""
         self.hides_credentials = authenticator is not None or secret is not None
         self.tasks = RequestTasks()
+        self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         self.routes = RouteFinder(settings, fleet)
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
@@ -269,6 +272,14 @@ class Gateway:
             answers=MemoryBudget(settings.max_held_answers) if answers is None else answers,
             resume_buffers=MemoryBudget(settings.max_resume_memory),
         )
+        self.releaser = KvReleaser(
+            fleet,
+            metrics,
+            self.memory.answers,
+            self.throttle,
+            self.tasks.spawn,
+            settings.max_answer_size,
+        )
         readers: list[RecordReader] = [metrics.by_model.add_records]
         if settings.access_log:
             readers.append(write_lines)
@@ -278,7 +289,6 @@ class Gateway:
         self.logs_moved_blocks = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
         self.records = RecordBatches(readers)
-        self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
 
     def tune(self, settings: Settings) -> None:
         """Apply the settings that may change while requests run. They hold for new requests."""

@@ -28,7 +28,7 @@ from router.openai.errors import (
     LoadFailedError,
 )
 from router.openai.request_fields import restate_prompt_limit
-from router.proxy import messages, release
+from router.proxy import messages
 from router.proxy.answer_check import (
     cached_share,
     failure_of,
@@ -164,8 +164,6 @@ async def _prefill_leg(
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
         prefilled = PrefillAnswer(raw)
-        if prefilled.is_empty:
-            raise BrokenAnswerError("an answer without choices")
         content = prefill_content(raw)
         if content is not None:
             _require_answer(run, engine, content)
@@ -178,7 +176,7 @@ async def _prefill_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None:
-            gateway.tasks.spawn(release.release_late_prefill(request, gateway, answer))
+            gateway.releaser.release_late_prefill(request, answer)
             answer = None
         raise
     finally:
@@ -288,7 +286,7 @@ async def _decode_leg(
         return LegRefusal(error, engine)
     except asyncio.CancelledError:
         if answer is not None and accept is not None and reuse is not None:
-            gateway.tasks.spawn(release.release_late_turn(request, gateway, engine, answer))
+            gateway.releaser.release_late_turn(request, engine, answer)
             answer = None
         raise
     finally:
@@ -358,7 +356,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
         notes.answered(engine.name, prefilled.cached_tokens)
     if run.plan.reuse is not None:
         run.prompt_tokens = prefilled.prompt_tokens
-        note_no_turns(gateway, engine)
+        note_no_turns(engine)
     _learn(run, engine, params)
     if params is not None and not run.is_read:
         run.hold(engine)

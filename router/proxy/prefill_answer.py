@@ -111,14 +111,16 @@ _decode_choices = msgspec.json.Decoder(list[_PrefilledChoice]).decode
 class PrefillAnswer:
     """The answer of a prefill engine.
 
-    `params` is None if the engine sent none. `raw` is the whole answer until `keep_params`.
-    `is_whole_answer` is True if the one token of the engine ends the answer.
+    `params` is None if the engine sent none; `usage` is JSON as the engine wrote it. `raw` is the
+    whole answer until `drop_all_but_params`. `is_whole_answer` is True if the one token of the
+    engine ends the answer.
     """
 
-    __slots__ = ("_choices", "_usage", "is_whole_answer", "params", "raw")
+    __slots__ = ("_choices", "is_whole_answer", "params", "raw", "usage")
 
     def __init__(self, answer: bytes) -> None:
-        """Raises BrokenAnswerError if `answer` is not a JSON object."""
+        """Raises BrokenAnswerError if `answer` is not a JSON object, or has neither params nor
+        choices."""
         try:
             content = _decode_answer(answer)
             given = bytes(content.kv_transfer_params)
@@ -127,7 +129,9 @@ class PrefillAnswer:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
         self.params = KvParams(given) if is_some else None
-        self._usage, self._choices = content.usage, content.choices
+        self.usage, self._choices = bytes(content.usage), content.choices
+        if self.params is None and bytes(content.choices).translate(None, b" \t\r\n") in EMPTY:
+            raise BrokenAnswerError("an answer without choices")
         self.raw = answer
         self.is_whole_answer = False
 
@@ -135,7 +139,7 @@ class PrefillAnswer:
         """Drop all but the params, so that a large answer is not held while a decode engine
         answers."""
         self.raw = b""
-        self._usage = self._choices = ABSENT
+        self._choices, self.usage = ABSENT, b""
 
     def prepare_hand_over(self) -> str:
         """Prepare the hand-over of the token that the engine has sampled.
@@ -159,24 +163,14 @@ class PrefillAnswer:
         return "ended" if self.is_whole_answer else "went_on"
 
     @property
-    def is_empty(self) -> bool:
-        """The answer contains neither KV transfer params nor choices."""
-        return self.params is None and bytes(self._choices).translate(None, b" \t\r\n") in EMPTY
-
-    @property
-    def usage(self) -> bytes:
-        """The usage as the engine has written it."""
-        return bytes(self._usage)
-
-    @property
     def prompt_tokens(self) -> int | None:
         """The length of the prompt in tokens, if the engine reports it."""
-        return prompt_tokens_of({"usage": _read(bytes(self._usage))})
+        return prompt_tokens_of({"usage": _read(self.usage)})
 
     @property
     def cached_tokens(self) -> int | None:
         """The prompt tokens that were in the engine's cache, if the engine reports them."""
-        return cached_tokens_of({"usage": _read(bytes(self._usage))})
+        return cached_tokens_of({"usage": _read(self.usage)})
 
 
 def _read(raw: bytes) -> object:

@@ -49,10 +49,11 @@ from router.proxy.answer_check import (
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.release import release_turn
 from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
+from router.telemetry.logs import LogThrottle
+from router.telemetry.metrics import Metrics
 from router.telemetry.token_usage import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
@@ -83,7 +84,7 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
         buffer = run.resume.buffer if answer.is_event_stream else None
         ending: StreamValidator | None = None
         if buffer is not None:
-            _record(buffer, gateway, None)
+            _record(buffer, gateway.metrics, None)
             answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
             is_generation, is_several = request.alone != PASSED, _is_several(request)
@@ -177,7 +178,7 @@ async def _relay_turn(
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
-        _record(buffer, gateway, tail)
+        _record(buffer, gateway.metrics, tail)
         answer.tap = answer.resume_buffer = buffer
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
@@ -196,7 +197,7 @@ async def _relay_turn(
         require_end(buffer)
     elif ending.failure is not None:
         raise ending.failure
-    _note_stream(gateway, engine, tail.params is not None)
+    _note_stream(gateway.throttle, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
     await _finish(gateway, keep(tail.params, tail.choice()))
@@ -230,9 +231,9 @@ async def _keep(
         left = await conversations.keep(turn, engine.name, params, choice, prompt_tokens)
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
-            release_turn(request, gateway, entry)
+            gateway.releaser.release_turn(request, entry)
     elif params is None:
-        note_no_turns(gateway, engine)
+        note_no_turns(engine)
     gateway.metrics.conversation_kept.add((kept,))
 
 
@@ -243,12 +244,12 @@ def note_first_byte(run: Run, answer: EngineAnswer) -> None:
         buffer.first_byte = record.first_byte = buffer.first_byte or answer.first_body_at
 
 
-def _record(buffer: ResumeBuffer, gateway: Gateway, inner: TurnTail | None) -> None:
+def _record(buffer: ResumeBuffer, metrics: Metrics, inner: TurnTail | None) -> None:
     """Record this engine's answer, and count a resume that has begun."""
     buffer.start_leg(inner)
     cause, buffer.resume_cause = buffer.resume_cause, ""
     if cause:
-        gateway.metrics.resumes.add((cause, "gone_on"))
+        metrics.resumes.add((cause, "gone_on"))
 
 
 def require_end(buffer: ResumeBuffer) -> None:
@@ -286,18 +287,18 @@ def _name_retained_kv(params: Json) -> bool:
     return any(name.startswith("remote_") for name in params)
 
 
-def _note_stream(gateway: Gateway, engine: Engine, has_params: bool) -> None:
+def _note_stream(throttle: LogThrottle, engine: Engine, has_params: bool) -> None:
     capabilities = engine.capabilities
     capabilities.note_stream_params(has_params)
     if capabilities.streams_kv_params is False and not capabilities.lacks_turns:
-        gateway.throttle.warn(
+        throttle.warn(
             "a decode engine does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
             engine.name,
         )
 
 
-def note_no_turns(gateway: Gateway, engine: Engine) -> None:
+def note_no_turns(engine: Engine) -> None:
     """Log once per engine that the engine reports that it retains no KV for next turns."""
     capabilities = engine.capabilities
     if capabilities.lacks_turns and not capabilities.is_lack_logged:

@@ -125,6 +125,23 @@ class Run:
         if holder is not None:
             holder.kv_leases -= 1
 
+    def release_unread(self, params: KvParams | None, cause: BaseException | None = None) -> None:
+        """Release the prefill engine's KV, unless a decode engine has certainly read it.
+
+        The first byte of an answer shows that. With a hand-over of the first token, the second
+        token shows it, because the decode engine sends the first one before it has any KV. If the
+        tokens are not counted, the prefill engine knows whether its blocks were read. `cause` is
+        what ended the decode leg, if something has.
+        """
+        if params is None:
+            return
+        buffer = self.resume.buffer
+        is_read = self.request.record.first_byte is not None and (
+            not params.continues_tokens or (buffer is not None and buffer.num_tokens > 1)
+        )
+        if not is_read:
+            self.gateway.releaser.release_prefill(self.request, params, cause)
+
     def count_turn(self, offer: TurnOffer) -> None:
         """Record, once per request, what the request reused of the last turn."""
         record, reuse = self.request.record, self.plan.reuse

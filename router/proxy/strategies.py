@@ -26,7 +26,6 @@ from typing import Any
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
-from router.proxy import release
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.legs import (
     DecodeLegResult,
@@ -155,7 +154,7 @@ async def pull(run: Run) -> None:
             run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))
             if prefilled.is_whole_answer:  # the one token of the prefill engine is the whole answer
                 run.stop_holding()
-                release.release_unread(run, prefilled.params, None)
+                run.release_unread(prefilled.params)
                 return await deliver_prefilled(run, prefilled)
 
         # Decode, on one engine after another, until the client has the answer.
@@ -163,14 +162,14 @@ async def pull(run: Run) -> None:
         try:
             decoded = await _decode(run, run.with_retain_request(prefilled.params))
         except BaseException as cause:
-            release.release_unread(run, prefilled.params, cause)
+            run.release_unread(prefilled.params, cause)
             raise
         if decoded is DecodePhase.ANSWERED:
             return None
 
         # This KV is used up or abandoned. Prefill again, or do without.
         run.stop_holding()
-        release.release_unread(run, prefilled.params, None)
+        run.release_unread(prefilled.params)
         if decoded is DecodePhase.SAME_ENGINE:
             run.prefiller = None
             return await decode_only(run, SAME_ENGINE)
@@ -235,7 +234,7 @@ async def push(run: Run) -> None:
         params = make_push(run.request, prefiller, decoder, is_forced)
         if params is None:
             return await pull(run)  # the answer of a prefill engine has its address
-        failed = await _push_legs(run, prefiller, decoder, params)
+        failed = await push_legs(run, prefiller, decoder, params)
         if failed is None:
             return None
         if not isinstance(failed.error, PreemptedError):
@@ -245,7 +244,7 @@ async def push(run: Run) -> None:
             return await decode_only(run, "no_pair")
 
 
-async def _push_legs(
+async def push_legs(
     run: Run, prefiller: Engine, decoder: Engine, push: PushParams
 ) -> LegFailure | None:
     """Run both legs of a push; the failure of one ends the other. Return None if the client has
@@ -277,7 +276,7 @@ async def _push_legs(
             if not is_answered and not prefilling.cancelled() and not _has_failed(prefilling):
                 prefilled = prefilling.result()
                 assert isinstance(prefilled, PrefillAnswer)
-                release.release_unread(run, prefilled.params, None)
+                run.release_unread(prefilled.params)
     if is_answered:
         return None
     failed_legs = [leg for leg in (prefilling, decoding) if _has_failed(leg)]
@@ -396,7 +395,7 @@ def _release_unread_turn(run: Run) -> None:
     """Release the retained KV of the last turn if no prefill engine has read it."""
     entry, run.unread_turn = run.unread_turn, None
     if entry is not None:
-        release.release_turn(run.request, run.gateway, entry)
+        run.gateway.releaser.release_turn(run.request, entry)
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

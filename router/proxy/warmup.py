@@ -20,16 +20,15 @@ from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health, Int
 from router.http_client.deadlines import now
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
-from router.proxy import release
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
 from router.proxy.messages import LegBodies
 from router.proxy.plan import PULL, PUSH, Plan, choose_mode
-from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.push import PushParams, make_push
+from router.proxy.push import make_push
 from router.proxy.request import Request, next_number
 from router.proxy.run import Run
+from router.proxy.strategies import push_legs
 from router.routing.route import Route
 from router.telemetry.record import Record
 
@@ -218,10 +217,12 @@ class EngineWarmer:
                         raise BrokenAnswerError("the engines are in different groups by now")
                     _require(await decode_leg(run, decoder, body))
                 except BaseException as cause:
-                    release.release_unread(run, params, cause)
+                    run.release_unread(params, cause)
                     raise
             else:
-                await _push(run, push)
+                failed = await push_legs(run, prefiller, decoder, push)
+                if failed is not None:
+                    raise failed.error
         finally:
             run.stop_holding(is_read=True)
             run.close()
@@ -270,32 +271,6 @@ class DiscardedExchange:
 
     def abort(self) -> None:
         return
-
-
-async def _push(run: Run, push: PushParams) -> None:
-    """Run both legs of a push at once. Raises the error of the leg that fails first."""
-    (prefiller,), (decoder,) = run.route.prefillers, run.route.decoders
-    prefill_body = run.bodies.prefill(None, push.transfer_id)
-    decode_body = run.bodies.decode(push.params.without_retain())
-
-    async def prefill() -> PrefillAnswer:
-        return _require(await prefill_leg(run, prefiller, prefill_body, push))
-
-    async def decode() -> None:
-        _require(await decode_leg(run, decoder, decode_body, push=push))
-
-    prefilling: asyncio.Task[PrefillAnswer] | None = None
-    try:
-        async with asyncio.TaskGroup() as group:
-            prefilling = group.create_task(prefill())
-            group.create_task(decode())
-    except BaseException as cause:
-        is_done = prefilling is not None and prefilling.done() and not prefilling.cancelled()
-        if prefilling is not None and is_done and prefilling.exception() is None:
-            release.release_unread(run, prefilling.result().params, cause)
-        if isinstance(cause, ExceptionGroup):
-            raise cause.exceptions[0] from None
-        raise
 
 
 def _require(outcome: T | LegFailure | LegRefusal) -> T:
