@@ -1,29 +1,42 @@
-"""Takes the entry that the last turn of a conversation left, and keeps the entry of this turn."""
+"""The turns of conversations, and the entries that turns leave for the next ones.
+
+`ConversationResolver` finds out which conversation a request belongs to, and which tenant sent it.
+The configured names are tried in order, and the first one that is set wins. A name that begins with
+"x-" is a header, `prefix` recognizes a chat by its messages, and any other name is a field of the
+body. The key of an entry is a hash over the tenant's credential and the id. So an id is useless to
+another tenant, and a store shows neither credential nor id.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import lru_cache
+from operator import itemgetter
 
 import orjson
 
 from router.common.exact_json import number
 from router.common.structs import FrozenStruct, IdentityStruct
 from router.conversations.entry import (
-    MAX_COUNT,
-    MAX_PREFIXES,
     Entry,
     InexactReason,
+    Prompt,
     PromptPrefix,
     ReuseScope,
+    prompt_of,
+    rewrites_history,
+    scope_of,
 )
-from router.conversations.identity import Conversation, ConversationResolver, Header
-from router.conversations.prompt import Prompt, prompt_of
-from router.conversations.reuse import rewrites_history, scope_of
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
+Header = tuple[bytes, bytes]
+PREFIX = "prefix"
+NAME = itemgetter(0)
+NUM_OPENING_MESSAGES = 2  # the same in all turns: the system prompt and the first question
 # A store keeps an entry for longer than the entry is valid, so that the router can distinguish an
 # expired entry from one that never existed.
 EXPIRED_ENTRY_RETENTION_S = 300.0
@@ -31,6 +44,89 @@ EXPIRED_ENTRY_RETENTION_S = 300.0
 LEASE_MARGIN_SHARE = 1 / 16
 # The latest Unix time, in seconds, that the router accepts from an engine.
 MAX_UNIX_TIME_S = 1e11
+
+
+class Conversation(FrozenStruct, frozen=True):
+    """One request's place in its conversation.
+
+    `session` identifies the conversation in all of its turns. `take_key` is the store key of the
+    last turn's entry, None for a first turn. `keep_key` is the key for this turn's entry, None if
+    the key depends on the answer. `tenant` is a hash of the credential.
+    """
+
+    session: str
+    take_key: str | None
+    keep_key: str | None
+    tenant: str
+
+    def key_after(self, whole: PromptPrefix | None) -> str | None:
+        """Return the key for this turn's entry. `whole` is its prompt with the answer."""
+        if self.keep_key is not None:
+            return self.keep_key
+        return None if whole is None else _hash(self.tenant, PREFIX, whole.digest)
+
+
+class ConversationResolver:
+    """Reads conversation ids and tenants out of requests, in one pass over the headers."""
+
+    def __init__(self, names: Sequence[str], tenant_header: str) -> None:
+        lowered = tuple(name.lower() for name in names)
+        self.uses_prefix = PREFIX in lowered
+        self._names = tuple(name for name in lowered if name != PREFIX)
+        self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
+        self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
+        self._header_names = frozenset(self._headers)
+        self._tenant_header = tenant_header.lower().encode("latin-1")
+
+    def id_of(self, headers: Sequence[Header], body: Json) -> str | None:
+        """Return the value of the first name that is set. PREFIX is left to `by_messages`."""
+        wanted = self._headers
+        if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+            return None
+        given: dict[str, str] = {}
+        for name, value in headers:
+            if name in wanted and value:
+                given.setdefault(wanted[name], value.decode("latin-1"))
+        for known in self._names:
+            text = given.get(known)
+            if not text:
+                field = body.get(known)
+                text = field if isinstance(field, str) else str(field) if type(field) is int else ""
+            if text:
+                return text
+        return None
+
+    def by_id(self, headers: Sequence[Header], given: str) -> Conversation:
+        """Return the conversation of an id that `id_of` returned."""
+        tenant = self.tenant_of(headers)
+        key = _hash(tenant, "id", given)
+        return Conversation(key, key, key, tenant)
+
+    def by_messages(self, headers: Sequence[Header], prompt: Prompt) -> Conversation | None:
+        """Return a chat's conversation, known by its messages up to the last answer."""
+        if prompt.kind != "chat":
+            return None
+        tenant = self.tenant_of(headers)
+        opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""
+        last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
+        take = None if last is None else _hash(tenant, PREFIX, last)
+        return Conversation(_hash(tenant, "opening", opening), take, None, tenant)
+
+    def tenant_of(self, headers: Sequence[Header]) -> str:
+        """Return a hash of the tenant's credential; requests without one share a tenant."""
+        return _tenant(*[value for name, value in headers if name == self._tenant_header])
+
+
+@lru_cache(maxsize=1024)
+def _tenant(*values: bytes) -> str:
+    return _hash("tenant", *(value.decode("latin-1") for value in values))
+
+
+def _hash(*parts: str) -> str:
+    """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
+    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([b"%d:%b" % (len(part), part) for part in raw])
+    return hashlib.blake2b(whole, digest_size=20).hexdigest()
 
 
 class RecallOutcome(StrEnum):
@@ -84,15 +180,10 @@ class Conversations:
         ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
+        self.store = store
         self._resolver = resolver
         self._ttl = ttl
         self._clock = clock
-
-    @property
-    def does_io(self) -> bool:
-        """See `Store.does_io`."""
-        return self._store.does_io
 
     def turn_of(self, headers: Sequence[Header], body: Json) -> Turn | None:
         """Return the turn that a request is, without its entry.
@@ -107,16 +198,16 @@ class Conversations:
             prompt = prompt_of(body)
             if prompt is None:
                 return None
-            conversation = (
-                self._resolver.by_messages(headers, prompt)
-                if given is None
-                else self._resolver.by_id(headers, given)
-            )
-            if conversation is None:
-                return None
-            return Turn(conversation, prompt, scope_of(body), rewrites_history(body))
+            scope, has_rewrites = scope_of(body), rewrites_history(body)
         except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
             return None
+        if given is not None:
+            conversation: Conversation | None = self._resolver.by_id(headers, given)
+        else:
+            conversation = self._resolver.by_messages(headers, prompt)
+        if conversation is None:
+            return None
+        return Turn(conversation, prompt, scope, has_rewrites)
 
     async def recall(self, turn: Turn) -> None:
         """Take the last turn's entry out of the store, if there is one, and put it into `turn`."""
@@ -124,7 +215,7 @@ class Conversations:
         if key is None:
             return
         try:
-            raw = await self._store.take(key)
+            raw = await self.store.take(key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
             turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
@@ -152,18 +243,19 @@ class Conversations:
         `decoder` is the name of the decode engine that retains the KV, and `params` its
         `kv_transfer_params`. `answer` is what the client got, None where the router cannot know it.
         """
-        now = self._clock()
+        now, prompt = self._clock(), turn.prompt
+        older = () if turn.entry is None else turn.entry.prompts
         entry = Entry(
             decoder=decoder,
             params=params,
             created_at=now,
             expires_at=self._valid_until(params, now),
-            kind=turn.prompt.kind,
-            scope=turn.scope,
-            prompts=_reusable_prefixes(turn, prompt_tokens),
-            whole=None if answer is None else turn.prompt.with_answer(answer),
             inexact=_why_inexact(turn, answer),
-            size=turn.prompt.size + _answer_size(answer),
+            size=prompt.size + _answer_size(answer),
+            kind=prompt.kind,
+            scope=turn.scope,
+            prompts=prompt.reusable_prefixes(older, prompt_tokens),
+            whole=None if answer is None else prompt.with_answer(answer),
         )
         key = turn.conversation.key_after(entry.whole)
         if key is None or entry.expires_at <= now:
@@ -174,14 +266,14 @@ class Conversations:
             return KeepOutcome(False, [])
         try:
             seconds = entry.expires_at - now + EXPIRED_ENTRY_RETENTION_S
-            dropped = await self._store.put(key, raw, seconds)
+            dropped = await self.store.put(key, raw, seconds)
         except StoreError:
             return KeepOutcome(False, [entry])
         unreachable = [one for one in map(Entry.from_bytes, dropped) if one is not None]
         return KeepOutcome(raw not in dropped, unreachable)
 
     async def close(self) -> None:
-        await self._store.close()
+        await self.store.close()
 
     def _valid_until(self, params: Json, now: float) -> float:
         retained = number(params.get("retained_until"))
@@ -190,19 +282,6 @@ class Conversations:
             retained = min(max(retained, 0), MAX_UNIX_TIME_S)
             return min(now + self._ttl, retained - (retained - now) * LEASE_MARGIN_SHARE)
         return now + self._ttl
-
-
-def _reusable_prefixes(turn: Turn, prompt_tokens: int | None) -> tuple[PromptPrefix, ...]:
-    """Return the earlier prompts that this prompt extends, oldest first, and this prompt."""
-    prompt = turn.prompt
-    older = turn.entry.prompts if turn.entry is not None else ()
-    prefixes = [one for one in older if prompt.digest_at(one.count) == one.digest]
-    digest = prompt.digest_at(prompt.count)
-    known = prompt_tokens is not None and 0 <= prompt_tokens <= MAX_COUNT
-    if known and digest is not None and prompt.traceless == prompt.count:
-        prefixes = [one for one in prefixes if one.count < prompt.count]
-        prefixes.append(PromptPrefix(prompt.count, digest, prompt_tokens))
-    return tuple(prefixes[-MAX_PREFIXES:])
 
 
 def _why_inexact(turn: Turn, answer: AnswerChoice | None) -> InexactReason:

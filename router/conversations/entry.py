@@ -1,20 +1,29 @@
-"""The entry that one turn leaves for the next, as a store keeps it.
+"""Prompts as digests of their prefixes, and the entry that one turn leaves for the next.
 
-A store's content is untrusted input: every field has its type and its bounds, or there is no entry.
-Field names are the wire format that routers of several versions share.
+A chat is counted in messages, a text in characters, a list of token ids in ids. Two prompts of the
+same kind with the same digest at `count` are equal up to there.
+
+The digest of a message covers what a chat template may read: role, content, tool calls and whatever
+else is set. It leaves out reasoning traces, because clients strip them; `traceless` tells where the
+first one is.
+
+A store's content is untrusted input: every field of an entry has its type and its bounds, or there
+is no entry. Field names are the wire format that routers of several versions share.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+import hashlib
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from router.common.exact_json import dumps, loads
-from router.openai.answers import Json
+from router.common.exact_json import dumps, dumps_each, loads
+from router.common.structs import FrozenStruct
+from router.openai.answers import REASONING_KEYS, AnswerChoice, Json, count_before_reasoning
 
 VERSION = 1
 DIGEST_BYTES = 16
@@ -29,9 +38,25 @@ Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
 S = TypeVar("S", bound=Struct)
 
+MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
+TOOL_FIELDS = ("tools", "functions")
+TEMPLATE_FIELDS = (
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "documents",
+    "reasoning_effort",
+)
+# Templates with these arguments may write an empty trace before an answer, and leave it out of the
+# history.
+THINKING_ARGUMENTS = ("enable_thinking", "thinking")
+
 
 class PromptPrefix(Struct, frozen=True):
-    """The first `count` units of a prompt (see `prompt.Prompt`), and how many tokens they are."""
+    """The first `count` units of a prompt (see `Prompt`), and how many tokens they are."""
 
     count: Count
     digest: Digest
@@ -47,6 +72,74 @@ class ReuseScope(Struct, frozen=True):
     model: ScopeDigest
     tools: ScopeDigest
     template: ScopeDigest
+
+
+class Prompt(FrozenStruct, frozen=True):
+    """A prompt of one `kind`: chat, text or tokens.
+
+    `content` is a text, a list of token ids, or of a chat a digest for each number of leading
+    messages, none included. `size` is in bytes, roughly. The first `traceless` units hold no
+    reasoning trace, and the first `last_answer` messages end with the last one of the assistant.
+    """
+
+    kind: str
+    content: tuple[str, ...] | str | list[int]
+    size: int
+    traceless: int
+    has_media: bool = False
+    last_answer: int = 0
+
+    @property
+    def count(self) -> int:
+        """Units of the prompt."""
+        return len(self.content) - isinstance(self.content, tuple)
+
+    def digest_at(self, count: int) -> str | None:
+        """Return the digest of the first `count` units; None where there are fewer."""
+        if not 0 <= count <= self.count:
+            return None
+        content = self.content
+        return content[count] if isinstance(content, tuple) else _flat_digest(content[:count])
+
+    def extends(self, prefix: PromptPrefix) -> bool:
+        return self.digest_at(prefix.count) == prefix.digest
+
+    def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
+        """Return the prompt followed by its answer, as the next turn would repeat it.
+
+        Returns None where the answer is of another kind.
+        """
+        whole: str | list[int]
+        if isinstance(self.content, tuple):
+            if answer.message is None:
+                return None
+            message = _canonical({"role": "assistant", **answer.message})
+            content = dumps(message, orjson.OPT_SORT_KEYS)
+            return PromptPrefix(self.count + 1, _chained(self.content[-1], content))
+        if isinstance(self.content, str):
+            if answer.text is None:
+                return None
+            whole = self.content + answer.text
+        else:
+            if answer.token_ids is None:
+                return None
+            whole = [*self.content, *answer.token_ids]
+        return PromptPrefix(len(whole), _flat_digest(whole))
+
+    def reusable_prefixes(
+        self, older: tuple[PromptPrefix, ...], tokens: int | None
+    ) -> tuple[PromptPrefix, ...]:
+        """Return those of the older prompts that this one extends, oldest first, and this prompt.
+
+        `tokens` is the length of this prompt, None if the engine did not report it.
+        """
+        prefixes = [one for one in older if self.extends(one)]
+        digest = self.digest_at(self.count)
+        is_known = tokens is not None and 0 <= tokens <= MAX_COUNT
+        if is_known and digest is not None and self.traceless == self.count:
+            prefixes = [one for one in prefixes if one.count < self.count]
+            prefixes.append(PromptPrefix(self.count, digest, tokens))
+        return tuple(prefixes[-MAX_PREFIXES:])
 
 
 class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
@@ -69,21 +162,6 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     inexact: InexactReason
     size: Count
 
-    @property
-    def engine_id(self) -> str | None:
-        value = self.params.get("remote_engine_id")
-        return value if isinstance(value, str) else None
-
-    @property
-    def has_prefix_hashes(self) -> bool:
-        """The decode engine reports by hashes which tokens its KV covers."""
-        return isinstance(self.params.get("prefix_proof"), dict)
-
-    @property
-    def is_revocable(self) -> bool:
-        """The decode engine may drop the KV at any time, which stock engines cannot detect."""
-        return self.params.get("revocable") is True
-
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
         return dumps({"v": VERSION, **asdict(self)})
@@ -103,3 +181,115 @@ def decode_versioned(raw: bytes, kind: type[S]) -> S | None:
         return msgspec.convert(content, kind)
     except (orjson.JSONDecodeError, msgspec.ValidationError, RecursionError):
         return None
+
+
+def prompt_of(body: Json) -> Prompt | None:
+    """Return a request's prompt; None for one that cannot be compared with another prompt.
+
+    Raises orjson.JSONEncodeError for messages that are nested too deep.
+    """
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        return _chat(messages)
+    prompt = body.get("prompt")
+    if body.get("prompt_embeds") is not None or body.get("echo"):
+        return None
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return Prompt("text", prompt, len(prompt), len(prompt))
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return Prompt("tokens", prompt, 4 * len(prompt), len(prompt))
+    return None
+
+
+def scope_of(body: Json) -> ReuseScope:
+    """Return what two turns must have in common besides their messages.
+
+    Raises orjson.JSONEncodeError for fields that are nested too deep.
+    """
+    tools = _present(body, TOOL_FIELDS)
+    if body.get("tool_choice") == "none":
+        tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
+    contents = _present(body, MODEL_FIELDS), tools, _present(body, TEMPLATE_FIELDS)
+    raw = dumps_each(contents, orjson.OPT_SORT_KEYS)
+    return ReuseScope(*(_digest(content, SCOPE_DIGEST_BYTES) for content in raw))
+
+
+def rewrites_history(body: Json) -> bool:
+    """Return whether the template may render a past answer differently from its tokens."""
+    arguments = body.get("chat_template_kwargs")
+    return isinstance(arguments, dict) and any(name in arguments for name in THINKING_ARGUMENTS)
+
+
+def _present(body: Json, names: tuple[str, ...]) -> Json:
+    if body.keys().isdisjoint(names):
+        return {}
+    return {name: body[name] for name in names if body.get(name) not in (None, [], {})}
+
+
+def _chat(messages: list[Any]) -> Prompt:
+    contents = dumps_each([_canonical(message) for message in messages], orjson.OPT_SORT_KEYS)
+    chain = [EMPTY_CHAT]
+    for content in contents:
+        chain.append(_chained(chain[-1], content))
+    last_answer, has_media = 0, False
+    for number, message in enumerate(messages, 1):
+        if isinstance(message, dict):
+            if message.get("role") == "assistant":
+                last_answer = number
+            if type(message.get("content")) is list:
+                has_media = has_media or any(map(_is_media, message["content"]))
+    size, traceless = sum(map(len, contents)), count_before_reasoning(messages)
+    return Prompt("chat", tuple(chain), size, traceless, has_media, last_answer)
+
+
+def _canonical(message: object) -> object:
+    """Return a message as a value that is equal for an engine's answer and a client's repetition of
+    it."""
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if len(message) == 2 and content and type(content) is str and message.get("role"):
+        return message  # most messages have only these
+    kept = {
+        name: value
+        for name, value in message.items()
+        if name not in REASONING_KEYS and value not in (None, "", [], {})
+    }
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        part = content[0]  # a single part of text is equivalent to the text
+        if part.keys() == {"type", "text"} and part["type"] == "text":
+            kept["content"] = part["text"]
+    calls = kept.get("tool_calls")
+    if isinstance(calls, list):
+        kept["tool_calls"] = [_canonical_call(call) for call in calls]
+    return kept
+
+
+def _canonical_call(call: object) -> object:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    function = call["function"]
+    return [call.get("id"), function.get("name"), function.get("arguments")]
+
+
+def _is_media(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") != "text"
+
+
+def _chained(previous: str, content: bytes) -> str:
+    return _digest(previous.encode("ascii") + content)
+
+
+def _flat_digest(content: str | list[int]) -> str:
+    if isinstance(content, str):
+        return _digest(content.encode("utf-8", "surrogatepass"))
+    return _digest(dumps(content))
+
+
+def _digest(content: bytes, size: int = DIGEST_BYTES) -> str:
+    return hashlib.blake2b(content, digest_size=size).hexdigest()
+
+
+EMPTY_CHAT = _digest(b"chat")

@@ -1,43 +1,30 @@
-"""How much of the last turn's KV a next prompt may use: pure functions.
+"""How much of the KV that a conversation's last turn has left a request may use. No I/O.
 
 Stock engines match KV by position and never compare tokens. A history that was edited, shortened or
 stripped of its reasoning would be answered from KV of other tokens, with status 200. So the router
-compares the messages with those of the last turn. A prompt that does not extend them may only use
-the longest prefix that was a whole prompt before, never tokens that the last turn *generated*.
+compares the messages with those of the last turn (`decide_reuse`). A prompt that does not extend
+them may only use the longest prefix that was a whole prompt before, never tokens that the last turn
+*generated*. What a certain prefill engine may read of it depends on the engine (`TurnReuse.offer`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from enum import StrEnum
 
-import orjson
-
-from router.common.exact_json import dumps
 from router.common.structs import FrozenStruct
-from router.conversations.entry import SCOPE_DIGEST_BYTES, Entry, PromptPrefix, ReuseScope
-from router.conversations.prompt import Prompt
+from router.conversations.conversations import Turn
+from router.conversations.entry import MAX_COUNT, Entry, Prompt, ReuseScope
+from router.fleet.engine import Engine, EngineRole, Intent, dp_rank_of, strip_dp_rank
+from router.fleet.fleet import Fleet
 from router.openai.answers import Json
+from router.routing.policy import LoadBound
 
 # A prompt ends with the start of an answer, which templates write differently once the answer is
 # there; and text at its end may be tokenized differently. So the last tokens are never safe.
 UNSAFE_TAIL_TOKENS = 16
 BLOCK_SIZES = tuple(2**power for power in range(11))
-MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
-TOOL_FIELDS = ("tools", "functions")
-TEMPLATE_FIELDS = (
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "truncate_prompt_tokens",
-    "documents",
-    "reasoning_effort",
-)
-# Templates with these arguments may write an empty trace before an answer, and leave it out of the
-# history.
-THINKING_ARGUMENTS = ("enable_thinking", "thinking")
+# Reasons of a ReuseDecision that a prefill engine detects when it compares prefix hashes.
+FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")
 
 
 class ReuseMatch(StrEnum):
@@ -60,6 +47,115 @@ class ReuseDecision(FrozenStruct, frozen=True):
     tokens: int = 0
 
 
+class TurnOffer(FrozenStruct, frozen=True):
+    """The part of the last turn's KV that a prefill engine may read."""
+
+    outcome: str
+    reason: str = ""
+    """Label values of the metric conversation_turns_total, as is `outcome`."""
+    params: Json | None = None
+    """The KV transfer params that the engine gets, None if it may read nothing."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of KV are offered."""
+        count = None if self.params is None else self.params.get("remote_num_tokens")
+        return count if type(count) is int and 0 < count <= MAX_COUNT else 0
+
+
+# The last turn's KV was read by a leg that failed, and can be read only once.
+SPENT_TURN = TurnOffer("failed")
+
+
+class TurnReuse(FrozenStruct, frozen=True):
+    """The part of a conversation's last turn that one request may use.
+
+    `entry` and `decision` are set if a decode engine still has the KV of that turn. `decoder` is
+    that engine if it takes new requests; KV of a draining engine can still be read. `unproven` is
+    the setting conversation_unproven. `outcome` and `reason` are label values of a metric.
+    """
+
+    turn: Turn
+    unproven: str
+    outcome: str
+    reason: str = ""
+    decoder: Engine | None = None
+    entry: Entry | None = None
+    decision: ReuseDecision | None = None
+    group: str = ""
+    """The group of the engine that has the KV."""
+
+    def cached_share(self) -> float:
+        """Return the share of this prompt that the decode engine has in its cache, about; 0 if the
+        prompt does not extend the last turn."""
+        if self.entry is None or self.decision is None:
+            return 0
+        extends = self.decision.match is ReuseMatch.HIT or self.decision.reason == "rendering"
+        return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
+
+    def rank_at(self, engine: Engine) -> int | None:
+        """Return the data-parallel rank of the engine that has the last turn in its cache, or None
+        if the engine has one rank only, or is another engine."""
+        ranks = engine.capabilities.rank_endpoints
+        engine_id = None if self.entry is None else _engine_id(self.entry)
+        if engine is not self.decoder or engine_id is None or len(ranks) < 2:
+            return None
+        number = dp_rank_of(engine_id)
+        return number if number in ranks else None
+
+    def offer(self, prefiller: Engine) -> TurnOffer:
+        """Return what this prefill engine may read of the last turn."""
+        entry, decision = self.entry, self.decision
+        if entry is None or decision is None:
+            return TurnOffer(self.outcome, self.reason)
+        if prefiller.group != self.group:
+            return TurnOffer(ReuseMatch.MISMATCH, "group")
+        if decision.reason == "model":
+            return TurnOffer(decision.match, decision.reason)
+        verifies = prefiller.capabilities.verifies_prefix
+        if entry.params.get("revocable") is True and not verifies:
+            # The engine could not detect that the decode engine has dropped the turn.
+            return TurnOffer(ReuseMatch.MISMATCH, "unproven")
+        is_whole = decision.match is ReuseMatch.HIT
+        is_proven = verifies and isinstance(entry.params.get("prefix_proof"), dict)
+        if is_proven and (is_whole or not self.turn.prompt.has_media):
+            match = ReuseMatch.CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
+            return TurnOffer(match, decision.reason, entry.params)
+        if is_whole and self.unproven == "whole":
+            return TurnOffer(decision.match, decision.reason, entry.params)
+        params = None if self.unproven == "off" else truncate_params(entry.params, decision.tokens)
+        match = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
+        return TurnOffer(match, decision.reason or "unproven", params)
+
+
+def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> TurnReuse:
+    """Return what a request may use of the turn's recalled entry.
+
+    `bound` limits the load up to which the decode engine of the last turn is preferred.
+    """
+    entry = turn.entry
+    if entry is None:
+        return TurnReuse(turn, unproven, turn.recalled)
+    decoder = fleet.find_alive(entry.decoder)
+    if (
+        decoder is None
+        or not decoder.role.plays(EngineRole.DECODE)
+        or not _runs_unchanged(decoder, entry)
+    ):
+        return TurnReuse(turn, unproven, "decoder_gone")
+    home: Engine | None = decoder
+    if decoder.intent is not Intent.SERVING:
+        home = None
+    elif decoder.in_flight >= bound.floor and bound.is_overloaded(
+        decoder, fleet.usable_engines(EngineRole.DECODE)
+    ):
+        return TurnReuse(turn, unproven, "decoder_overloaded")
+    decision = decide_reuse(entry, turn.prompt, turn.scope)
+    return TurnReuse(
+        turn, unproven, decision.match, decision.reason, home, entry, decision, decoder.group
+    )
+
+
 def decide_reuse(entry: Entry, prompt: Prompt, scope: ReuseScope) -> ReuseDecision:
     """Decide how much of the entry's KV a request with this prompt and scope may use."""
     if scope.model != entry.scope.model:
@@ -72,9 +168,9 @@ def decide_reuse(entry: Entry, prompt: Prompt, scope: ReuseScope) -> ReuseDecisi
         return ReuseDecision(ReuseMatch.MISMATCH, "template")
     tokens = 0
     for prefix in entry.prompts:
-        if prefix.count <= prompt.traceless and _extends(prompt, prefix):
+        if prefix.count <= prompt.traceless and prompt.extends(prefix):
             tokens = max(tokens, (prefix.tokens or 0) - UNSAFE_TAIL_TOKENS)
-    if entry.whole is None or not _extends(prompt, entry.whole):
+    if entry.whole is None or not prompt.extends(entry.whole):
         reason = "history"
     elif entry.inexact:
         reason = entry.inexact
@@ -83,10 +179,6 @@ def decide_reuse(entry: Entry, prompt: Prompt, scope: ReuseScope) -> ReuseDecisi
     else:
         return ReuseDecision(ReuseMatch.HIT, "", tokens)
     return ReuseDecision(ReuseMatch.CUT if tokens else ReuseMatch.MISMATCH, reason, tokens)
-
-
-def _extends(prompt: Prompt, prefix: PromptPrefix) -> bool:
-    return prompt.digest_at(prefix.count) == prefix.digest
 
 
 def truncate_params(params: Json, tokens: int) -> Json | None:
@@ -110,35 +202,14 @@ def truncate_params(params: Json, tokens: int) -> Json | None:
     return {**params, "remote_block_ids": [blocks[:kept]], "remote_num_tokens": kept * sizes[0]}
 
 
-def scope_of(body: Json) -> ReuseScope:
-    """Return what two turns must have in common besides their messages."""
-    tools = _present(body, TOOL_FIELDS)
-    if body.get("tool_choice") == "none":
-        tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
-    return ReuseScope(
-        _digest(_present(body, MODEL_FIELDS)),
-        _digest(tools),
-        _digest(_present(body, TEMPLATE_FIELDS)),
-    )
+def _engine_id(entry: Entry) -> str | None:
+    value = entry.params.get("remote_engine_id")
+    return value if isinstance(value, str) else None
 
 
-def rewrites_history(body: Json) -> bool:
-    """Return whether the template may render a past answer differently from its tokens."""
-    arguments = body.get("chat_template_kwargs")
-    return isinstance(arguments, dict) and any(name in arguments for name in THINKING_ARGUMENTS)
-
-
-def _present(body: Json, names: tuple[str, ...]) -> Json:
-    if body.keys().isdisjoint(names):
-        return {}
-    return {name: body[name] for name in names if body.get(name) not in (None, [], {})}
-
-
-def _digest(content: Json) -> str:
-    if not content:
-        return EMPTY_DIGEST
-    raw = dumps(content, orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(raw, digest_size=SCOPE_DIGEST_BYTES).hexdigest()
-
-
-EMPTY_DIGEST = hashlib.blake2b(b"{}", digest_size=SCOPE_DIGEST_BYTES).hexdigest()
+def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:
+    """Return True if the engine has not restarted since the last turn ended."""
+    known, then = decoder.capabilities.engine_id, _engine_id(entry)
+    if known is not None and then is not None and known != strip_dp_rank(then):
+        return False
+    return decoder.lost_at < entry.created_at

@@ -11,8 +11,8 @@ import orjson
 from msgspec import Meta, Struct
 
 from router.common.exact_json import dumps
+from router.conversations.conversations import ConversationResolver, Header
 from router.conversations.entry import VERSION, decode_versioned
-from router.conversations.identity import ConversationResolver, Header
 from router.conversations.store import Store, StoreError
 from router.openai.answers import Json
 from router.openai.errors import BadRequestError, ResponseStoreError

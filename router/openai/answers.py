@@ -14,6 +14,8 @@ from router.common.structs import FrozenStruct
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+# The finish reason or stop reason of an engine whose cache holds less than the threshold.
+REJECTION = "cache_threshold"
 MAX_TOKEN_COUNT = 10**15
 THINK_TAG = re.compile("</?think>")
 TOKEN_IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
@@ -40,7 +42,7 @@ def read_choice(answer: Json) -> AnswerChoice | None:
     prompt_tokens = prompt_tokens_of(answer)
     message = choice.get("message")
     if isinstance(message, dict):
-        reasoned = has_reasoning(message)
+        reasoned = _has_reasoning(message)
         return AnswerChoice(message=message, reasoned=reasoned, prompt_tokens=prompt_tokens)
     text = choice.get("text")
     if not isinstance(text, str):
@@ -117,16 +119,20 @@ def parse_object(raw: bytes) -> Json | None:
     return content if isinstance(content, dict) else None
 
 
-def has_reasoning(message: Json) -> bool:
+def _has_reasoning(message: Json) -> bool:
     """Return True if the message has a reasoning trace, in a field of its own or in its text."""
     if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
         return True
-    content = message.get("content")
-    return isinstance(content, str) and contains_think_mark(content)
+    text = message.get("content")
+    return isinstance(text, str) and "think>" in text and THINK_TAG.search(text) is not None
 
 
-def contains_think_mark(text: str) -> bool:
-    return "think>" in text and THINK_TAG.search(text) is not None
+def count_before_reasoning(messages: list[Any]) -> int:
+    """Return the number of messages before the first one with a reasoning trace."""
+    for number, message in enumerate(messages):
+        if isinstance(message, dict) and _has_reasoning(message):
+            return number
+    return len(messages)
 
 
 def prompt_tokens_of(answer: Json) -> int | None:
@@ -160,6 +166,14 @@ def _only_choice(answer: Json) -> Json | None:
 def choices_of(answer: Json) -> list[Json]:
     """Return the choices of an answer or a chunk that are JSON objects. Never raises."""
     return _dicts(answer.get("choices"))
+
+
+def is_rejection(content: Json) -> bool:
+    """Return True if an answer or a chunk reports that the engine's cache holds too little."""
+    return any(
+        REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
+        for choice in choices_of(content)
+    )
 
 
 def _dicts(value: object) -> list[Json]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from router.conversations.identity import ConversationResolver
+from router.conversations.conversations import ConversationResolver
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet, GroupPool
 from router.http_client.deadlines import Deadlines, now

@@ -25,9 +25,11 @@ from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import DONE, end_of_last_event, says_done
 from router.openai.answers import (
+    REJECTION,
     Json,
     cached_tokens_of,
     choices_of,
+    is_rejection,
     parse_object,
     prompt_tokens_of,
     read_generated_tokens,
@@ -52,7 +54,6 @@ from router.openai.event_stream import (
     json_events,
 )
 from router.proxy.messages import error_text
-from router.proxy.side_requests import REJECTION, is_rejection
 
 ABORT, ERROR = "abort", "error"
 # Finish and stop reason of an answer that was returned for lack of KV blocks; and vLLM's of a chat

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from router.auth.authenticator import QuotaPermit
 from router.auth.credentials import without_credentials
 from router.conversations.conversations import Conversations, Turn
+from router.conversations.reuse import find_reuse
 from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
@@ -29,7 +30,6 @@ from router.proxy.request import (
     share_answers,
 )
 from router.proxy.run import Run
-from router.proxy.turn_reuse import find_reuse
 from router.routing.route import Route
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record

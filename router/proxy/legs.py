@@ -19,7 +19,7 @@ from router.http_client.answer_memory import UNCOUNTED_BYTES
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
-from router.openai.answers import Json
+from router.openai.answers import Json, is_rejection
 from router.openai.errors import (
     EngineError,
     EngineOverloadedError,
@@ -52,7 +52,7 @@ from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
-from router.proxy.side_requests import is_rejection, probe_threshold
+from router.proxy.side_requests import probe_threshold
 from router.telemetry.record import Record
 from router.telemetry.trace_context import TracedLeg
 

@@ -13,11 +13,11 @@ from itertools import islice
 from msgspec.structs import replace
 
 from router.common.structs import FrozenStruct
+from router.conversations.reuse import TurnReuse
 from router.fleet.engine import Engine
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
-from router.proxy.turn_reuse import TurnReuse
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route

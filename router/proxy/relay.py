@@ -207,7 +207,7 @@ async def _relay_turn(
 async def _finish(gateway: Gateway, keeping: Keeping) -> None:
     """Run `keeping` to its end, even if the request is cancelled meanwhile."""
     conversations = gateway.conversations
-    if conversations is not None and conversations.does_io:
+    if conversations is not None and conversations.store.does_io:
         await gateway.tasks.finish(keeping)
     else:
         await keeping

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from router.conversations.conversations import RecallOutcome
+from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import Engine
 from router.http_client.answer_memory import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
@@ -21,7 +22,6 @@ from router.proxy.plan import Plan
 from router.proxy.prefill_answer import RETAIN, KvParams
 from router.proxy.request import Request
 from router.proxy.resume import ResumeState
-from router.proxy.turn_reuse import SPENT_TURN, TurnOffer
 
 if TYPE_CHECKING:
     from router.proxy.admission import EngineSlot

@@ -11,15 +11,13 @@ from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
-from router.openai.answers import Json, choices_of, parse_object
+from router.openai.answers import is_rejection, parse_object
 from router.proxy import messages
 from router.proxy.messages import encode_body
 from router.proxy.request import COMPLETIONS, THRESHOLD, Body, Request
 
 SIDE_REQUEST_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1024 * 1024
-# The finish reason or stop reason of an engine whose cache holds less than the threshold.
-REJECTION = "cache_threshold"
 
 
 async def send_side_request(
@@ -54,11 +52,3 @@ async def probe_threshold(request: Request, engine: Engine) -> None:
     answer = parse_object(response.body) if response.status == 200 else None
     if answer is not None and is_rejection(answer):
         engine.capabilities.note_threshold_rejected()
-
-
-def is_rejection(content: Json) -> bool:
-    """Return True if an answer or a chunk reports that the engine's cache holds too little."""
-    return any(
-        REJECTION in (choice.get("finish_reason"), choice.get("stop_reason"))
-        for choice in choices_of(content)
-    )

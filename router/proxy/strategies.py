@@ -23,6 +23,7 @@ import asyncio
 from enum import Enum, auto
 from typing import Any
 
+from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
@@ -57,7 +58,6 @@ from router.proxy.run import (
     select_decoder,
     select_prefiller,
 )
-from router.proxy.turn_reuse import SPENT_TURN, TurnOffer
 
 # Seconds that a prefill engine may take to end a push leg after its KV was read.
 PUSH_LEG_END_TIMEOUT_S = 5.0

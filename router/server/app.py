@@ -20,8 +20,7 @@ from router.auth.authenticator import Authenticator
 from router.common.signature import ValueSigner
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
-from router.conversations.conversations import Conversations
-from router.conversations.identity import ConversationResolver
+from router.conversations.conversations import ConversationResolver, Conversations
 from router.conversations.signed_store import SignedStore
 from router.conversations.store import MemoryStore, Store, StoreBreaker
 from router.conversations.stored_responses import ResponseStore

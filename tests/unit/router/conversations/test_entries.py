@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.conversations import Conversations, RecallOutcome, Turn
-from router.conversations.entry import Entry, PromptPrefix, ReuseScope
-from router.conversations.identity import ConversationResolver
-from router.conversations.prompt import prompt_of
-from router.conversations.reuse import decide_reuse, scope_of, truncate_params
+from router.conversations.conversations import (
+    ConversationResolver,
+    Conversations,
+    RecallOutcome,
+    Turn,
+)
+from router.conversations.entry import Entry, PromptPrefix, ReuseScope, prompt_of, scope_of
+from router.conversations.reuse import decide_reuse, truncate_params
 from router.conversations.store import MemoryStore
 from router.openai.answers import read_choice
 from tests.unit.router.conversations.store_wrapper import StoreWrapper

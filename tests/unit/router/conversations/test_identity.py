@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.identity import Conversation, ConversationResolver, Header
-from router.conversations.prompt import prompt_of
+from router.conversations.conversations import Conversation, ConversationResolver, Header
+from router.conversations.entry import prompt_of
 from router.openai.answers import AnswerChoice
 
 ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
 
 
 def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
-    found = ConversationResolver(ORDER, "authorization").id_of(headers, body)
-    return None if found is None else found[1]
+    return ConversationResolver(ORDER, "authorization").id_of(headers, body)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,7 @@ def test_the_first_name_that_is_set_wins(
 
 
 def key(headers: list[Header], id: str, tenant_header: str = "authorization") -> str | None:
-    return (
-        ConversationResolver(ORDER, tenant_header).by_id(headers, ("conversation_id", id)).take_key
-    )
+    return ConversationResolver(ORDER, tenant_header).by_id(headers, id).take_key
 
 
 @given(st.text(), st.text(), st.binary(max_size=20), st.binary(max_size=20))

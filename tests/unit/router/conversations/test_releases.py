@@ -299,7 +299,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
 
     conversations = router.gateway.conversations
     assert conversations is not None
-    conversations._store = Slow(MemoryStore(10, 100_000))
+    conversations.store = Slow(MemoryStore(10, 100_000))
     body = {"model": "m", "messages": ASKED, "conversation_id": "c"}
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))

@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.conversations.conversations import Conversations
-from router.conversations.entry import Entry
-from router.conversations.identity import ConversationResolver
-from router.conversations.prompt import prompt_of
+from router.conversations.conversations import ConversationResolver, Conversations
+from router.conversations.entry import Entry, prompt_of, scope_of
 from router.conversations.reuse import (
     UNSAFE_TAIL_TOKENS,
     ReuseMatch,
     decide_reuse,
-    scope_of,
     truncate_params,
 )
 from router.conversations.store import MemoryStore

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from router.conversations.conversations import Turn
+from router.conversations.reuse import TurnReuse
 from router.fleet.engine import Engine, EngineCapabilities
 from router.proxy.exchange import Exchange
 from router.proxy.plan import MAX_SHORT_BODY_BYTES, Mode, make_plan
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
-from router.proxy.turn_reuse import TurnReuse
 from router.routing.route import NOWHERE, Route
 from router.settings import Settings
 from router.telemetry.record import Record
