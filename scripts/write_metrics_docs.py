@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from router.telemetry.metric_types import MetricDescription
 from router.telemetry.metrics import Metrics
-from router.telemetry.model_metrics import MAX_LABEL_PAIRS, OTHER
+from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER, MetricDescription
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD = f"""\

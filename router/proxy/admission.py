@@ -287,7 +287,7 @@ class Admission:
         self._deadlines.drop(queued)
         if queued.outcome.done():
             return
-        self._metrics.queue_seconds.observe(now() - queued.queued_at)
+        self._metrics.requests.queue_seconds.observe(now() - queued.queued_at)
         queued.outcome.set_result(outcome)
 
     def _cancel(self, queued: QueuedRequest) -> None:

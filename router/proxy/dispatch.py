@@ -33,7 +33,7 @@ from router.proxy.run import Run
 from router.routing.route import Route
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
-from router.telemetry.trace_context import without_trace_headers
+from router.telemetry.tracing import without_trace_headers
 
 logger = logging.getLogger("disagg_router.proxy")
 BodyReader = Callable[[Request, Gateway], Awaitable[None]]
@@ -237,7 +237,7 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
 
 def _close_record(record: Record, gateway: Gateway) -> None:
     record.ended = now()
-    gateway.metrics.finish(record)
+    gateway.metrics.requests.count(record)
     gateway.records.add(record)
     if gateway.watch is not None:
         gateway.watch.closed(record)

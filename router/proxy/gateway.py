@@ -30,11 +30,10 @@ from router.routing.policy import LoadBound, RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
 from router.routing.route import GroupPolicies, Route, route
 from router.settings import Settings, read_secret
-from router.telemetry.access_log import write_lines
-from router.telemetry.logs import LogThrottle, is_short
+from router.telemetry.logs import LogThrottle, is_short, write_lines
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record, RecordBatches, RecordReader
-from router.telemetry.trace_export import FLUSH_TIMEOUT_S, Tracer
+from router.telemetry.tracing import FLUSH_TIMEOUT_S, Tracer
 
 # A prefill engine works on one prompt at a time, so a second request there has to wait already.
 PREFILL_LOAD_FLOOR = 2
@@ -280,7 +279,7 @@ class Gateway:
             self.tasks.spawn,
             settings.max_answer_size,
         )
-        readers: list[RecordReader] = [metrics.by_model.add_records]
+        readers: list[RecordReader] = [metrics.requests.add_records]
         if settings.access_log:
             readers.append(write_lines)
         if tracer is not None:

@@ -53,8 +53,7 @@ from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
-from router.telemetry.record import Record
-from router.telemetry.trace_context import TracedLeg
+from router.telemetry.record import Record, TracedLeg
 
 logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
@@ -351,7 +350,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
     record.prefill_usage = prefilled.usage
     if run.slot is not None:
         run.slot.release_prefiller()
-    gateway.metrics.prefill_seconds.observe(moment - started)
+    gateway.metrics.requests.prefill_seconds.observe(moment - started)
     if notes is not None:
         notes.answered(engine.name, prefilled.cached_tokens)
     if run.plan.reuse is not None:

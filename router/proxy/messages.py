@@ -9,7 +9,7 @@ the body (the router writes a new one), and X-Request-Id (each leg has its own).
 X-data-parallel-rank passes unchanged; if the client sends none, `push` or the retained KV of the
 last turn may choose a rank. X-Forwarded-*, Forwarded, traceparent and tracestate pass unchanged as
 well. The router adds nothing to them and does not rely on them. With tracing
-(router.telemetry.trace_export) each leg gets a traceparent of its own, below the client's.
+(router.telemetry.tracing) each leg gets a traceparent of its own, below the client's.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ from router.server import index_page, lora_adapters, proxied_endpoints, router_e
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
 from router.settings import BrokenFileError, Settings, SettingsError, read_secret
-from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
-from router.telemetry.trace_export import tracer_of
+from router.telemetry.request_metrics import Reading
+from router.telemetry.tracing import tracer_of
 from router.ui.hub import DashboardHub
 from router.ui.site import dashboard_routes
 
@@ -87,7 +87,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     fleet.set_group_weights(settings.weights)
     registry = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
     _connect_gauges(metrics, fleet, registry)
-    metrics.by_model.known = lambda: fleet.snapshot.by_model
+    metrics.requests.known_models = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _conversation_store(settings, metrics)
     tracer = tracer_of(os.environ)

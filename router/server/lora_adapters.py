@@ -81,7 +81,7 @@ async def _update(request: Request, path: str) -> Response:
         raise
     finally:
         record.ended = now()
-        gateway.metrics.finish(record)
+        gateway.metrics.requests.count(record)
         gateway.records.add(record)
     answer.headers["x-request-id"] = request_id
     return answer

@@ -37,9 +37,13 @@ from router.server.client_connection import RouterProtocol
 from router.server.router_state import RouterState, state_of
 from router.server.tls_handshake import TlsHandshake
 from router.settings import Address, Settings, is_loopback
-from router.telemetry.liveness import LivenessServer, serve_in_thread
-from router.telemetry.trace_export import warn_if_missing
-from router.telemetry.worker_metrics import collect_worker_metrics, serve_worker_metrics
+from router.telemetry.metrics_server import (
+    LivenessServer,
+    collect_worker_metrics,
+    serve_in_thread,
+    serve_worker_metrics,
+)
+from router.telemetry.tracing import warn_if_missing
 from router.ui.hub import DashboardHub
 from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_socket
 

@@ -31,8 +31,8 @@ from router.server import serve
 from router.server.app import with_store_keys
 from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry import logs
-from router.telemetry.trace_export import warn_if_missing
-from router.telemetry.worker_metrics import collect_worker_metrics
+from router.telemetry.metrics_server import collect_worker_metrics
+from router.telemetry.tracing import warn_if_missing
 
 logger = logging.getLogger("disagg_router")
 # A worker that ends sooner after its start is restarted after a delay of this length.

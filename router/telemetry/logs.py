@@ -1,92 +1,37 @@
-"""Log lines on standard error: formats for people and for machines, and a throttle."""
+"""Log lines on standard error: formats for people and for machines, the access log, and a throttle.
+
+The access log has one line for each request that has ended. A log record carries the lines of many
+requests (attribute LINES), and the formatters write each as a line of its own.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import modf
 from select import PIPE_BUF
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 import orjson
+from msgspec import Struct
 
+from router.telemetry.record import Record, tokens_of
+
+access_logger = logging.getLogger("disagg_router.access")
 LogFormat = Literal["auto", "text", "short", "json"]
 LINES = "lines"
+REQUEST_ENDED = "request"
 MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
+# The block ids in kv_transfer_params, for one group of layers or several.
+BLOCK_IDS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
+DIGITS = re.compile(rb"\d+")
 
 
-class LogLine(Protocol):
-    """One of the lines that a log record carries in its attribute LINES; `at` is Unix time."""
-
-    @property
-    def at(self) -> float: ...
-    def text(self) -> str: ...
-    def short(self) -> str: ...
-    def json(self) -> str: ...
-
-
-class VisibleFormatter(logging.Formatter):
-    """Formats a record as one line, of which no part can start another line or move a cursor.
-
-    Engines and clients choose parts of many messages. The lines of a traceback follow, indented.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
-        return visible(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802 # logging's name
-        return "\n".join(f"    {visible(one)}" for one in super().formatException(ei).split("\n"))
-
-
-class TextFormatter(VisibleFormatter):
-    def format(self, record: logging.LogRecord) -> str:
-        lines: list[LogLine] | None = getattr(record, LINES, None)
-        if lines is not None:
-            level = record.levelname
-            return "\n".join(
-                [f"{_moment(line.at)} {level} {visible(line.text())}" for line in lines]
-            )
-        return f"{_moment(record.created)} {record.levelname} {super().format(record)}"
-
-
-class ShortFormatter(VisibleFormatter):
-    """Formats lines for a person at a terminal: time of day, and no level below warning."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        lines: list[LogLine] | None = getattr(record, LINES, None)
-        if lines is not None:
-            return "\n".join([f"{_time_of_day(line.at)} {visible(line.short())}" for line in lines])
-        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
-        return f"{_time_of_day(record.created)} {level}{super().format(record)}"
-
-
-class JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        head = {"level": record.levelname.lower(), "logger": record.name}
-        lines: list[LogLine] | None = getattr(record, LINES, None)
-        if lines is not None:
-            common = _json(head)[1:-1]
-            return "\n".join(
-                [f'{{"time":"{_moment(line.at)}",{common},{line.json()}}}' for line in lines]
-            )
-        content: dict[str, object] = {
-            "time": _moment(record.created),
-            **head,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            content["exception"] = self.formatException(record.exc_info)
-        return _json(content)
-
-
-FORMATTERS: dict[str, type[logging.Formatter]] = {
-    "text": TextFormatter,
-    "short": ShortFormatter,
-    "json": JsonFormatter,
-}
+# Setup.
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
@@ -99,6 +44,18 @@ class LineHandler(logging.StreamHandler[TextIO]):
                 self.flush()
         except Exception:
             self.handleError(record)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Split `text` behind lines into pieces of at most PIPE_BUF characters, if lines allow."""
+    start = 0
+    while len(text) - start > PIPE_BUF:
+        latest = text.rfind("\n", start, start + PIPE_BUF) + 1
+        end = latest or text.find("\n", start) + 1
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
 
 
 def configure(level: str, log_format: LogFormat) -> None:
@@ -130,6 +87,66 @@ def set_level(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+# Formats.
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line, of which no part can start another line or move a cursor.
+
+    Engines and clients choose parts of many messages. The lines of a traceback follow, indented.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines: list[AccessLine] | None = getattr(record, LINES, None)
+        if lines is None:
+            return self._prefix(record.created, record) + super().format(record)
+        return "\n".join([self._prefix(one.at, record) + visible(self._text(one)) for one in lines])
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
+        return visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 # logging's name
+        return "\n".join(f"    {visible(one)}" for one in super().formatException(ei).split("\n"))
+
+    def _prefix(self, at: float, record: logging.LogRecord) -> str:
+        return f"{_moment(at)} {record.levelname} "
+
+    def _text(self, line: AccessLine) -> str:
+        return line.text()
+
+
+class ShortFormatter(TextFormatter):
+    """Formats lines for a person at a terminal: time of day, and no level below warning."""
+
+    def _prefix(self, at: float, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"{time.strftime('%H:%M:%S', time.localtime(at))} {level}"
+
+    def _text(self, line: AccessLine) -> str:
+        return line.short()
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        common = _members({"level": record.levelname.lower(), "logger": record.name})
+        lines: list[AccessLine] | None = getattr(record, LINES, None)
+        if lines is not None:
+            return "\n".join(
+                [f'{{"time":"{_moment(line.at)}",{common},{line.json()}}}' for line in lines]
+            )
+        content = {"message": record.getMessage()}
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return f'{{"time":"{_moment(record.created)}",{common},{_members(content)}}}'
+
+
+FORMATTERS: dict[str, type[logging.Formatter]] = {
+    "text": TextFormatter,
+    "short": ShortFormatter,
+    "json": JsonFormatter,
+}
+
+
 def visible(text: str) -> str:
     """Escape control and format characters (line breaks, ESC, bidirectional marks) in `text`."""
     if text.isprintable():
@@ -139,24 +156,9 @@ def visible(text: str) -> str:
     )
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """Split `text` behind lines into pieces of at most PIPE_BUF characters, if lines allow."""
-    start = 0
-    while len(text) - start > PIPE_BUF:
-        latest = text.rfind("\n", start, start + PIPE_BUF) + 1
-        end = latest or text.find("\n", start) + 1
-        yield text[start:end]
-        start = end
-    if start < len(text):
-        yield text[start:]
-
-
-def _json(content: Mapping[str, object]) -> str:
-    return orjson.dumps(content, default=str).decode()
-
-
-def _time_of_day(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+def _members(content: Mapping[str, object]) -> str:
+    """Return the members of a JSON object, without braces."""
+    return orjson.dumps(content).decode()[1:-1]
 
 
 def _moment(at: float) -> str:
@@ -167,6 +169,171 @@ def _moment(at: float) -> str:
 @lru_cache(maxsize=8)
 def _second(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+
+
+# The access log.
+
+
+def _text(r: Record, prefill: int, first_byte: int, total: int) -> str:
+    return (
+        f"{REQUEST_ENDED} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
+        f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
+        f"prefill_ms={prefill} first_byte_ms={first_byte} total_ms={total}"
+    )
+
+
+def _json(r: Record, prefill: int, first_byte: int, total: int) -> str:
+    return (
+        f'"message":"{REQUEST_ENDED}","request_id":"{r.request_id}","endpoint":"{r.endpoint}",'
+        f'"status":{r.status},"outcome":"{r.outcome}","flow":"{r.flow}",'
+        f'"prefiller":"{r.prefiller}","decoder":"{r.decoder}","prefill_ms":{prefill},'
+        f'"first_byte_ms":{first_byte},"total_ms":{total}'
+    )
+
+
+class LineFormat(Struct, frozen=True):
+    """How the common line is written: its beginning, the key's name, and the text before the
+    prompt, completion and cached tokens."""
+
+    line: Callable[[Record, int, int, int], str]
+    key: str
+    tokens: tuple[str, str, str]
+
+
+TEXT = LineFormat(_text, " key=%s", (" prompt_tokens=", " completion_tokens=", " cached_tokens="))
+JSON = LineFormat(
+    _json, ',"key":"%s"', (',"prompt_tokens":', ',"completion_tokens":', ',"cached_tokens":')
+)
+
+
+def write_lines(ended: Sequence[Record]) -> None:
+    """Log a line for each request, in one log record."""
+    if access_logger.isEnabledFor(logging.INFO):
+        unix = time.time() - time.monotonic()
+        lines = [AccessLine(record, unix + (record.ended or 0.0)) for record in ended]
+        access_logger.info("%d requests ended", len(ended), extra={LINES: lines})
+
+
+class AccessLine(Struct, frozen=True):
+    """The line of one ended request; times are milliseconds since its arrival."""
+
+    _record: Record
+    at: float
+
+    def text(self) -> str:
+        return _common(self._record, TEXT) or _uncommon(self.content())
+
+    def json(self) -> str:
+        """Return the members of a JSON object, without braces."""
+        return _common(self._record, JSON) or _members(self.content())
+
+    def short(self) -> str:
+        return _short(self._record)
+
+    def content(self) -> dict[str, object]:
+        record = self._record
+        known: dict[str, object] = {
+            "message": REQUEST_ENDED,
+            "request_id": record.request_id,
+            "endpoint": record.endpoint,
+            "status": record.status,
+            "outcome": record.outcome,
+            "flow": record.flow,
+        }
+        for name in ("key", "conversation", "prefiller", "decoder"):
+            if value := getattr(record, name):
+                known[name] = value
+        for name, moment in (
+            ("prefill_ms", record.prefill_done),
+            ("first_byte_ms", record.first_byte),
+            ("total_ms", record.ended),
+        ):
+            if moment is not None:
+                known[name] = _milliseconds(record, moment)
+        for name, number in tokens_of(record)._asdict().items():
+            if number is not None:
+                known[f"{name}_tokens"] = number
+        if record.stage != "done":
+            known["stage"] = record.stage
+        if record.error:
+            known["error"] = repr(record.error)
+        return known
+
+
+def _milliseconds(record: Record, moment: float) -> int:
+    return int((moment - record.started) * 1000 + 0.5)
+
+
+def _uncommon(content: dict[str, object]) -> str:
+    message = content.pop("message")
+    return f"{message}{''.join([f' {name}={value}' for name, value in content.items()])}"
+
+
+def _common(r: Record, form: LineFormat) -> str | None:
+    """Return the common line at a fifth of the cost, or None for an uncommon request.
+
+    No value in it needs escaping: ids, endpoints, names of engines and constants.
+    """
+    prefilled, began, ended = r.prefill_done, r.first_byte, r.ended
+    if prefilled is None or began is None or ended is None or r.stage != "done":
+        return None
+    if r.conversation or r.error or not (r.prefiller and r.decoder):
+        return None
+    line = form.line(
+        r, _milliseconds(r, prefilled), _milliseconds(r, began), _milliseconds(r, ended)
+    )
+    if r.key:
+        line += form.key % r.key
+    prompt, completion, cached = r.tokens or tokens_of(r)
+    of_prompt, of_completion, of_cached = form.tokens
+    if prompt is not None:
+        line += f"{of_prompt}{prompt}"
+    if completion is not None:
+        line += f"{of_completion}{completion}"
+    return line if cached is None else f"{line}{of_cached}{cached}"
+
+
+def _short(r: Record) -> str:
+    """Return the line for a person: outcome, latencies, engines, reuse."""
+    parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
+    prompt, completion, cached = tokens_of(r)
+    if prompt is not None:
+        parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
+    if r.first_byte is not None and r.ended is not None:
+        parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
+    parts += filter(None, (_engines(r), _moved(r), _reused(prompt, cached, r.conversation)))
+    if r.outcome != "ok":
+        parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
+    if r.error:
+        parts.append(" ".join(r.error.split())[:200])
+    return "; ".join(parts)
+
+
+def _engines(r: Record) -> str:
+    if r.prefiller and r.decoder:
+        return f"prefill {r.prefiller} -> decode {r.decoder}"
+    return f"{r.decoder or r.prefiller} alone" if r.decoder or r.prefiller else ""
+
+
+def _moved(r: Record) -> str:
+    """Return the number of blocks that the decode engine was to read; it skips cached ones."""
+    found = BLOCK_IDS.search(r.transfer_params) if r.prefiller and r.decoder else None
+    count = len(DIGITS.findall(found[1])) if found else 0
+    return f"{count} block{'s' if count > 1 else ''} moved" if count else ""
+
+
+def _reused(prompt: int | None, cached: int | None, conversation: str) -> str:
+    turn = f" (turn: {conversation})" if conversation else ""
+    if prompt is None or cached is None:
+        return turn.strip(" ()")
+    return f"reused {cached} of {prompt}{turn}"
+
+
+def _seconds(record: Record, moment: float) -> str:
+    return f"{moment - record.started:.2f} s"
+
+
+# Repeated warnings.
 
 
 class LogThrottle:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from router.telemetry.metric_types import MetricRegistry
-from router.telemetry.model_metrics import LATENCY_BUCKETS_S, MAX_UNSORTED, ModelMetrics
-from router.telemetry.record import Record
+from router.telemetry.request_metrics import MetricRegistry, RequestMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -20,39 +18,7 @@ class Metrics:
     def __init__(self) -> None:
         made = MetricRegistry()
         self.registry, self.described = made.collectors, made.described
-        self.requests = made.local_counter(
-            "requests{endpoint,flow,status,outcome}",
-            "Finished requests, by the status and outcome that the client got.",
-            "Outcomes failed and broken_stream are failures of the router or of engines: read "
-            "their access log lines. refused is a client's mistake, or a limit.",
-        )
-        self.prefill_seconds = made.histogram(
-            "prefill_seconds",
-            LATENCY_BUCKETS_S,
-            "Time from sending a prefill leg to its complete answer.",
-            "Prompts became longer, or prefill engines are overloaded: look at "
-            "engine_requests_in_flight of prefill engines, and add engines.",
-        ).series()
-        self.ttft_seconds = made.histogram(
-            "time_to_first_byte_seconds",
-            LATENCY_BUCKETS_S,
-            "Time from the arrival of a request to the first byte of the decode engine's body.",
-            "Users wait this long for the first token. Find the part that grew: queue_seconds, "
-            "prefill_seconds or decode_first_byte_seconds.",
-        ).series()
-        self.decode_first_byte_seconds = made.histogram(
-            "decode_first_byte_seconds",
-            LATENCY_BUCKETS_S,
-            "Time from sending a decode leg to the first byte of its body.",
-            "The KV transfer is slow, or requests wait in the decode engine: look at the engine's "
-            "own metrics (docs/engine.md) and at engine_requests_in_flight of decode engines.",
-        ).series()
-        self.request_seconds = made.histogram(
-            "request_seconds",
-            LATENCY_BUCKETS_S,
-            "End-to-end latency: time from the arrival of a request to the end of its answer.",
-            "Mostly the length of answers. model_request_seconds has the latency by model.",
-        ).series()
+        self.requests = RequestMetrics(made)
         self.workers = made.gauge(
             "workers",
             "Worker processes whose metrics are in this answer.",
@@ -69,12 +35,6 @@ class Metrics:
             "Requests that wait for a slot at an engine.",
             "Above 0 for long: engines are full. Add engines, or admit fewer requests.",
         )
-        self.queue_seconds = made.histogram(
-            "queue_seconds",
-            LATENCY_BUCKETS_S,
-            "Time that queued requests waited for a slot, whether they got one or not.",
-            "As queue_depth. Near --queue-timeout the router is about to reject requests.",
-        ).series()
         self.refusals = made.local_counter(
             "refusals{reason}",
             "Requests and connections that the router rejected because of its own limits.",
@@ -313,27 +273,6 @@ class Metrics:
             "If it is close, replace the certificate's files; the router reads them when they "
             "change. If the files are already new, file_trouble shows that they are unusable.",
         )
-        self.by_model = ModelMetrics(made)
-        self._histograms = (
-            self.request_seconds,
-            self.ttft_seconds,
-            self.decode_first_byte_seconds,
-            self.prefill_seconds,
-            self.queue_seconds,
-        )
-
-    def finish(self, record: Record) -> None:
-        """Count a request that has ended."""
-        self.requests.add((record.endpoint, record.flow, record.status, record.outcome))
-        if len(self.request_seconds.unsorted) >= MAX_UNSORTED:
-            for histogram in self._histograms:
-                histogram.fold()
-        if record.ended is not None:
-            self.request_seconds.observe(record.ended - record.started)
-        if record.first_byte is not None:
-            self.ttft_seconds.observe(record.first_byte - record.started)
-            if record.decode_started is not None:
-                self.decode_first_byte_seconds.observe(record.first_byte - record.decode_started)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

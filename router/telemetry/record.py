@@ -1,20 +1,32 @@
-"""The record of one request for metrics, the access log and its trace."""
+"""The record of one request, which metrics, the access log and its trace are made from.
+
+Token counts are those that engines report. The router does not parse an answer for them: it
+searches for the usage object by name near the end. A model's text cannot be mistaken for it,
+because quotes inside of JSON strings are escaped.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from random import getrandbits
+from typing import Annotated, NamedTuple
 
+import msgspec
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from router.telemetry.trace_context import Trace
 
 logger = logging.getLogger("disagg_router")
 MAX_BATCH_DELAY_S = 0.1
 MAX_BATCH_RECORDS = 512
+SAMPLED = 0x01
+USAGE_NAME = b'"usage":'
+# The usage object begins at most this far from the answer's end.
+USAGE_SEARCH_BYTES = 8192
+MAX_USAGE_BYTES = 512
+MAX_SPACES = 1
+Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 
 
 class Tokens(NamedTuple):
@@ -23,6 +35,78 @@ class Tokens(NamedTuple):
     prompt: int | None
     completion: int | None
     cached: int | None
+
+
+UNKNOWN = Tokens(None, None, None)
+
+
+class ParentSpan(NamedTuple):
+    """The client's span; `flags` are those that the router knows."""
+
+    trace_id: int
+    span_id: int
+    flags: int
+    state: str
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+
+@dataclass(slots=True)
+class TracedLeg:
+    """One request leg. `headers` are the lines that put the engine's spans under this leg.
+
+    `kind` is the kind of failure or another special outcome, empty if the leg succeeded. Times are
+    as in a Record; `usage` is not parsed yet.
+    """
+
+    span_id: int
+    role: str
+    engine: str
+    started: float
+    headers: bytes
+    ended: float | None = None
+    first_byte: float | None = None
+    kind: str = ""
+    error: str = ""
+    usage: bytes = b""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A request's span. `began` is when the request was complete; `mode` is the transfer mode."""
+
+    trace_id: int
+    span_id: int
+    parent: ParentSpan | None
+    flags: int
+    state: str
+    began: float
+    mode: str = ""
+    legs: list[TracedLeg] = field(default_factory=list)
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.flags & SAMPLED)
+
+    def header_lines(self, span_id: int) -> bytes:
+        """Return the header lines that put an engine's spans under the span `span_id`."""
+        line = f"traceparent: 00-{self.trace_id:032x}-{span_id:016x}-{self.flags:02x}\r\n"
+        if self.state:
+            line += f"tracestate: {self.state}\r\n"
+        return line.encode("latin-1")
+
+    def add_leg(self, role: str, engine: str, started: float) -> TracedLeg:
+        span_id = new_id(64)
+        made = TracedLeg(span_id, role, engine, started, self.header_lines(span_id))
+        self.legs.append(made)
+        return made
+
+
+def new_id(bits: int) -> int:
+    """Return a random id, never 0, which W3C Trace Context forbids."""
+    return getrandbits(bits) or 1
 
 
 class Record(Struct, eq=False):
@@ -57,7 +141,7 @@ class Record(Struct, eq=False):
     ended: float | None = None
     error: str = ""
     usage: bytes = b""
-    """The usage object of the answer, not parsed yet; see `token_usage`."""
+    """The usage object of the answer, not parsed yet; see `tokens_of`."""
     prefill_usage: bytes = b""
     """The usage object of the prefill answer, not parsed yet."""
     transfer_params: bytes = b""
@@ -77,8 +161,72 @@ class Record(Struct, eq=False):
     admitted: float | None = None
     """When the request got a slot."""
     tokens: Tokens | None = None
-    """Parsed once by `token_usage.tokens_of`."""
+    """Parsed once by `tokens_of`."""
     trace: Trace | None = None
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: Count | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+_decode = msgspec.json.Decoder(_Usage).decode
+
+
+def usage_in(answer: bytes) -> bytes:
+    """Return the last usage object of an answer as bytes, or b"" if there is none."""
+    at = answer.rfind(USAGE_NAME, -USAGE_SEARCH_BYTES)
+    if at < 0:
+        return b""
+    start = answer.find(b"{", at, at + len(USAGE_NAME) + MAX_SPACES + 1)
+    if start < 0:
+        return b""
+    latest = start + MAX_USAGE_BYTES
+    end = answer.find(b"}", start, latest) + 1
+    if answer.find(b"{", start + 1, end) >= 0:
+        end = _end_of(answer, start, end, latest)
+    return answer[start:end] if end else b""
+
+
+def tokens_of(record: Record) -> Tokens:
+    """Return the tokens of an ended request, by the decode engine, else by the prefill engine."""
+    tokens = record.tokens
+    if tokens is None:
+        tokens = record.tokens = tokens_so_far(record)
+    return tokens
+
+
+def tokens_so_far(record: Record) -> Tokens:
+    """Return the tokens of a request that may still run."""
+    tokens = tokens_in(record.usage) if record.usage else UNKNOWN
+    if tokens.prompt is None and record.prefill_usage:
+        asked = tokens_in(record.prefill_usage)
+        tokens = Tokens(asked.prompt, tokens.completion, asked.cached)
+    return tokens
+
+
+def tokens_in(usage: bytes) -> Tokens:
+    """Parse one usage object; an invalid one has no known tokens."""
+    try:
+        reported = _decode(usage)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return UNKNOWN
+    details = reported.prompt_tokens_details
+    cached = reported.cached_tokens if details is None else details.cached_tokens
+    return Tokens(reported.prompt_tokens, reported.completion_tokens, cached)
+
+
+def _end_of(answer: bytes, start: int, end: int, latest: int) -> int:
+    """Return the end of an object that contains objects but no braces in text, or 0."""
+    while end and answer.count(b"{", start, end) != answer.count(b"}", start, end):
+        end = answer.find(b"}", end, latest) + 1
+    return end
 
 
 RecordReader = Callable[[Sequence[Record]], None]

@@ -33,9 +33,15 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 from router.telemetry.logs import LogThrottle
-from router.telemetry.record import Record
-from router.telemetry.token_usage import tokens_in, tokens_of
-from router.telemetry.trace_context import ParentSpan, Trace, TracedLeg, new_id
+from router.telemetry.record import (
+    ParentSpan,
+    Record,
+    Trace,
+    TracedLeg,
+    new_id,
+    tokens_in,
+    tokens_of,
+)
 
 logger = logging.getLogger("disagg_router.traces")
 Attributes = dict[str, AttributeValue]

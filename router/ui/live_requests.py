@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from router.telemetry.record import Record
-from router.telemetry.token_usage import tokens_of, tokens_so_far
+from router.telemetry.record import Record, tokens_of, tokens_so_far
 
 MAX_RUNNING = 512
 MAX_ENDED = 256

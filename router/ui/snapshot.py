@@ -110,7 +110,7 @@ class SnapshotSource:
         ended, missed = feed.take(now())
         metrics, settings = self._gateway.metrics, self._gateway.settings
         outcomes: Counter[str] = Counter()
-        for labels, count in metrics.requests.counts().items():
+        for labels, count in metrics.requests.by_outcome.counts().items():
             outcomes[str(labels[-1])] += count
         entries = None
         if settings.conversation_store == "memory":

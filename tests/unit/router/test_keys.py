@@ -19,7 +19,7 @@ from router.proxy.dispatch import serve
 from router.server.app import build
 from router.server.response_writer import ResponseWriter
 from router.settings import SettingsError
-from router.telemetry.access_log import AccessLine
+from router.telemetry.logs import AccessLine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for

@@ -6,12 +6,10 @@ from bisect import bisect_left
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
-from router.telemetry.metric_types import LocalHistogram
 from router.telemetry.metrics import Metrics
-from router.telemetry.model_metrics import MAX_UNSORTED
-from router.telemetry.record import Record
+from router.telemetry.record import MAX_BATCH_RECORDS, Record
+from router.telemetry.request_metrics import MAX_UNSORTED, LocalHistogram
 
 BOUNDS = (0.5, 1, 2)
 VALUES = st.floats(0, 3) | st.sampled_from(BOUNDS)
@@ -19,7 +17,7 @@ VALUES = st.floats(0, 3) | st.sampled_from(BOUNDS)
 
 @given(st.lists(st.lists(VALUES, max_size=20), max_size=4))
 def test_a_histogram_is_the_same_however_often_it_sorts(batches: list[list[float]]) -> None:
-    histogram = LocalHistogram("x", "text", (), BOUNDS, CollectorRegistry())
+    histogram = LocalHistogram("x", "text", (), BOUNDS)
     series = histogram.series()
     expected = [0] * (len(BOUNDS) + 1)
     for batch in batches:
@@ -38,13 +36,17 @@ def test_a_histogram_is_the_same_however_often_it_sorts(batches: list[list[float
     assert abs(samples["x_sum"] - total) < 1e-9 * max(1, total)
 
 
-def test_what_waits_to_be_sorted_is_bounded_though_nobody_reads() -> None:
+def test_values_that_wait_to_be_sorted_are_bounded_without_a_scrape() -> None:
     metrics = Metrics()
-    for number in range(3 * MAX_UNSORTED):
-        record = Record("/v1/completions", 0.0, str(number))
-        record.first_byte = record.ended = 1.0
-        metrics.finish(record)
-        assert len(metrics.request_seconds.unsorted) <= MAX_UNSORTED
-        assert len(metrics.ttft_seconds.unsorted) <= MAX_UNSORTED
+    for _ in range(6):
+        ended = [
+            Record("/v1/completions", 0.0, first_byte=1.0, ended=1.0)
+            for _ in range(MAX_BATCH_RECORDS)
+        ]
+        for record in ended:
+            metrics.requests.count(record)
+        metrics.requests.add_records(ended)
+        assert len(metrics.requests.request_seconds.unsorted) < MAX_UNSORTED
+        assert len(metrics.requests.ttft_seconds.unsorted) < MAX_UNSORTED
     text = metrics.exposition().decode()
-    assert f"disagg_router_request_seconds_count {3.0 * MAX_UNSORTED}" in text
+    assert f"disagg_router_request_seconds_count {6.0 * MAX_BATCH_RECORDS}" in text

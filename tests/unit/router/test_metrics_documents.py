@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.telemetry.metrics import Metrics
-from router.telemetry.model_metrics import LABELS
+from router.telemetry.request_metrics import LABELS
 from scripts.write_dashboard import DASHBOARD, dashboard, expressions
 from scripts.write_metrics_docs import DOCUMENT, document
 

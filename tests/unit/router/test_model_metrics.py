@@ -9,8 +9,8 @@ import pytest
 
 from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
-from router.telemetry.model_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
 from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches
+from router.telemetry.request_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
@@ -34,13 +34,13 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 def knowing(*models: str) -> Metrics:
     metrics = Metrics()
-    metrics.by_model.known = lambda: models
+    metrics.requests.known_models = lambda: models
     return metrics
 
 
 def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> None:
     metrics = knowing("m")
-    metrics.by_model.add_records([ended(streamed=True, queued=10.0, admitted=10.25)])
+    metrics.requests.add_records([ended(streamed=True, queued=10.0, admitted=10.25)])
     at = {"model": "m", "group": "g"}
     assert value(metrics, "requests_total", **at, outcome="ok") == 1
     assert value(metrics, "prompt_tokens_total", **at) == 40
@@ -55,8 +55,8 @@ def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> 
 def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
     metrics, at = knowing("m"), {"model": "m", "group": "g"}
     one = USAGE.replace(b'_tokens":5', b'_tokens":1')
-    metrics.by_model.add_records([ended(), ended(streamed=True, usage=one)])
-    metrics.by_model.add_records([ended(streamed=True, outcome="disconnected")])
+    metrics.requests.add_records([ended(), ended(streamed=True, usage=one)])
+    metrics.requests.add_records([ended(streamed=True, outcome="disconnected")])
     assert value(metrics, "inter_token_seconds_count", **at) == 0
     assert value(metrics, "request_seconds_count", **at) == 2
     assert value(metrics, "time_to_first_byte_seconds_count", **at) == 3
@@ -65,33 +65,33 @@ def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
 @pytest.mark.parametrize("model", ["never heard of", "", "other"])
 def test_a_model_that_nobody_serves_is_other(model: str) -> None:
     metrics = knowing("m")
-    metrics.by_model.add_records([ended(model)])
+    metrics.requests.add_records([ended(model)])
     assert value(metrics, "requests_total", model="other", group="g", outcome="ok") == 1
 
 
 def test_a_model_that_was_served_keeps_its_name_when_its_engines_are_gone() -> None:
     metrics = knowing("m")
-    metrics.by_model.add_records([ended()])
-    metrics.by_model.known = tuple
-    metrics.by_model.add_records([ended()])
+    metrics.requests.add_records([ended()])
+    metrics.requests.known_models = tuple
+    metrics.requests.add_records([ended()])
     assert value(metrics, "requests_total", model="m", group="g", outcome="ok") == 2
 
 
 def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
     metrics = knowing(*(f"served {number}" for number in range(3 * MAX_LABEL_PAIRS)))
     for number in range(3 * MAX_LABEL_PAIRS):
-        metrics.by_model.add_records([ended(f"served {number}"), ended(f"made up {number}")])
+        metrics.requests.add_records([ended(f"served {number}"), ended(f"made up {number}")])
     text = metrics.exposition().decode()
     assert text.count("disagg_router_model_requests_total{") <= MAX_LABEL_PAIRS + 1
-    assert len(metrics.by_model._pairs) <= MAX_LABEL_PAIRS + 1
+    assert len(metrics.requests._pairs) <= MAX_LABEL_PAIRS + 1
     assert value(metrics, "requests_total", model="other", group="other", outcome="ok") > 0
 
 
 def test_what_waits_to_be_sorted_is_bounded() -> None:
     metrics = knowing("m")
     for _ in range(5):
-        metrics.by_model.add_records([ended()] * MAX_BATCH_RECORDS)
-        waiting = metrics.by_model._whole.series(("m", "g")).unsorted
+        metrics.requests.add_records([ended()] * MAX_BATCH_RECORDS)
+        waiting = metrics.requests._model_whole.series(("m", "g")).unsorted
         assert len(waiting) < MAX_UNSORTED + MAX_BATCH_RECORDS
     assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MAX_BATCH_RECORDS
 

@@ -18,9 +18,9 @@ from router.openai import errors
 from router.proxy import messages
 from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
-from router.telemetry.access_log import AccessLine
 from router.telemetry.logs import (
     LINES,
+    AccessLine,
     JsonFormatter,
     LogFormat,
     LogThrottle,
@@ -28,8 +28,7 @@ from router.telemetry.logs import (
     TextFormatter,
     formatter_for,
 )
-from router.telemetry.record import Record
-from router.telemetry.token_usage import tokens_of, usage_in
+from router.telemetry.record import Record, tokens_of, usage_in
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),

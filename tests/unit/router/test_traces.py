@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from router.telemetry import trace_export
-from router.telemetry.record import Record
-from router.telemetry.trace_context import Trace, parent_in
+from router.telemetry import tracing
+from router.telemetry.record import Record, Trace
+from router.telemetry.tracing import parent_in
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
@@ -265,7 +265,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     assert time.monotonic() - began < 5
     began = time.monotonic()
     await router.gateway.close()
-    assert time.monotonic() - began < 2 * trace_export.FLUSH_TIMEOUT_S + 1
+    assert time.monotonic() - began < 2 * tracing.FLUSH_TIMEOUT_S + 1
 
 
 @pytest.mark.slow
@@ -310,12 +310,12 @@ class Stuck:
 
 def test_what_waits_for_the_thread_is_bounded_and_what_is_dropped_is_counted() -> None:
     sink = Stuck()
-    tracer = trace_export.Tracer(sink)
+    tracer = tracing.Tracer(sink)
     record = Record("/v1/completions", 0.0)
     record.trace = tracer.begin([], "/v1/completions", 0.0)
-    for _ in range(3 * trace_export.MAX_WAITING_BATCHES):
+    for _ in range(3 * tracing.MAX_WAITING_BATCHES):
         tracer.add_records([record])
-    assert tracer.dropped >= 2 * trace_export.MAX_WAITING_BATCHES - 1
+    assert tracer.dropped >= 2 * tracing.MAX_WAITING_BATCHES - 1
     began = time.monotonic()
     tracer.close(0.2)
     assert time.monotonic() - began < 1
@@ -327,7 +327,7 @@ def test_a_sampler_that_fails_samples_nothing() -> None:
         def samples(self, *_: object) -> bool:
             raise ValueError("no")
 
-    tracer = trace_export.Tracer(Broken())
+    tracer = tracing.Tracer(Broken())
     assert not tracer.begin([], "/v1/completions", 0.0).is_sampled
     tracer.close(1)
 
@@ -360,16 +360,16 @@ async def test_without_a_collector_there_is_no_tracer_and_headers_pass_as_they_a
 def test_the_standards_variables_say_whether_there_are_traces(
     environ: dict[str, str], wanted: bool
 ) -> None:
-    assert trace_export.is_configured(environ) is wanted
+    assert tracing.is_configured(environ) is wanted
 
 
 def test_a_collector_without_the_extra_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace_export, "NEEDED", ("surely_not.installed",))
+    monkeypatch.setattr(tracing, "NEEDED", ("surely_not.installed",))
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
-    assert trace_export.tracer_of(environ) is None
-    trace_export.warn_if_missing(environ)
+    assert tracing.tracer_of(environ) is None
+    tracing.warn_if_missing(environ)
     (said,) = caplog.records
     assert "disagg-router[otel]" in said.getMessage()
 

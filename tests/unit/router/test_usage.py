@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.telemetry.record import Tokens
-from router.telemetry.token_usage import UNKNOWN, tokens_in, usage_in
+from router.telemetry.record import UNKNOWN, Tokens, tokens_in, usage_in
 
 
 @pytest.mark.parametrize(

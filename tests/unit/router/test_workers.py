@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from router.commands.cli import main
-from router.telemetry.liveness import LivenessServer, serve_in_thread
-from router.telemetry.worker_metrics import merge_expositions
+from router.telemetry.metrics_server import LivenessServer, merge_expositions, serve_in_thread
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from router.telemetry.record import Record
-from router.telemetry.token_usage import tokens_of
+from router.telemetry.record import Record, tokens_of
 from router.ui.live_requests import (
     MAX_ENDED,
     MAX_RUNNING,

@@ -1,9 +1,12 @@
-"""Sends spans of ended requests to an OpenTelemetry collector (extra `otel`).
+"""Traces: a span for each request and leg, sent to an OpenTelemetry collector (extra `otel`).
 
 The standard OTEL_* variables alone configure it; without an endpoint there is no tracer and no
-cost. Each leg's span id is sent to the engine ahead (`trace_context`). A separate thread makes the
-spans from the request's record when it has ended, and passes them to the SDK's batches. If the
-thread cannot keep up, spans are dropped and counted: a slow or dead collector delays no request.
+cost. The ids of a request's span and of its legs are sent to engines and must exist before the legs
+end (`record.Trace`). A separate thread makes the spans from the request's record when it has ended,
+and passes them to the SDK's batches (`spans`). If the thread cannot keep up, spans are dropped and
+counted: a slow or dead collector delays no request.
+
+W3C Trace Context: https://www.w3.org/TR/trace-context/
 """
 
 from __future__ import annotations
@@ -11,25 +14,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from router.telemetry.logs import LogThrottle
-from router.telemetry.record import Record
-from router.telemetry.trace_context import Header, ParentSpan, Trace, new_id, parent_in
+from router.telemetry.record import SAMPLED, ParentSpan, Record, Trace, new_id
 
-if TYPE_CHECKING:
-    from router.telemetry.spans import OtelSdk
-
+Header = tuple[bytes, bytes]
 logger = logging.getLogger("disagg_router.traces")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 FLUSH_TIMEOUT_S = 2.0
 # Each waiting batch has at most some hundreds of records.
 MAX_WAITING_BATCHES = 16
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+NAMES = frozenset((TRACEPARENT, TRACESTATE))
+SHAPE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{1,256}")
+RANDOM = 0x02
+# Longer tracestates are dropped. The standard requires propagating at least 512 bytes.
+MAX_STATE_BYTES, MAX_STATE_MEMBERS = 2048, 32
 
 
 class SpanSink(Protocol):
@@ -110,8 +118,10 @@ def tracer_of(environ: Mapping[str, str]) -> Tracer | None:
     """Return a tracer, or None if no collector is configured or the extra is not installed."""
     if not is_configured(environ) or is_missing():
         return None
+    from router.telemetry.spans import OtelSdk  # slow to import, and seldom needed
+
     try:
-        return Tracer(_sdk())
+        return Tracer(OtelSdk())
     except Exception as error:  # a value of a variable that the SDK does not like
         logger.warning("no traces: invalid OTEL_* variable: %s: %s", type(error).__name__, error)
         return None
@@ -133,7 +143,38 @@ def is_missing() -> bool:
         return True
 
 
-def _sdk() -> OtelSdk:
-    from router.telemetry.spans import OtelSdk  # slow to import, and seldom needed
+def parent_in(headers: Iterable[Header]) -> ParentSpan | None:
+    """Return the client's span, or None if its traceparent is missing or invalid."""
+    found_headers = [header for header in headers if header[0] in NAMES]
+    if not found_headers:
+        return None
+    given = [value for name, value in found_headers if name == TRACEPARENT]
+    found = SHAPE.fullmatch(given[0].strip().decode("latin-1")) if len(given) == 1 else None
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more):
+        return None
+    if not (int(trace_id, 16) and int(span_id, 16)):
+        return None
+    state = b",".join(value.strip() for name, value in found_headers if name == TRACESTATE)
+    known = int(flags, 16) & (SAMPLED | RANDOM)
+    return ParentSpan(int(trace_id, 16), int(span_id, 16), known, _valid_state(state))
 
-    return OtelSdk()
+
+def without_trace_headers(headers: Sequence[Header]) -> Sequence[Header]:
+    """Return `headers` without traceparent and tracestate."""
+    if NAMES.isdisjoint([name for name, _ in headers]):
+        return headers
+    return [header for header in headers if header[0] not in NAMES]
+
+
+def _valid_state(state: bytes) -> str:
+    """Return the tracestate unchanged, or "" if it does not follow the standard."""
+    text = state.decode("latin-1")
+    members = [member.strip(" \t") for member in text.split(",")]
+    members = [member for member in members if member]
+    if len(state) > MAX_STATE_BYTES or len(members) > MAX_STATE_MEMBERS:
+        return ""
+    keys = {member.partition("=")[0] for member in members if MEMBER.fullmatch(member)}
+    return ",".join(members) if len(keys) == len(members) else ""
