@@ -169,7 +169,9 @@ class QueuedRequest(QueueTicket):
     __slots__ = ("_admission", "deadline", "outcome", "queued_at")
 
     def __init__(self, request: Request, tenant: str, priority: int, admission: Admission) -> None:
-        super().__init__(tenant, priority, request.tokens, request.model, bool(request.alone))
+        super().__init__(
+            tenant, priority, request.tokens, request.model, bool(request.decode_only_reason)
+        )
         self.queued_at = now()
         self.deadline = min(self.queued_at + admission.timeout, request.latest)
         self.outcome: asyncio.Future[EngineSlot | RequestError]
@@ -220,7 +222,7 @@ class Admission:
         """Return a slot, or None if the request has to wait (see `wait_for_slot`)."""
         if self._queue.depth:
             return None
-        tokens, decode_only = request.tokens, bool(request.alone)
+        tokens, decode_only = request.tokens, bool(request.decode_only_reason)
         found = find_placement(pools, tokens, decode_only, self.limits)
         return None if found is None else EngineSlot(self, found, tokens, decode_only)
 

@@ -62,7 +62,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             key = key_limits.identify_key(request.exchange, authenticator)
         if reading is None:
             read_request(request, limits, gateway.conversations)
-            if request.alone == SEVERAL and gateway.routes.shares_kv_loads(request.model):
+            is_several = request.decode_only_reason == SEVERAL
+            if is_several and gateway.routes.shares_kv_loads(request.model):
                 share_answers(request)
             check_fields(request, gateway.fleet.snapshot.context_lengths)
         else:
@@ -78,7 +79,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             pools = gateway.routes.pools(request.model)
             slot = gateway.admission.admit_at_once(request, pools)
             slot = slot or await gateway.admission.wait_for_slot(request)
-        if request.turn is None or request.alone or gateway.conversations is None:
+        if request.turn is None or request.decode_only_reason or gateway.conversations is None:
             plan = make_plan(request, _settled(slot, gateway.routes.find(request)), None, limits)
         else:
             plan = await _plan_turn(request, request.turn, slot, gateway, gateway.conversations)

@@ -77,7 +77,7 @@ class RouteFinder:
         self._decode_turn = turn + 1
         decoder = RoutingQuery(turn, tokens, session, chunks)
         prefiller = None
-        if not request.alone:
+        if not request.decode_only_reason:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone
             prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1

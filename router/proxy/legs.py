@@ -406,7 +406,8 @@ async def _error_answer(
     A 4xx goes to the client as it is. `asked`: the client's body, if the engine was asked for one
     token of the client's answer.
     """
-    if run.request.alone == PASSED:  # an endpoint that the engine lacks does not count against it
+    if run.request.decode_only_reason == PASSED:
+        # An endpoint that the engine lacks does not count against it.
         body = await answer.read(run.gateway.limits.max_answer_size)
         run.answers_held.keep(answer)
         return EngineRejectedError(answer.status, answer.headers, body)
@@ -453,7 +454,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
     request, capabilities = run.request, engine.capabilities
     if run.may_return and not answer.is_event_stream:
         await answer.read_in_place(run.gateway.limits.max_answer_size)
-    if answer.is_event_stream or request.alone == PASSED or request.exchange.started:
+    if answer.is_event_stream or request.decode_only_reason == PASSED or request.exchange.started:
         content = await _first_content(run, answer)
     else:
         content = generation_content(answer)
@@ -466,7 +467,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
         if returned is not None:
             if run.may_return:
                 raise returned
-            if request.alone in AS_SENT:
+            if request.decode_only_reason in AS_SENT:
                 return False
             raise EngineUnavailableError(
                 "the decode engine returned an unfinished answer although the leg did not allow it"
@@ -484,7 +485,7 @@ async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold
 
 async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
     """Return the content that may report a failure, or None if it certainly is an answer."""
-    request, is_passed = run.request, run.request.alone == PASSED
+    request, is_passed = run.request, run.request.decode_only_reason == PASSED
     if not answer.is_event_stream:
         if request.exchange.started:
             raise BrokenAnswerError("an answer that is not an event stream cannot resume one")

@@ -41,7 +41,7 @@ MAX_FIELD_HEAD_BYTES = 4096
 async def read_json(request: Request, gateway: Gateway) -> None:
     """Read the JSON body of a passed request. Raises BadRequestError, UnsupportedTypeError."""
     read_request(request, gateway.limits, None)
-    request.alone, request.threshold = PASSED, 0.0
+    request.decode_only_reason, request.threshold = PASSED, 0.0
 
 
 async def read_form(request: Request, _: Gateway) -> None:
@@ -56,7 +56,7 @@ async def read_form(request: Request, _: Gateway) -> None:
     if model is not None:
         request.body = {"model": model}
         request.record.model = model
-    request.alone, request.form = PASSED, kind
+    request.decode_only_reason, request.form = PASSED, kind
 
 
 def model_of_form(form: bytes, boundary: bytes) -> str | None:

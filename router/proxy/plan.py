@@ -68,12 +68,12 @@ def make_plan(
     request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
 ) -> Plan:
     """Return the plan of a request that may go to the engines of `route`."""
-    if request.alone == PASSED:
+    if request.decode_only_reason == PASSED:
         if not route.decoders:  # a model that only prefill engines serve
             route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan(PASSED, DECODE_ONLY, route, PASSED)
-    if request.alone:
-        return Plan("decode_only", DECODE_ONLY, route, request.alone)
+    if request.decode_only_reason:
+        return Plan("decode_only", DECODE_ONLY, route, request.decode_only_reason)
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
         # The engine plays both roles, and no engine loads KV from itself.
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
@@ -180,7 +180,7 @@ def _choose_hedged_decoders(
     other engine would compute the prompt. If a decode engine has the last turn, only that one is
     asked.
     """
-    if limits.hedged_decoders < 2 or request.exact or request.body.get("stream") is not True:
+    if limits.hedged_decoders < 2 or request.exact_stream or request.body.get("stream") is not True:
         return ()
     if reuse is not None and reuse.decoder is not None and reuse.cached_share():
         return ()

@@ -74,7 +74,7 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
     limits, exchange = gateway.limits, request.exchange
     raw = None if answer.is_event_stream else answer.take_if_complete(limits.max_answer_size)
     if raw is not None:
-        if len(raw) > HIGH_WATER and request.alone != PASSED and is_broken_off(raw):
+        if len(raw) > HIGH_WATER and request.decode_only_reason != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that its engine has broken off")
         request.record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
@@ -87,9 +87,9 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
             _record(buffer, gateway.metrics, None)
             answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
-            is_generation, is_several = request.alone != PASSED, _is_several(request)
+            is_generation, is_several = request.decode_only_reason != PASSED, _is_several(request)
             ending = answer.tap = StreamValidator(engine.role, None, is_generation, is_several)
-        elif request.alone != PASSED:
+        elif request.decode_only_reason != PASSED:
             answer.watch = LongAnswerCheck(answer).passing
         try:
             await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -160,7 +160,11 @@ async def _respond_turn(
     params = content.pop(KV_PARAMS, None)
     raw = raw if params is None else _written(content)
     await _finish(gateway, keep(params, read_choice(content)))
-    if request.exact and request.body.get("stream") and stream_from_answer.is_answer(content):
+    if (
+        request.exact_stream
+        and request.body.get("stream")
+        and stream_from_answer.is_answer(content)
+    ):
         raw, given = stream_from_answer.events(content, request.body), EVENT_STREAM
     passed = messages.to_client(given, request.record.request_id)
     await request.exchange.respond(answer.status, passed, raw)
@@ -270,7 +274,7 @@ def note_done(request: Request) -> None:
 
 def _is_several(request: Request) -> bool:
     """Return True if the stream may have several choices."""
-    return request.is_several or request.alone in SEVERAL_ANSWERS
+    return request.is_several or request.decode_only_reason in SEVERAL_ANSWERS
 
 
 def _written(content: Json) -> bytes:

@@ -33,7 +33,7 @@ Body = dict[str, Any]
 COMPLETIONS = "/v1/completions"
 KV_PARAMS = "kv_transfer_params"
 THRESHOLD = "cache_hit_threshold"
-# Reasons why one engine must do all the work (Request.alone).
+# Reasons why one engine must do all the work (Request.decode_only_reason).
 CLIENT_PARAMS = "client_params"
 # Several answers, unless decode engines load KV once for all of them.
 SEVERAL = "n"
@@ -62,13 +62,13 @@ class Request(IdentityStruct):
     """The number of the request in this process, which spreads requests over engines."""
     body: Body = {}  # noqa: RUF012 - each Struct has its own
     """The part of the client's body that engines may see. It is never changed."""
-    alone: str = ""
+    decode_only_reason: str = ""
     """Why one engine must do all the work; empty if two can share it."""
     turn: Turn | None = None
     """The turn of a conversation, if the request names one."""
     threshold: float = 0.0
     """Above 0: a decode engine that has this share of the prompt in its cache answers alone."""
-    exact: bool = False
+    exact_stream: bool = False
     """See the setting conversation_stream."""
     event_stream: bool = False
     """The client gets an event stream, so errors are events from now on."""
@@ -136,22 +136,22 @@ def take_body(
     if conversations is not None:
         request.turn = conversations.turn_of(request.exchange.headers, body)
     if request.turn is not None:
-        request.exact = _stream_mode(request, body, limits.conversation_stream) == "exact"
+        request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold
         return
     request.threshold = threshold_of(body, limits.decode_first_threshold)
     if STREAM_FIELD in body:
-        request.exact = _stream_mode(request, body, limits.conversation_stream) == "exact"
+        request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
     if not CONSUMED.isdisjoint(body):
         body = {name: body[name] for name in body if name not in CONSUMED}
     body = without_nested(body, THRESHOLD)
     if has_params(body) and limits.trust_client_kv_params:
-        request.alone = CLIENT_PARAMS
+        request.decode_only_reason = CLIENT_PARAMS
     else:
         if has_params(body):
             body = without_params(body)
-        request.alone = why_alone(body)
+        request.decode_only_reason = find_decode_only_reason(body)
     request.body = body
 
 
@@ -159,8 +159,12 @@ def share_answers(request: Request) -> None:
     """Let two engines share a request for several answers, because every decode engine of its model
     loads KV once for all of them."""
     number = request.body.get("n")
-    if request.alone == SEVERAL and type(number) is int and 1 < number <= MAX_SHARED_ANSWERS:
-        request.alone, request.is_several = "", True
+    if (
+        request.decode_only_reason == SEVERAL
+        and type(number) is int
+        and 1 < number <= MAX_SHARED_ANSWERS
+    ):
+        request.decode_only_reason, request.is_several = "", True
         # Each of the answers would be kept for the next turn, and judged by a threshold.
         request.turn, request.threshold = None, 0.0
 
@@ -170,7 +174,7 @@ def check_fields(request: Request, context_lengths: Mapping[str, int]) -> None:
 
     Raises BadRequestError. A request that one engine serves alone is left to that engine.
     """
-    if request.alone:
+    if request.decode_only_reason:
         return
     model = request.model
     context = context_lengths.get(model) if type(model) is str else None
@@ -237,7 +241,7 @@ def _has_nested_params(body: Body) -> bool:
     return isinstance(extra, dict) and KV_PARAMS in extra
 
 
-def why_alone(body: Body) -> str:
+def find_decode_only_reason(body: Body) -> str:
     """Return why one engine must do all the work for this body, or "" if two can share it.
 
     A prefill engine frees its blocks when the first reader is done. So two engines share a request

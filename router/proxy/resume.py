@@ -143,12 +143,12 @@ class ResumeState:
             params = with_field(params, b'"begun":' + continued.begun())
         request, capabilities = self._request, decoder.capabilities
         may_move = continued is not None or self._may_move(decoder)
-        is_stream = request.body.get("stream") is True and not request.exact
+        is_stream = request.body.get("stream") is True and not request.exact_stream
         if capabilities.reports_token_ids and may_move and is_stream:
             params = self._buffer_for(decoder, params).asking_for_ids(params)
         elif continued is None:
             self._drop_buffer()
-        if not capabilities.returns_preempted or request.alone in AS_SENT:
+        if not capabilities.returns_preempted or request.decode_only_reason in AS_SENT:
             return params, False
         is_kept = not is_stream or (self.buffer is not None and not self.buffer.is_full)
         may_return = may_move and is_kept and self.returns_left > 0 and not is_hedged
@@ -159,7 +159,7 @@ class ResumeState:
     def _may_move(self, decoder: Engine) -> bool:
         """Return True if another engine could continue what this decode engine begins."""
         request = self._request
-        may_move = self._gateway.limits.max_resumes > 0 and not request.alone
+        may_move = self._gateway.limits.max_resumes > 0 and not request.decode_only_reason
         return may_move and decoder.capabilities.supports_resume and can_hand_over(request.body)
 
     def _buffer_for(self, decoder: Engine, params: KvParams | None) -> ResumeBuffer:

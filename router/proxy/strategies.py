@@ -371,9 +371,9 @@ def _prepare_params(
 
 
 def _decode_body(run: Run, params: KvParams | None, threshold: float) -> BodyHalves:
-    if run.request.alone == PASSED:
+    if run.request.decode_only_reason == PASSED:
         return run.bodies.passed()
-    is_whole = run.request.exact and run.plan.reuse is not None
+    is_whole = run.request.exact_stream and run.plan.reuse is not None
     return run.bodies.decode(params, threshold, is_whole)
 
 

@@ -147,7 +147,7 @@ class CountTokensDialect(MessagesDialect):
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
         take_body(request, count_request_from_messages(body), gateway.limits, None)
-        request.path, request.alone, request.threshold = TOKENIZE_PATH, PASSED, 0.0
+        request.path, request.decode_only_reason, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
     def whole_answer(self, content: Json) -> Json:
         if type(count := content.get("count")) is int:

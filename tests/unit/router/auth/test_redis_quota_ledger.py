@@ -18,7 +18,7 @@ from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_r
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received
-from tests.unit.router.test_keys import KEY, WriteKeys, ask, entry, keys
+from tests.unit.router.test_api_key_requests import KEY, WriteKeys, ask, entry, keys
 
 pytestmark = pytest.mark.slow  # a Redis server
 

@@ -32,7 +32,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
 )
 from tests.unit.router.proxy.failing import deaf
-from tests.unit.router.test_answers import answering
+from tests.unit.router.test_engine_answers import answering
 
 # As they are by default, which settings for tests are not.
 DEFAULTS = {

@@ -24,7 +24,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.test_answers import answering, hang, raw, reset
+from tests.unit.router.test_engine_answers import answering, hang, raw, reset
 
 LOST = EngineLostError("declared dead")
 

@@ -12,7 +12,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.test_answers import answering
+from tests.unit.router.test_engine_answers import answering
 
 
 async def either(request: Received, peer: Peer) -> None:

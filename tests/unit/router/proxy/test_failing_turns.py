@@ -26,7 +26,7 @@ from tests.unit.router.mock_engine import (
     running_engine,
 )
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, two_of
-from tests.unit.router.test_answers import answering, raw, reset
+from tests.unit.router.test_engine_answers import answering, raw, reset
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""KV moves only within a group, whoever says which engines are one, and whatever fails of it."""
+"""KV moves only within a group, whichever source names the groups and whatever fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.test_answers import answering
+from tests.unit.router.test_engine_answers import answering
 
 BLUE, GREEN = "b" * 64, "a" * 64
 NAMES = "default-bbbbbbbb", "default-aaaaaaaa"

@@ -23,7 +23,7 @@ from tests.unit.router.mock_engine import (
     running_engine,
     usual_decode,
 )
-from tests.unit.router.test_answers import answering, raw, reset
+from tests.unit.router.test_engine_answers import answering, raw, reset
 
 REQUESTS = 60
 

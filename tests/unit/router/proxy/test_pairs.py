@@ -1,4 +1,5 @@
-"""A prefiller and a decoder that cannot exchange KV are paired with others, unseen by clients."""
+"""A prefill and a decode engine that cannot exchange KV are paired with others, without client
+errors."""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ def route(*decoders: Engine) -> Route:
 
 @pytest.mark.parametrize("why", ["n", "prompt_list", "client_params"])
 def test_request_that_cannot_be_shared_is_decode_only(why: str) -> None:
-    plan = make_plan(request(alone=why, threshold=0.5), route(decoder()), None, limits())
+    plan = make_plan(
+        request(decode_only_reason=why, threshold=0.5), route(decoder()), None, limits()
+    )
     assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.DECODE_ONLY, "decode_only", why)
     assert (plan.threshold, plan.skips_threshold, plan.reuse) == (0, False, None)
 

@@ -26,7 +26,7 @@ from tests.unit.router.mock_engine import (
 )
 from tests.unit.router.proxy.test_groups import regroup
 from tests.unit.router.proxy.test_push import IDENTITY
-from tests.unit.router.test_answers import answering, hang
+from tests.unit.router.test_engine_answers import answering, hang
 
 
 def warm(engine: MockEngine) -> list[Received]:

@@ -1,4 +1,4 @@
-"""The HTTP/1.1 client, without sockets: whatever way an engine's bytes are cut or malformed."""
+"""The HTTP/1.1 client without sockets: engines whose bytes are cut or malformed."""
 
 from __future__ import annotations
 

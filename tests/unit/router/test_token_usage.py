@@ -1,4 +1,4 @@
-"""How many tokens an answer says that it has."""
+"""How many tokens an answer reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where parts meet that are each tested alone: the front door with keys, streams and its end."""
+"""Parts that are each tested alone, together: the server with API keys, streams and shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are held whole have one limit for all of them together."""
+"""Answers that are held whole share one limit on memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.router.mock_engine import (
 )
 from tests.unit.router.processes import serving_router
 from tests.unit.router.proxy.test_push import IDENTITY, known
-from tests.unit.router.test_stalled import _peak, _stalled
+from tests.unit.router.test_stalled_clients import _peak, _stalled
 
 KIB, MIB = 1024, 1024 * 1024
 TEXT = "x" * MIB

@@ -1,4 +1,4 @@
-"""A body is what it says it is."""
+"""A body must have the Content-Type of what it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server on real sockets: spellings, order, what goes past the proxy to the application."""
+"""The HTTP server on real sockets: spellings, order, and what goes to the FastAPI application."""
 
 from __future__ import annotations
 

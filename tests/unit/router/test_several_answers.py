@@ -1,4 +1,4 @@
-"""Several answers to one prompt: prefilled once where every decoder reads once for all of them."""
+"""Several answers to one prompt are prefilled once if every decode engine loads KV once for all."""
 
 from __future__ import annotations
 

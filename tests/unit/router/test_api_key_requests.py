@@ -1,4 +1,4 @@
-"""Who may come in: the router's own API keys, what they show to whom, and their limits."""
+"""Requests with the router's own API keys: authentication, ownership and limits."""
 
 from __future__ import annotations
 

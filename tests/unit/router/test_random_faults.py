@@ -1,5 +1,5 @@
-"""Whatever engines and clients do at random, an answer is whole, or its client is told that it is
-not; and nothing is left of it."""
+"""Whatever engines and clients do at random, an answer is whole or its client gets an error, and
+nothing leaks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.unit.router.mock_engine import (
     refuses,
     running_engine,
 )
-from tests.unit.router.test_preempted import OURS, all_of_it, hands_back
+from tests.unit.router.test_hedging import REJECTION
+from tests.unit.router.test_preemption_return import OURS, all_of_it, hands_back
 from tests.unit.router.test_resume import WORDS, computes, dies_after, texts_of
-from tests.unit.router.test_scatter import REJECTION
 
 ABLE = OURS | {"capabilities": [*OURS["capabilities"], "cache_hit_threshold"]}
 REQUESTS, AT_ONCE = 60, 10

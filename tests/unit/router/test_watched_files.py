@@ -1,4 +1,4 @@
-"""Files that are watched: whatever becomes of them, the last good state stays."""
+"""Watched files: whatever happens to a file, the last good state stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several decoders asked at once: one answers, and of the others nothing is left."""
+"""Hedged requests: one of several decode engines answers, the other legs leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts: bodies, headers, events, turns, errors, records."""
+"""Properties of the pure parts: bodies, headers, events, turns, errors, records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
 from router.proxy import messages
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.request import Body, has_params, parse_body, why_alone, without_params
+from router.proxy.request import (
+    Body,
+    find_decode_only_reason,
+    has_params,
+    parse_body,
+    without_params,
+)
 from router.telemetry.logs import (
     LINES,
     AccessLine,
@@ -92,7 +98,7 @@ def test_whatever_json_a_prefiller_answers_is_read_or_refused(content: object) -
 
 @given(JSON_VALUES, JSON_VALUES, JSON_VALUES)
 def test_no_prompt_breaks_the_choice_of_a_plan(prompt: object, n: object, best: object) -> None:
-    reason = why_alone({"prompt": prompt, "n": n, "best_of": best})
+    reason = find_decode_only_reason({"prompt": prompt, "n": n, "best_of": best})
     assert reason in ("", "n", "best_of", "prompt_list")
 
 
@@ -116,7 +122,7 @@ def test_no_prompt_breaks_the_choice_of_a_plan(prompt: object, n: object, best: 
     ],
 )
 def test_only_a_single_sequence_is_pulled(body: Body, reason: str | None) -> None:
-    assert why_alone(body) == (reason or "")
+    assert find_decode_only_reason(body) == (reason or "")
 
 
 @pytest.mark.parametrize("line", [b"x: a%cb", b"x%cy: ab", b"x:%cb", b"x: a%c"])

@@ -39,8 +39,8 @@ from tests.unit.router.mock_engine import (
     usual_prefill,
 )
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, LOST, two_of
-from tests.unit.router.test_answers import answering, raw, reset
-from tests.unit.router.test_stalled import endless
+from tests.unit.router.test_engine_answers import answering, raw, reset
+from tests.unit.router.test_stalled_clients import endless
 
 NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
 OUR_OWN = {"local", "answer_too_large", "reader_stalled"}

@@ -1,4 +1,4 @@
-"""What a decoder would refuse is refused before a prefiller works, and nothing else is."""
+"""Only what a decode engine would reject is rejected before a prefill engine works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that do not read, many of them; and sockets that are half closed."""
+"""Many clients that do not read, and sockets that are half closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that end before they have said anything are seen to, however they are cut."""
+"""Streams that end before any output are detected, however their bytes are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request on which engines die does not go through the whole fleet."""
+"""A request that crashes engines is not retried on the whole fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines may answer, and what the client sees of it."""
+"""What engines may answer, and what the client gets."""
 
 from __future__ import annotations
 

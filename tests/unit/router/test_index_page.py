@@ -1,4 +1,4 @@
-"""Where things are: `/` and `/docs`, for people and for curl, without another host."""
+"""The pages `/` and `/docs`, for browsers and for curl, without any other host."""
 
 from __future__ import annotations
 

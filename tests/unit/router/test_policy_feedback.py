@@ -1,4 +1,4 @@
-"""What policies are told, what they are asked for, and when they are forgotten."""
+"""What routing policies receive, when they are asked, and when they forget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder that has no room for all of an answer hands it back, and another one goes on."""
+"""A decode engine without room for the whole answer returns it, and another one continues."""
 
 from __future__ import annotations
 
