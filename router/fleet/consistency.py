@@ -45,38 +45,6 @@ def count_groups(fleet: Fleet) -> Mapping[str, GroupCounts]:
     return {group: GroupCounts(weights.get(group, 0.0), *count) for group, count in counts.items()}
 
 
-class IncompleteGroupLog:
-    """Logs once that a group lacks a role, and once that it is complete again."""
-
-    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._clock = clock
-        self._seen: Snapshot | None = None
-        self._since: dict[str, float] = {}
-        self._logged: set[str] = set()
-
-    def check(self) -> None:
-        """Cheap if nothing has changed."""
-        if self._fleet.snapshot is not self._seen:
-            self._seen = self._fleet.snapshot
-            self._note(count_groups(self._fleet))
-        late = self._clock() - INCOMPLETE_GRACE_S
-        for name in [n for n, at in self._since.items() if at <= late and n not in self._logged]:
-            group = count_groups(self._fleet)[name]
-            missing = DECODE if group.prefillers else PREFILL
-            logger.warning("group %s has no usable %s engine", name, missing)
-            self._logged.add(name)
-
-    def _note(self, groups: Mapping[str, GroupCounts]) -> None:
-        moment = self._clock()
-        halves = [name for name, group in groups.items() if group.is_half]
-        self._since = {name: self._since.get(name, moment) for name in halves}
-        for name in self._logged - self._since.keys():
-            if name in groups and groups[name].is_complete:
-                logger.info("group %s is complete", name)
-        self._logged &= self._since.keys()
-
-
 def find_duplicate_ids(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
     """Map each engine that shares its engine_id to another engine with that id, and the id.
 
@@ -100,23 +68,48 @@ def find_duplicate_ids(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str
     return found
 
 
-class DuplicateIdDetector:
-    """Logs each pair of engines that share an engine_id, once for as long as they do."""
+class ConsistencyLog:
+    """Logs once that a group lacks a role, and once that it is complete again; and, once for as
+    long as they do, that two engines share an engine_id."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
         self._fleet = fleet
-        self._logged: set[tuple[str, ...]] = set()
+        self._clock = clock
+        self._seen: Snapshot | None = None
+        self._incomplete_since: dict[str, float] = {}
+        self._logged_groups: set[str] = set()
+        self._logged_pairs: set[tuple[str, ...]] = set()
 
-    def check(self) -> None:
-        found: dict[tuple[str, ...], str] = {}
+    def check_groups(self) -> None:
+        """Cheap if nothing has changed."""
+        moment = self._clock()
+        if self._fleet.snapshot is not self._seen:
+            self._seen = self._fleet.snapshot
+            self._note_groups(count_groups(self._fleet), moment)
+        for name, since in self._incomplete_since.items():
+            if since <= moment - INCOMPLETE_GRACE_S and name not in self._logged_groups:
+                missing = DECODE if count_groups(self._fleet)[name].prefillers else PREFILL
+                logger.warning("group %s has no usable %s engine", name, missing)
+                self._logged_groups.add(name)
+
+    def _note_groups(self, groups: Mapping[str, GroupCounts], moment: float) -> None:
+        halves = [name for name, group in groups.items() if group.is_half]
+        self._incomplete_since = {name: self._incomplete_since.get(name, moment) for name in halves}
+        for name in self._logged_groups.difference(halves):
+            if name in groups and groups[name].is_complete:
+                logger.info("group %s is complete", name)
+        self._logged_groups.intersection_update(halves)
+
+    def check_ids(self) -> None:
+        found: set[tuple[str, ...]] = set()
         for name, (other, engine_id) in find_duplicate_ids(self._fleet.engines).items():
-            found[tuple(sorted((name, other)))] = engine_id
-        for pair, engine_id in found.items():
-            if pair not in self._logged:
+            pair = tuple(sorted((name, other)))
+            if pair not in found | self._logged_pairs:
                 logger.warning(
                     "engines %s and %s have the same engine_id, %s: no KV moves between them, and "
                     "a stock engine confuses them. Give each engine an engine_id of its own.",
                     *pair,
                     engine_id,
                 )
-        self._logged = set(found)
+            found.add(pair)
+        self._logged_pairs = found

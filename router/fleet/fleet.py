@@ -39,12 +39,10 @@ from router.http_client.pool import EnginePool
 
 logger = logging.getLogger("disagg_router.fleet")
 
-CallLater = Callable[[float, Callable[[], None]], object]
 # An engine's Retry-After is limited to this.
 MAX_COOLING_S = 30.0
 # Other engines are preferred for this long to one that has failed a leg.
 RECENT_FAILURE_S = 1.0
-NO_CONTEXT_LENGTHS: Mapping[str, int] = {}
 # The characters of a compatibility value in a group's name, if that distinguishes the groups.
 SHOWN_CHARS = 8
 MAX_TUPLES = 64
@@ -83,35 +81,30 @@ class Snapshot:
 
 
 class Fleet:
-    """The engines of the router.
+    """The engines of the router; at first there are none.
 
     Engines may be added and removed at any time; a running request keeps the engines it has. After
     each change `snapshot`, `engines` and `groups` are replaced as a whole, so that other threads
-    may read them. `unreachable_pairs` records pairs of engines that cannot exchange KV.
+    may read them.
 
     Callbacks: `on_lost` is called with an engine that became unhealthy, was removed, or plays
     another role or belongs to another group now, so that KV it held is gone; `on_new_snapshot`
     after each change; `on_new_groups` when `groups` has changed.
 
     `make_pool` makes the connections of an engine. An engine is unhealthy after
-    `tolerated_failures` failed probes. `clock` returns Unix time; `later` calls a function after
-    some seconds. `credential` is the Authorization header of the router's own requests.
+    `tolerated_failures` failed probes. `credential` is the Authorization header of the router's own
+    requests.
     """
 
     def __init__(
         self,
-        specs: Iterable[EngineSpec],
         make_pool: Callable[[EngineSpec], EnginePool],
         tolerated_failures: int,
-        clock: Callable[[], float] = time.time,
-        later: CallLater | None = None,
         credential: str = "",
     ) -> None:
         self._credential = credential
         self._make_pool = make_pool
         self._tolerated_failures = tolerated_failures
-        self._clock = clock
-        self._later = later or _call_later
         self._engines: dict[str, Engine] = {}
         self._tuples = EngineTuples()
         self._removed: set[Engine] = set()
@@ -127,9 +120,6 @@ class Fleet:
         """Engines that become healthy are avoided until `note_warm`, if there are others."""
         self.group_weights: Mapping[str, float] = {}
         """The weights of groups that do not use their engines' weights."""
-        with self.batch_changes():
-            for spec in specs:
-                self.add(spec)
 
     def find(self, name: str) -> Engine | None:
         """Return the engine of that name, in whatever state it is."""
@@ -195,14 +185,9 @@ class Fleet:
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
             engine.pool.close()
 
-    def drain(self, engine: Engine) -> None:
-        """Send no new legs to the engine; running ones continue."""
-        engine.intent = Intent.DRAINING
-        self._refresh()
-
-    def resume(self, engine: Engine) -> None:
-        """End a drain."""
-        engine.intent = Intent.SERVING
+    def set_intent(self, engine: Engine, intent: Intent) -> None:
+        """Serve with the engine, or drain it: it gets no new legs, and running ones continue."""
+        engine.intent = intent
         self._refresh()
 
     def change_spec(self, engine: Engine, spec: EngineSpec) -> None:
@@ -259,10 +244,7 @@ class Fleet:
         self._set_health(engine, Health.UNHEALTHY, reason)
 
     def note_models(
-        self,
-        engine: Engine,
-        models: frozenset[str],
-        context_lengths: Mapping[str, int] = NO_CONTEXT_LENGTHS,
+        self, engine: Engine, models: frozenset[str], context_lengths: Mapping[str, int]
     ) -> None:
         """Take the models that the engine reports, unless its source names its models."""
         is_known = engine.models == models and engine.context_lengths == context_lengths
@@ -305,7 +287,7 @@ class Fleet:
         """A leg failed because of the engine."""
         if not engine.failed_recently:
             engine.failed_recently = True
-            self._later(RECENT_FAILURE_S, lambda: setattr(engine, "failed_recently", False))
+            _call_later(RECENT_FAILURE_S, lambda: setattr(engine, "failed_recently", False))
         pause = engine.breaker.record_failure()
         if pause is None:
             return
@@ -313,7 +295,7 @@ class Fleet:
         logger.warning("%s engine %s is avoided for %.1f s: %s", engine.role, name, pause, reason)
         self._refresh()
         times_opened = engine.breaker.times_opened
-        self._later(pause, lambda: self._end_pause(engine, times_opened))
+        _call_later(pause, lambda: self._end_pause(engine, times_opened))
 
     def _end_pause(self, engine: Engine, times_opened: int) -> None:
         """If the circuit has closed and opened again meanwhile, another pause is running."""
@@ -331,7 +313,7 @@ class Fleet:
         if seconds > 0 and not engine.is_cooling:
             engine.is_cooling = True
             self._refresh()
-            self._later(min(seconds, MAX_COOLING_S), end)
+            _call_later(min(seconds, MAX_COOLING_S), end)
 
     def close(self) -> None:
         for engine in self.engines:
@@ -343,7 +325,7 @@ class Fleet:
             return
         engine.health = health
         if health is Health.UNHEALTHY:
-            engine.lost_at, engine.capabilities = self._clock(), EngineCapabilities()
+            engine.lost_at, engine.capabilities = time.time(), EngineCapabilities()
             self.on_lost(engine)
         else:
             engine.is_cold = self.starts_engines_cold
@@ -362,7 +344,7 @@ class Fleet:
         do, and one snapshot for each would delay requests for seconds."""
         if not self._is_refresh_due:
             self._is_refresh_due = True
-            self._later(0.0, self._refresh)
+            _call_later(0.0, self._refresh)
 
     def _refresh(self) -> None:
         """Publish a new snapshot, and call the callbacks."""
@@ -385,8 +367,8 @@ class Fleet:
         self.on_new_snapshot()
 
 
-def _call_later(seconds: float, call: Callable[[], None]) -> object:
-    return asyncio.get_running_loop().call_later(seconds, call)
+def _call_later(seconds: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, call)
 
 
 def assign_groups(engines: Iterable[Engine]) -> None:

@@ -12,9 +12,9 @@ is busy, not dead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,6 @@ STREAM_GRACE_S = 5.0
 # A probe that is this much late counts as dead.
 OVERDUE_S = 10.0
 
-
 Model = dict[str, Any]
 
 
@@ -66,26 +65,15 @@ class EngineProbe:
     models_at: float = -math.inf
     task: asyncio.Task[None] | None = None
 
-    def cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
 
 class Prober:
     """Probes all engines of a fleet, with one supervised task per engine. `interval` and `timeout`
     are seconds."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        interval: float,
-        timeout: float,
-        clock: Callable[[], float] = now,
-    ) -> None:
+    def __init__(self, fleet: Fleet, interval: float, timeout: float) -> None:
         self._fleet = fleet
         self._interval = interval
         self._timeout = timeout
-        self._clock = clock
         self._probes: dict[Engine, EngineProbe] = {}
         # Since when an engine refuses connections and sends nothing, and its reads until then.
         self._refusing: dict[Engine, tuple[float, int]] = {}
@@ -103,19 +91,15 @@ class Prober:
                 logger.exception("the prober failed, and probes have stopped")
             raise
         finally:
-            for probe in self._probes.values():
-                probe.cancel()
+            for engine in list(self._probes):
+                self._stop(engine)
 
     def problem(self) -> str:
         """Return why engines are not probed as they should be; empty if they are."""
         if self._failure:
             return f"failed: {self._failure}"
         limit = self._interval + 3 * self._timeout + OVERDUE_S
-        late = [
-            engine.name
-            for engine, probe in self._probes.items()
-            if self._clock() - probe.probed_at > limit
-        ]
+        late = [e.name for e, probe in self._probes.items() if now() - probe.probed_at > limit]
         return f"does not probe {', '.join(late)}" if late else ""
 
     async def probe(self, engine: Engine) -> bool:
@@ -144,15 +128,16 @@ class Prober:
             self._refusing.pop(engine, None)
             if _is_success(answer):
                 if engine.health is not Health.HEALTHY:
-                    # Its group must be known before its first leg.
-                    await self.fetch_identity(engine)
+                    with contextlib.suppress(UpstreamError):
+                        # Its group must be known before its first leg.
+                        await self.fetch_identity(engine)
                 self._fleet.note_probe_passed(engine)
             else:
                 self._fleet.note_probe_failed(engine, f"/health returned {answer.status}")
         return False
 
     def _note_refusal(self, engine: Engine) -> None:
-        moment, reads = self._clock(), engine.pool.reads
+        moment, reads = now(), engine.pool.reads
         since, before = self._refusing.get(engine, (moment, reads))
         if reads != before:
             since = moment
@@ -163,13 +148,10 @@ class Prober:
         elif moment - since > STREAM_GRACE_S:
             engine.pool.fail_resumable(error)
 
-    async def fetch_identity(self, engine: Engine) -> bool:
-        """Fetch the identity page; engines other than ours have none, or a strange one. Return
-        False if there was no answer, so that the page is fetched again."""
-        try:
-            answer = await self._get(engine, "/disagg/identity")
-        except UpstreamError:
-            return False
+    async def fetch_identity(self, engine: Engine) -> None:
+        """Fetch the identity page; engines other than ours have none, or a strange one. Raises
+        UpstreamError if there was no answer."""
+        answer = await self._get(engine, "/disagg/identity")
         engine.capabilities.is_identity_known = True
         content = json_of(answer)
         if isinstance(content, dict):
@@ -178,33 +160,30 @@ class Prober:
             except Exception:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
-        return True
 
-    async def fetch_models(self, engine: Engine) -> bool:
+    async def fetch_models(self, engine: Engine) -> None:
         """Fetch the models that the engine serves; they stay unknown if it rejects the request, as
-        one with an API key of its own does. Return False if there was no answer."""
-        try:
-            answer = await self._get(engine, "/v1/models")
-        except UpstreamError:
-            return False
-        models = models_in(json_of(answer))
+        one with an API key of its own does. Raises UpstreamError if there was no answer."""
+        models = models_in(json_of(await self._get(engine, "/v1/models")))
         if models:
             models = models[:MAX_MODELS]
             names = frozenset([model["id"] for model in models])
             self._fleet.note_models(engine, names, context_lengths_in(models))
-        return True
 
     def _supervise(self) -> None:
         engines = self._fleet.engines
         for engine in self._probes.keys() - set(engines):
-            self._probes.pop(engine).cancel()
-            self._refusing.pop(engine, None)
+            self._stop(engine)
         for engine in engines:
-            probe = self._probes.setdefault(engine, EngineProbe(self._clock()))
+            probe = self._probes.setdefault(engine, EngineProbe(now()))
             if probe.task is None or probe.task.done():
-                probe.probed_at = self._clock()
-                loop = asyncio.get_running_loop()
-                probe.task = loop.create_task(self._probe_repeatedly(engine, probe))
+                probe.probed_at = now()
+                probe.task = asyncio.create_task(self._probe_repeatedly(engine, probe))
+
+    def _stop(self, engine: Engine) -> None:
+        self._refusing.pop(engine, None)
+        if (task := self._probes.pop(engine).task) is not None:
+            task.cancel()
 
     async def _probe_repeatedly(self, engine: Engine, probe: EngineProbe) -> None:
         while True:
@@ -214,12 +193,11 @@ class Prober:
                 await self._fetch_what_is_due(engine, probe)
             except Exception as error:
                 logger.warning("%s engine %s: %r", engine.role, engine.name, error)
-            probe.probed_at = self._clock()
+            probe.probed_at = now()
             is_healthy = engine.health is Health.HEALTHY
             if not (is_silent and is_healthy):
-                interval = self._interval
-                pause = interval if is_healthy else min(interval, UNHEALTHY_INTERVAL_S)
-                await asyncio.sleep(pause)
+                longest = math.inf if is_healthy else UNHEALTHY_INTERVAL_S
+                await asyncio.sleep(min(self._interval, longest))
 
     async def _fetch_what_is_due(self, engine: Engine, probe: EngineProbe) -> None:
         if engine.health is not Health.HEALTHY:
@@ -227,14 +205,16 @@ class Prober:
             return
         capabilities = engine.capabilities
         if capabilities.is_identity_known and probe.identity_at == -math.inf:
-            probe.identity_at = self._clock()  # `probe` has just fetched it
-        is_old = self._clock() - probe.identity_at > REFETCH_AFTER_S
-        is_due = not capabilities.is_identity_known or (capabilities.lists_capabilities and is_old)
-        if is_due and await self.fetch_identity(engine):
-            probe.identity_at = self._clock()
-        is_due = not engine.spec.models and self._clock() - probe.models_at > REFETCH_AFTER_S
-        if is_due and await self.fetch_models(engine):
-            probe.models_at = self._clock()
+            probe.identity_at = now()  # `probe` has just fetched it
+        is_old = now() - probe.identity_at > REFETCH_AFTER_S
+        if not capabilities.is_identity_known or (capabilities.lists_capabilities and is_old):
+            with contextlib.suppress(UpstreamError):
+                await self.fetch_identity(engine)
+                probe.identity_at = now()
+        if not engine.spec.models and now() - probe.models_at > REFETCH_AFTER_S:
+            with contextlib.suppress(UpstreamError):
+                await self.fetch_models(engine)
+                probe.models_at = now()
 
     async def _get(self, engine: Engine, path: str) -> CompleteAnswer:
         """Raises UpstreamError."""

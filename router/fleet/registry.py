@@ -15,8 +15,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from router.fleet.consistency import DuplicateIdDetector, IncompleteGroupLog
-from router.fleet.engine import Intent, ListedEngine
+from router.fleet.consistency import ConsistencyLog
+from router.fleet.engine import Engine, Intent, ListedEngine
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import (
     OVERRIDES_SOURCE,
@@ -112,14 +112,13 @@ class EngineRegistry:
         self.counts = {"joined": 0, "left": 0, "changed": 0}
         self._added: Set[Address] = frozenset()
         self._present: dict[Address, ListedEngine] = {}
-        self._leaving: dict[Address, float] = {}
+        self._leaving: dict[Engine, float] = {}
         """The time when an engine that leaves is removed at the latest."""
         self._conflicts: Sequence[str] = ()
         self._has_changed = asyncio.Event()
         self._all_reported = asyncio.Event()
         self._failure = ""
-        self._incomplete_groups = IncompleteGroupLog(fleet, clock)
-        self._duplicate_ids = DuplicateIdDetector(fleet)
+        self._consistency = ConsistencyLog(fleet, clock)
         for source in self.sources:
             if source.source.first != SourceReport():
                 self._note(source, source.source.first)
@@ -170,10 +169,15 @@ class EngineRegistry:
     def reconcile(self) -> None:
         """Make the fleet what the sources list now, as one change, and log the changes."""
         changes = self._reconcile()
+        changed = [
+            f"{one.address} ({one.spec.role}, group {one.spec.group}, {one.intent})"
+            for one in changes.change
+        ]
+        joined = [str(listed.address) for listed in changes.join]
         for what, names in (
-            ("join", [str(listed.address) for listed in changes.join]),
+            ("join", joined),
             ("leave", list(map(str, changes.leave))),
-            ("change", [f"{one.address} ({_describe(one)})" for one in changes.change]),
+            ("change", changed),
         ):
             if names:
                 more = f" and {len(names) - MAX_LOGGED} more" if len(names) > MAX_LOGGED else ""
@@ -188,7 +192,10 @@ class EngineRegistry:
         if changes := reconcile(self._present, wanted):
             with self._fleet.batch_changes():
                 for address in changes.leave:
-                    self._begin_leaving(address)
+                    if engine := self._fleet.find(str(address)):
+                        self._fleet.set_intent(engine, Intent.DRAINING)
+                        self._leaving[engine] = self._clock() + self._bound
+                    del self._present[address]
                 for listed in (*changes.change, *changes.join):
                     self._add_or_change(listed)
             self.counts["joined"] += len(changes.join)
@@ -197,51 +204,34 @@ class EngineRegistry:
         self._has_changed.clear()
         return changes
 
-    def _begin_leaving(self, address: Address) -> None:
-        del self._present[address]
-        engine = self._fleet.find(str(address))
-        if engine is not None:
-            self._fleet.drain(engine)
-            self._leaving[address] = self._clock() + self._bound
-
     def _add_or_change(self, listed: ListedEngine) -> None:
         """Add the engine, or change it if it is still there: one that was about to leave stays."""
-        address = listed.address
-        self._leaving.pop(address, None)
-        engine = self._fleet.find(str(address))
+        engine = self._fleet.find(listed.spec.name)
         if engine is None:
             self._fleet.add(listed.spec, listed.intent)
         else:
+            self._leaving.pop(engine, None)
             self._fleet.change_spec(engine, listed.spec)
-            if engine.intent is not listed.intent:
-                serves = listed.intent is Intent.SERVING
-                set_intent = self._fleet.resume if serves else self._fleet.drain
-                set_intent(engine)
-        self._present[address] = listed
+            self._fleet.set_intent(engine, listed.intent)
+        self._present[listed.address] = listed
 
     def remove_drained(self) -> None:
         """Remove the leaving engines that are idle or whose time is over."""
         moment = self._clock()
-        over = [a for a, end in self._leaving.items() if self._is_idle(a) or moment >= end]
-        if over:
+        if over := [e for e, end in self._leaving.items() if e.is_idle or moment >= end]:
             with self._fleet.batch_changes():
-                for address in over:
-                    del self._leaving[address]
-                    self._fleet.remove(str(address))
-
-    def _is_idle(self, address: Address) -> bool:
-        engine = self._fleet.find(str(address))
-        return engine is None or engine.is_idle
+                for engine in over:
+                    del self._leaving[engine]
+                    self._fleet.remove(engine.name)
 
     async def _watch(self, source: WatchedSource) -> None:
         """Take a source's reports; watch it again after an unexpected error."""
-        while True:
+        while not source.has_ended:
             try:
                 async with contextlib.aclosing(source.source.watch()) as reports:
                     async for report in reports:
                         self._note(source, report)
                 source.has_ended = True
-                return
             except Exception as error:
                 logger.exception("source %s failed", source.source.name)
                 problem = f"failed: {type(error).__name__}: {error}"
@@ -265,15 +255,11 @@ class EngineRegistry:
                 if self._has_changed.is_set():
                     self.reconcile()
                 if self._all_reported.is_set():
-                    self._incomplete_groups.check()
-                self._duplicate_ids.check()
+                    self._consistency.check_groups()
+                self._consistency.check_ids()
                 self._failure = ""
             except Exception as error:
                 logger.exception("the fleet could not be changed")
                 self._failure = f"cannot change the fleet: {type(error).__name__}: {error}"
                 self._has_changed.set()
                 await asyncio.sleep(RESTART_DELAY_S)
-
-
-def _describe(listed: ListedEngine) -> str:
-    return f"{listed.spec.role}, group {listed.spec.group}, {listed.intent}"

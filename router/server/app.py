@@ -296,7 +296,7 @@ def _fleet(
 
     secret = read_secret(settings, "engine_api_key")
     credential = "" if secret is None else f"Bearer {secret}"
-    return Fleet((), make_pool, settings.health_failures, credential=credential)
+    return Fleet(make_pool, settings.health_failures, credential=credential)
 
 
 def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) -> None:

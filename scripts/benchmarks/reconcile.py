@@ -53,7 +53,7 @@ class World:
     def __init__(self, count: int, seed: int) -> None:
         deadlines = Deadlines()
         self.source = QueueSource()
-        self.fleet = Fleet((), lambda spec: EnginePool(*spec.address, LIMITS, deadlines), 2)
+        self.fleet = Fleet(lambda spec: EnginePool(*spec.address, LIMITS, deadlines), 2)
         self.registry = EngineRegistry(self.fleet, [self.source], bound=3600.0)
         self._rng = random.Random(seed)
         self._all = [

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.fleet.engine import EngineRole
+from router.fleet.engine import EngineRole, Intent
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
@@ -351,7 +351,7 @@ async def test_a_conversation_moves_on_from_a_decoder_that_drains(
         router = await start_router(ds=[d, other])
         await chat(router, ASKED)
         home, next_home = (d, other) if d.requests else (other, d)
-        router.gateway.fleet.drain(router.engine(home))
+        router.gateway.fleet.set_intent(router.engine(home), Intent.DRAINING)
         await chat(router, AGAIN)
         assert offered(p) is not None
         assert next_home.requests

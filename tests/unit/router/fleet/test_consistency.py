@@ -6,11 +6,11 @@ import pytest
 
 from router.fleet.consistency import (
     INCOMPLETE_GRACE_S,
+    ConsistencyLog,
     GroupCounts,
-    IncompleteGroupLog,
     count_groups,
 )
-from router.fleet.engine import EngineRole, EngineSpec, Health
+from router.fleet.engine import EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
@@ -18,13 +18,10 @@ from router.settings import Address
 
 
 def fleet_of(*engines: tuple[EngineRole, str]) -> Fleet:
-    specs = [
-        EngineSpec(role, Address("h", port), group=group)
-        for port, (role, group) in enumerate(engines, 1)
-    ]
-    return Fleet(
-        specs, lambda spec: EnginePool(*spec.address, PoolLimits(1, 1, 1, 1), Deadlines()), 1
-    )
+    fleet = Fleet(lambda spec: EnginePool(*spec.address, PoolLimits(1, 1, 1, 1), Deadlines()), 1)
+    for port, (role, group) in enumerate(engines, 1):
+        fleet.add(EngineSpec(role, Address("h", port), group=group))
+    return fleet
 
 
 def test_every_group_is_counted_even_one_without_engines() -> None:
@@ -46,9 +43,9 @@ async def test_unusable_engines_are_not_counted() -> None:
     fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
     prefiller, decoder = fleet.engines
     fleet.note_probe_failed(prefiller, "dead")
-    fleet.drain(decoder)
+    fleet.set_intent(decoder, Intent.DRAINING)
     assert count_groups(fleet) == {"blue": GroupCounts(0.0, 0, 0)}
-    fleet.resume(decoder)
+    fleet.set_intent(decoder, Intent.SERVING)
     assert count_groups(fleet)["blue"].is_half
     assert not count_groups(fleet)["blue"].is_complete
 
@@ -59,32 +56,32 @@ async def test_an_incomplete_group_is_logged_once_and_only_if_it_stays_incomplet
     caplog.set_level("INFO", logger="disagg_router")
     time = 0.0
     fleet = fleet_of((EngineRole.PREFILL, "blue"), (EngineRole.DECODE, "blue"))
-    halves = IncompleteGroupLog(fleet, lambda: time)
+    halves = ConsistencyLog(fleet, lambda: time)
     prefiller, decoder = fleet.engines
-    halves.check()
-    fleet.drain(decoder)
-    halves.check()
-    fleet.resume(decoder)
+    halves.check_groups()
+    fleet.set_intent(decoder, Intent.DRAINING)
+    halves.check_groups()
+    fleet.set_intent(decoder, Intent.SERVING)
     time += INCOMPLETE_GRACE_S
-    halves.check()
+    halves.check_groups()
     assert not caplog.text, "it was so for a moment"
-    fleet.drain(decoder)
+    fleet.set_intent(decoder, Intent.DRAINING)
     for _ in range(3):
-        halves.check()
+        halves.check_groups()
         time += INCOMPLETE_GRACE_S
     assert caplog.text.count("group blue has no usable decode engine") == 1
     fleet.note_probe_failed(prefiller, "dead")
-    halves.check()
+    halves.check_groups()
     assert "complete" not in caplog.text, "nobody is left"
     fleet.note_probe_passed(prefiller)
-    fleet.resume(decoder)
-    halves.check()
-    fleet.drain(prefiller)
+    fleet.set_intent(decoder, Intent.SERVING)
+    halves.check_groups()
+    fleet.set_intent(prefiller, Intent.DRAINING)
     for _ in range(3):
-        halves.check()
+        halves.check_groups()
         time += INCOMPLETE_GRACE_S
     assert caplog.text.count("group blue has no usable prefill engine") == 1
-    fleet.resume(prefiller)
+    fleet.set_intent(prefiller, Intent.SERVING)
     assert prefiller.health is Health.HEALTHY
-    halves.check()
+    halves.check_groups()
     assert "group blue is complete" in caplog.text

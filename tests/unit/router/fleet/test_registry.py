@@ -53,7 +53,7 @@ class World:
         self.time = 0.0
         self.snapshots = 0
         self.lost: list[str] = []
-        self.fleet = Fleet((), self._pool, 2)
+        self.fleet = Fleet(self._pool, 2)
         self.fleet.on_new_snapshot = self._count
         self.fleet.on_lost = lambda engine: self.lost.append(engine.name)
         self.registry = EngineRegistry(self.fleet, sources, BOUND, clock=lambda: self.time)
@@ -324,7 +324,7 @@ async def test_simultaneous_probe_results_make_one_snapshot() -> None:
     engines, before = world.fleet.engines, world.snapshots
     for engine in engines[:99]:
         world.fleet.note_probe_passed(engine)
-        world.fleet.note_models(engine, frozenset("m"))
+        world.fleet.note_models(engine, frozenset("m"), {})
     assert all(engine.is_available for engine in engines[:99]), "each is known at once"
     world.fleet.note_unreachable(engines[99], "gone")
     await eventually(lambda: world.snapshots > before)
@@ -370,13 +370,13 @@ async def test_an_error_while_overrides_are_applied_does_not_lose_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
-        drain = world.fleet.drain
+        set_intent = world.fleet.set_intent
 
-        def fail(_: Engine) -> None:
-            monkeypatch.setattr(world.fleet, "drain", drain)
+        def fail(*_: object) -> None:
+            monkeypatch.setattr(world.fleet, "set_intent", set_intent)
             raise RuntimeError("no")
 
-        monkeypatch.setattr(world.fleet, "drain", fail)
+        monkeypatch.setattr(world.fleet, "set_intent", fail)
         a = world.engine("a:1")
         with pytest.raises(RuntimeError):
             world.registry.set_overrides(OperatorOverrides(draining=frozenset([a.spec.address])))

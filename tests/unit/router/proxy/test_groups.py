@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import DEFAULT_GROUP
+from router.fleet.engine import DEFAULT_GROUP, Intent
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE
@@ -247,7 +247,7 @@ async def test_a_conversation_stays_in_its_group_until_that_is_gone(
         await chat(router, AGAIN)
         assert turns(router, "hit") == 1
         assert not p2.requests
-        fleet.drain(router.engine(p))
+        fleet.set_intent(router.engine(p), Intent.DRAINING)
         await chat(router, [*AGAIN, *AGAIN[1:]])
         assert p2.requests
         assert offered(p2) is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import LEGS, CircuitState, Engine, EngineRole, Health
+from router.fleet.engine import LEGS, CircuitState, Engine, EngineRole, Health, Intent
 from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
@@ -346,7 +346,7 @@ async def test_a_decoder_that_left_while_the_prefiller_worked_is_not_asked(
             if how == "remove":
                 fleet.remove(engine.name)
             elif how == "drain":
-                fleet.drain(engine)
+                fleet.set_intent(engine, Intent.DRAINING)
             elif how == "unreachable":
                 fleet.note_unreachable(engine, "gone")
             else:
@@ -371,7 +371,7 @@ async def test_an_engine_that_is_removed_ends_its_legs_and_one_that_drains_does_
         d.scripts = [slow]
         asking = asyncio.create_task(asked.router.complete())
         await eventually(lambda: d.requests)
-        fleet.drain(asked.engine)
+        fleet.set_intent(asked.engine, Intent.DRAINING)
         go_on.set()
         assert (await asking).json() == USUAL | {"slow": True}
 

@@ -258,7 +258,7 @@ async def test_thousand_flapping_engines_do_not_delay_requests(
     start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str
 ) -> None:
     router = await start_router(warm_up="off")
-    fleet = Fleet((), cast(Any, lambda spec: None), 3)
+    fleet = Fleet(cast(Any, lambda spec: None), 3)
     with fleet.batch_changes():
         for number in range(1000):
             role = EngineRole.PREFILL if number % 2 else EngineRole.DECODE
