@@ -50,7 +50,7 @@ COMMANDS = {
     "demo": "router.commands.demo.command",
     "drain": "router.commands.drain",
     "key": "router.commands.key",
-    "status": "router.commands.status.command",
+    "status": "router.commands.status",
 }
 EXAMPLE = """\
 example:

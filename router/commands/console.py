@@ -1,4 +1,4 @@
-"""The parts that all commands share: the argument parser, and errors of writing the output."""
+"""The parts that all commands share: arguments, exit codes, and errors in lines for a person."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+
+class CommandError(Exception):
+    """A command has failed; the message has a line for each reason."""
+
+    exit_code = 1
+
+
+class UsageError(Exception):
+    """The arguments or variables of a command cannot be used; the message is one line."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,20 +35,34 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
+    def run(self, work: Callable[[], int]) -> int:
+        """Do the work of the command, and return its exit code. Exits for a UsageError."""
+        try:
+            return work()
+        except UsageError as error:
+            self.error(str(error))
+        except CommandError as error:
+            for line in str(error).splitlines():
+                print(f"{self.prog}: error: {line}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+        except OSError as error:  # an error of a connection is a CommandError
+            return self._report_unwritable(error)
 
-def report_unwritable(program: str, error: OSError) -> int:
-    """Return the exit code for output that cannot be written.
+    def _report_unwritable(self, error: OSError) -> int:
+        """Return the exit code for output that cannot be written.
 
-    A closed pipe is no error: its reader has enough, as `head` does.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if not isinstance(error, BrokenPipeError):
-        with contextlib.suppress(OSError):
-            print(f"{program}: error: {error}", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):  # Python flushes both once more at the end
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-            continue
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.dup2(nowhere, stream.fileno())
-    return 0 if isinstance(error, BrokenPipeError) else 1
+        A closed pipe is no error: its reader has enough, as `head` does.
+        """
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if not isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                print(f"{self.prog}: error: {error}", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):  # Python flushes both once more at the end
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+                continue
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(nowhere, stream.fileno())
+        return 0 if isinstance(error, BrokenPipeError) else 1

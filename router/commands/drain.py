@@ -11,25 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from router.commands.console import CommandParser
-from router.commands.router_client import (
-    ANSWER_TIMEOUT_S,
-    AnswerLimitError,
-    RouterAnswer,
-    RouterClient,
-    one_line,
-    with_scheme,
-)
+from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.router_client import RouterAnswer, ask_router, http_url, with_scheme
 from router.fleet.sources.file import address_of
 from router.settings import ADMIN_URL, variable_of
 
-PROGRAM = "disagg-router drain"
 DEFAULT_ADMIN = "http://127.0.0.1:8002"
 TOKEN, TOKEN_FILE = variable_of("admin_token"), variable_of("admin_token_file")
 POLL_INTERVAL_S = 1.0
@@ -46,39 +35,59 @@ stopped.
 """
 
 
-class DrainError(Exception):
-    """The engine is not drained; the message has a line for each reason."""
-
-
-class UsageError(Exception):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class DrainOptions:
-    name: str
-    admins: Sequence[str]
-    token: str | None
-    resumes: bool
-    waits: bool
-    timeout: float
-
-
 def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> int:
-    parser = _parser()
-    try:
-        options = _options(parser.parse_args(argv), os.environ)
-    except UsageError as error:
-        parser.error(str(error))
-    try:
-        with DrainProgress() as progress:
-            _run(options, progress, clock)
-    except DrainError as error:
-        for line in str(error).splitlines():
-            print(f"{PROGRAM}: error: {line}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    parser = CommandParser("disagg-router drain", DESCRIPTION)
+    add = parser.add_argument
+    add("url", metavar="URL", help="The engine: http://host:port, or host:port.")
+    add(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Return when the engine is drained (the default), or at once.",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Longest wait (default: 600); then exit with 1, and the drain continues.",
+    )
+    add(
+        "--admin",
+        action="append",
+        metavar="URL",
+        help=f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN}).",
+    )
+    add("--resume", action="store_true", help="End the drain: the engine serves.")
+    options = parser.parse_args(argv)
+    return parser.run(lambda: _run(options, os.environ, clock))
+
+
+def _run(
+    options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
+) -> int:
+    """Raises UsageError, CommandError."""
+    name = _engine_name(options.url)
+    if not 0 < options.timeout <= 1e7:
+        raise UsageError("--timeout: not a number of seconds above 0")
+    urls = options.admin or variables.get(ADMIN_URL, "").replace(",", " ").split()
+    token = _token(variables)
+    admins = [AdminClient(url, token) for url in urls or [DEFAULT_ADMIN]]
+    end = clock() + options.timeout
+    with DrainProgress() as progress:
+        engines = _post_to_all(admins, name, "resume" if options.resume else "drain")
+        if options.resume:
+            progress.show(f"{name} serves")
+        elif not options.wait:
+            progress.show(f"{name} drains")
+        else:
+            while not all(engine.get("drained") for engine in engines):
+                progress.show(_status(name, engines))
+                if clock() + POLL_INTERVAL_S > end:
+                    raise CommandError(f"{_status(name, engines)}, after {options.timeout:g} s")
+                time.sleep(POLL_INTERVAL_S)
+                engines = _poll_all(admins, name)
+            progress.show(f"{name} is drained")
     return 0
 
 
@@ -110,26 +119,28 @@ class AdminClient:
     """The admin API of one router."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        self.url = url
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._client = RouterClient(ANSWER_TIMEOUT_S, headers=headers)
+        """Raises UsageError."""
+        if http_url(url) is None:
+            raise UsageError(f"{url!r} is not an admin API: give its URL, as in {DEFAULT_ADMIN}")
+        self.url = url.rstrip("/")
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._failed_polls = 0
 
     def post(self, name: str, action: str) -> dict[str, Any]:
-        """Drain or resume an engine and return its state. Raises DrainError."""
+        """Drain or resume an engine and return its state. Raises CommandError."""
         answer = self._request("POST", f"/admin/engines/{name}/{action}")
         if answer.status == 404:
-            raise DrainError(f"{self.url} has no engine {name}{self._names()}")
+            raise CommandError(f"{self.url} has no engine {name}{self._names()}")
         return self._engine(answer)
 
     def poll(self, name: str) -> dict[str, Any] | None:
         """Return the engine's state: None if it is gone, {} if the router did not answer.
 
-        Raises DrainError after several failures in a row.
+        Raises CommandError after several failures in a row.
         """
         try:
             answer = self._request("GET", f"/admin/engines/{name}")
-        except DrainError:
+        except CommandError:
             self._failed_polls += 1
             if self._failed_polls >= MAX_FAILED_POLLS:
                 raise
@@ -137,29 +148,21 @@ class AdminClient:
         self._failed_polls = 0
         return None if answer.status == 404 else self._engine(answer)
 
-    def close(self) -> None:
-        self._client.close()
-
     def _request(self, method: str, path: str) -> RouterAnswer:
-        """Raises DrainError."""
-        try:
-            return self._client.request(method, f"{self.url}{path}")
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise DrainError(f"no answer from {self.url}: {one_line(error)}") from None
-        except AnswerLimitError as error:
-            raise DrainError(str(error)) from None
+        return ask_router(method, f"{self.url}{path}", self._headers)
 
     def _engine(self, answer: RouterAnswer) -> dict[str, Any]:
-        """Raises DrainError."""
+        """Raises CommandError."""
         content = _json(answer)
         if answer.status == 200 and isinstance(content.get("drained"), bool):
             return content
         error = content.get("error")
         text = error.get("message") if isinstance(error, dict) else "is this the admin API?"
-        raise DrainError(f"{self.url} answers {answer.status}: {' '.join(str(text)[:500].split())}")
+        text = " ".join(str(text)[:500].split())
+        raise CommandError(f"{self.url} answers {answer.status}: {text}")
 
     def _names(self) -> str:
-        """Raises DrainError."""
+        """Raises CommandError."""
         engines = _json(self._request("GET", "/admin/engines")).get("engines")
         names = [str(e.get("name")) for e in engines or () if isinstance(e, dict)]
         if not names:
@@ -169,43 +172,21 @@ class AdminClient:
         return f"; there are {listed}" + (f" and {more} more" if more > 0 else "")
 
 
-def _run(options: DrainOptions, progress: DrainProgress, clock: Callable[[], float]) -> None:
-    """Raises DrainError."""
-    end = clock() + options.timeout
-    admins = [AdminClient(url, options.token) for url in options.admins]
-    try:
-        engines = _post_to_all(admins, options.name, "resume" if options.resumes else "drain")
-        if options.resumes:
-            return progress.show(f"{options.name} serves")
-        if not options.waits:
-            return progress.show(f"{options.name} drains")
-        while not all(engine.get("drained") for engine in engines):
-            progress.show(_status(options.name, engines))
-            if clock() + POLL_INTERVAL_S > end:
-                raise DrainError(f"{_status(options.name, engines)}, after {options.timeout:g} s")
-            time.sleep(POLL_INTERVAL_S)
-            engines = _poll_all(admins, options.name)
-        progress.show(f"{options.name} is drained")
-    finally:
-        for admin in admins:
-            admin.close()
-
-
 def _post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:
-    """Post to all routers, even if one fails. Raises DrainError."""
+    """Post to all routers, even if one fails. Raises CommandError."""
     engines, problems = [], []
     for admin in admins:
         try:
             engines.append(admin.post(name, action))
-        except DrainError as error:
+        except CommandError as error:
             problems.append(str(error))
     if problems:
-        raise DrainError("\n".join(problems))
+        raise CommandError("\n".join(problems))
     return engines
 
 
 def _poll_all(admins: Sequence[AdminClient], name: str) -> list[dict[str, Any]]:
-    """Raises DrainError."""
+    """Raises CommandError."""
     engines = []
     for admin in admins:
         engine = admin.poll(name)
@@ -213,7 +194,7 @@ def _poll_all(admins: Sequence[AdminClient], name: str) -> list[dict[str, Any]]:
             engine = {"drained": True}  # an engine is removed only when it is idle
         elif engine.get("intent") == "serving":
             why = "it was resumed, or that router was restarted"
-            raise DrainError(f"{name} serves again at {admin.url}: {why}")
+            raise CommandError(f"{name} serves again at {admin.url}: {why}")
         engines.append(engine)
     return engines
 
@@ -234,32 +215,15 @@ def _json(answer: RouterAnswer) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _options(given: argparse.Namespace, variables: Mapping[str, str]) -> DrainOptions:
-    """Raises UsageError."""
-    url = with_scheme(given.url)
+def _engine_name(given: str) -> str:
+    """Return the engine's name, which is its address. Raises UsageError."""
+    url = with_scheme(given)
     try:
-        name = str(address_of(url))
+        if url is given or ":" in given:  # without a scheme, a port is required
+            return str(address_of(url))
     except ValueError:
-        name = ""
-    if not name or (url is not given.url and ":" not in given.url):
-        raise UsageError(f"{given.url!r} is not an engine: give http://host:port, or host:port")
-    if not 0 < given.timeout <= 1e7:
-        raise UsageError("--timeout: not a number of seconds above 0")
-    admins = given.admin or variables.get(ADMIN_URL, "").replace(",", " ").split()
-    admins = [_admin(url) for url in admins or [DEFAULT_ADMIN]]
-    waits = given.wait and not given.resume
-    return DrainOptions(name, admins, _token(variables), given.resume, waits, given.timeout)
-
-
-def _admin(url: str) -> str:
-    """Raises UsageError."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL:
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UsageError(f"{url!r} is not an admin API: give its URL, as in {DEFAULT_ADMIN}")
-    return url.rstrip("/")
+        pass
+    raise UsageError(f"{given!r} is not an engine: give http://host:port, or host:port")
 
 
 def _token(variables: Mapping[str, str]) -> str | None:
@@ -275,29 +239,3 @@ def _token(variables: Mapping[str, str]) -> str | None:
     if token is not None and not (token.isascii() and token.isprintable()):
         raise UsageError(f"{TOKEN} is not a token: ASCII without line breaks")
     return token
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(PROGRAM, DESCRIPTION)
-    parser.add_argument("url", metavar="URL", help="The engine: http://host:port, or host:port.")
-    parser.add_argument(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Return when the engine is drained (the default), or at once.",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="Longest wait (default: 600); then exit with 1, and the drain continues.",
-    )
-    parser.add_argument(
-        "--admin",
-        action="append",
-        metavar="URL",
-        help=f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN}).",
-    )
-    parser.add_argument("--resume", action="store_true", help="End the drain: the engine serves.")
-    return parser

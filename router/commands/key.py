@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from router.auth.api_keys import file_entry, new_key
-from router.commands.console import CommandParser, report_unwritable
+from router.commands.console import CommandParser
 
-PROGRAM = "disagg-router key"
 DESCRIPTION = """\
 Makes an API key for a client of the router. The key is printed to standard error, this once. The
 line for --api-keys-file is printed to standard output and contains only the key's digest:
@@ -22,7 +21,7 @@ Add limits and models by hand, as in
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = CommandParser(PROGRAM, DESCRIPTION)
+    parser = CommandParser("disagg-router key", DESCRIPTION)
     parser.add_argument("name", metavar="NAME", help="Name of the key in logs and metrics.")
     parser.add_argument(
         "--tenant", metavar="NAME", help="Keys of one tenant share conversations (default: NAME)."
@@ -33,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
         line = file_entry(given.name, given.tenant, key)
     except ValueError as error:
         parser.error(str(error))
-    try:
+
+    def show() -> int:
         print(line, flush=True)
         print(f"API key of {given.name}, shown only now: {key}", file=sys.stderr, flush=True)
-    except OSError as error:
-        return report_unwritable(PROGRAM, error)
-    return 0
+        return 0
+
+    return parser.run(show)

@@ -1,19 +1,19 @@
-"""The HTTP client of commands that ask a router something."""
+"""Requests of commands to a router, and the URLs that people give for it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import NamedTuple
 
 import httpx
 
+from router.commands.console import CommandError
+
 ANSWER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-
-
-class AnswerLimitError(Exception):
-    """An answer is too long or takes too long, as the message states."""
+tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
 
 
 class RouterAnswer(NamedTuple):
@@ -21,72 +21,41 @@ class RouterAnswer(NamedTuple):
     content: bytes
 
 
-class RouterClient:
-    """Sends one request after the other; not for use within an event loop.
+def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) -> RouterAnswer:
+    """Send a request and return the answer; not for use within an event loop.
 
-    A whole answer takes at most `timeout_s` seconds, however it is split, and `max_bytes` bytes.
+    A whole answer takes at most ANSWER_TIMEOUT_S, however it is split, and MAX_ANSWER_BYTES.
+    Raises CommandError.
     """
+    try:
+        return asyncio.run(_ask(method, url, headers))
+    except TimeoutError:
+        reason = f"not complete within {ANSWER_TIMEOUT_S:g} s"
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
+        reason = " ".join(str(error).split()) or type(error).__name__
+    raise CommandError(f"no answer from {url}: {reason}")
 
-    def __init__(
-        self,
-        timeout_s: float,
-        max_bytes: int = MAX_ANSWER_BYTES,
-        headers: Mapping[str, str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        # httpx' timeouts are for each read, so an answer in small pieces would never time out.
-        # The client cannot notice a connection that closes between two requests, so each request
-        # opens a new one.
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=None,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-            transport=transport,
-        )
-        self._runner = asyncio.Runner()
 
-    def __enter__(self) -> RouterClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        try:
-            self._runner.run(self._client.aclose())
-        finally:
-            self._runner.close()
-
-    def request(self, method: str, url: str) -> RouterAnswer:
-        """Raises AnswerLimitError, httpx.HTTPError, httpx.InvalidURL, or UnicodeError for a host
-        that is not a name."""
-        return self._runner.run(self._request(method, url))
-
-    async def _request(self, method: str, url: str) -> RouterAnswer:
-        parts, size = [], 0
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream(method, url) as answer,
-            ):
-                async for part in answer.aiter_bytes():
-                    parts.append(part)
-                    size += len(part)
-                    if size > self._max_bytes:
-                        raise AnswerLimitError(f"{url} sent more than {self._max_bytes} bytes")
-                return RouterAnswer(answer.status_code, b"".join(parts))
-        except TimeoutError:
-            raise AnswerLimitError(
-                f"no answer from {url}: not complete within {self._timeout_s:g} s"
-            ) from None
+async def _ask(method: str, url: str, headers: Mapping[str, str] | None) -> RouterAnswer:
+    content = bytearray()
+    # httpx' timeouts are for each read, so an answer in small pieces would never time out.
+    client = httpx.AsyncClient(headers=headers, timeout=None, verify=tls_context(), trust_env=False)
+    async with client, asyncio.timeout(ANSWER_TIMEOUT_S), client.stream(method, url) as answer:
+        async for part in answer.aiter_bytes():
+            content += part
+            if len(content) > MAX_ANSWER_BYTES:
+                raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
+        return RouterAnswer(answer.status_code, bytes(content))
 
 
 def with_scheme(url: str) -> str:
     return url if "://" in url else f"http://{url}"
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def http_url(text: str) -> httpx.URL | None:
+    """Return the URL, or None for text that is not a URL of HTTP(S) with a host."""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return None
+    return url if url.scheme in ("http", "https") and url.host else None

@@ -36,18 +36,12 @@ class ChildProcess:
         """Raise ChildEndedError if the process has ended."""
         code = self.process.poll()
         if code is not None:
-            raise ChildEndedError(f"{self.name} ended with status {code}{self._last_lines()}")
+            words = "" if self.log is None else "; its last words:"
+            lines = [f"{self.name} ended with status {code}{words}", *self.log_lines()[-15:]]
+            raise ChildEndedError("\n  ".join(lines))
 
-    def last_line(self) -> str:
-        """Return the last line of the log, or ""."""
-        text = "" if self.log is None else self.log.read_text(errors="replace")
-        return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-    def _last_lines(self) -> str:
-        if self.log is None:
-            return ""
-        lines = self.log.read_text(errors="replace").splitlines()[-15:]
-        return "; its last words:\n" + "\n".join(f"  {line}" for line in lines)
+    def log_lines(self) -> list[str]:
+        return [] if self.log is None else self.log.read_text(errors="replace").splitlines()
 
 
 @dataclass(slots=True)
@@ -66,7 +60,6 @@ class ChildProcesses:
         logged: bool = True,
         shown: bool = False,
         environment: Mapping[str, str] | None = None,
-        **variables: str,
     ) -> ChildProcess:
         """Start a process. With `shown`, only its standard error is logged, the rest is shown."""
         log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
@@ -77,7 +70,7 @@ class ChildProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=None if shown else output,
                 stderr=output,
-                env={**os.environ, **(environment or {}), **variables},
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),
             )
@@ -85,25 +78,17 @@ class ChildProcesses:
         self.children.append(child)
         return child
 
-    def stop(self) -> None:
-        """Send SIGTERM to all, and SIGKILL to those that are left after STOP_TIMEOUT_S."""
-        _stop(self.children)
-
-    def stop_in_turn(self) -> None:
-        """Stop the process that was started last before the others."""
-        _stop(self.children[-1:])
-        _stop(self.children[:-1])
-
-
-def _stop(children: Sequence[ChildProcess]) -> None:
-    for child in children:
-        _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        _signal(child, signal.SIGKILL)
-        child.process.wait()
+    def stop(self, children: Sequence[ChildProcess] | None = None) -> None:
+        """Send these (or all) SIGTERM, and SIGKILL to those that are left after STOP_TIMEOUT_S."""
+        stopping = self.children if children is None else children
+        for child in stopping:
+            _signal(child, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for child in stopping:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            _signal(child, signal.SIGKILL)
+            child.process.wait()
 
 
 def _signal(child: ChildProcess, number: signal.Signals) -> None:

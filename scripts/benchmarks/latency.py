@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from router.commands.bench.load import Client, LoadExchange, request_bytes
-from router.commands.demo.engines import ENGINES, VLLM_ABSENT, VLLM_ON_CPU, find_vllm
+from router.commands.demo.engines import (
+    ENGINES,
+    VLLM_ABSENT,
+    VLLM_ON_CPU,
+    find_vllm,
+    side_channel_variables,
+)
 from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, Sample, describe, free_ports, report_progress
 from scripts.benchmarks.contestants import our_command
@@ -198,7 +204,7 @@ class Launcher:
             **(transfer or {}),
         }
         program = [sys.executable, "-m", "engine_ext.reference.cli", "--num-threads", "1"]
-        environment: Mapping[str, str] | None = None
+        environment = side_channel_variables(side_channel)
         if in_vllm:
             python = find_vllm()
             if python is None:
@@ -208,7 +214,7 @@ class Launcher:
             flags += ("--max-num-batched-tokens", str(VLLM_CHUNK), "--max-num-seqs", "64")
             flags += ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggScheduler")
             config |= {"kv_connector_module_path": "engine_ext.vllm", "kv_buffer_device": "cpu"}
-            environment = {**VLLM_ON_CPU, "OMP_NUM_THREADS": "1"}
+            environment |= {**VLLM_ON_CPU, "OMP_NUM_THREADS": "1"}
         command = [*program, "--model", self.model, "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--kv-transfer-config", json.dumps(config), *flags]
@@ -217,9 +223,6 @@ class Launcher:
             command,
             f"http://127.0.0.1:{port}",
             environment=environment,
-            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-            VLLM_NIXL_SIDE_CHANNEL_PORT=str(side_channel),
-            UCX_NET_DEVICES=os.environ.get("UCX_NET_DEVICES", "all"),
         )
         server = Server(child.url)
         await server.wait_until_ready("/health", child)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.commands.status.command import main as show_status
+from router.commands.status import main as show_status
 from tests.conftest import find_free_ports
 from tests.integration.legs import coordinates_in, decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of

@@ -69,7 +69,8 @@ class Containers:
         arguments = [_replaced(one, mounted) for one in container["args"]]
         command = [sys.executable, "-m", "router.commands.cli", *arguments]
         family = ChildProcesses(folder)
-        family.start("router", command, "", KUBECONFIG=str(self._kubeconfig(pod, folder)))
+        environment = {"KUBECONFIG": str(self._kubeconfig(pod, folder))}
+        family.start("router", command, "", environment=environment)
         return family
 
     def _mounted(

@@ -1,12 +1,29 @@
-"""The chats of a load: several turns, random words, the same for a seed."""
+"""The load of `disagg-router bench`: its chats, and the figures of what came back.
+
+The chats have several turns of random words, the same for a seed. Figures need bounded memory.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
+from router.commands.bench.load import Client, drive, request_bytes
+from router.http_client.errors import EventTooLargeError
+from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
+from router.openai.answers import parse_object
+
+PATH = "/v1/chat/completions"
+SHARES = (0.5, 0.9, 0.99)
+MAX_SAMPLES = 100_000
+MAX_PROBLEMS = 10
+MAX_ERROR_TEXT = 200
 TEXT = """
 river stone light paper window garden letter music bridge winter morning engine silver market forest
 candle ocean number story mountain teacher kitchen travel signal yellow harbour question pocket
@@ -59,3 +76,225 @@ def chats(plan: LoadPlan, run: str) -> Iterator[Chat]:
 
 def _question(chance: random.Random, words: int) -> str:
     return " ".join(chance.choices(WORDS, k=words))
+
+
+class Sample:
+    """A uniform random sample of bounded size (reservoir sampling)."""
+
+    def __init__(self, max_size: int = MAX_SAMPLES, seed: int = 1) -> None:
+        self._max_size = max_size
+        self._random = random.Random(seed)
+        self._kept: list[float] = []
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if len(self._kept) < self._max_size:
+            self._kept.append(value)
+        elif (place := self._random.randrange(self.count)) < self._max_size:
+            self._kept[place] = value
+
+    def quantiles(self) -> Mapping[str, float] | None:
+        """Return quantiles by nearest rank, or None for an empty sample."""
+        ordered = sorted(self._kept)
+        if not ordered:
+            return None
+        return {f"p{share * 100:g}": nearest_rank(ordered, share) for share in SHARES}
+
+
+def nearest_rank(ordered: Sequence[float], share: float) -> float:
+    """`ordered` is not empty."""
+    return ordered[max(0, -(-round(share * 1000) * len(ordered) // 1000) - 1)]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Times in seconds; `first` is TTFT, `gaps` lie between two pieces of text of one answer."""
+
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    first: Sample = field(default_factory=Sample)
+    gaps: Sample = field(default_factory=Sample)
+    whole: Sample = field(default_factory=Sample)
+    problems: Counter[str] = field(default_factory=Counter)
+
+    def note_failure(self, problem: str) -> None:
+        self.failed += 1
+        if problem in self.problems or len(self.problems) < MAX_PROBLEMS:
+            self.problems[problem] += 1
+
+    @property
+    def ended(self) -> int:
+        return self.answered + self.failed
+
+    def content(self, seconds: float) -> dict[str, Any]:
+        """Return the JSON report of a load that took `seconds`."""
+        return {
+            "seconds": seconds,
+            "answered": self.answered,
+            "failed": self.failed,
+            "problems": dict(self.problems),
+            "requests_per_second": self.answered / seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "completion_tokens_per_second": self.completion_tokens / seconds,
+            "first_token_seconds": self.first.quantiles(),
+            "inter_token_seconds": self.gaps.quantiles(),
+            "whole_seconds": self.whole.quantiles(),
+        }
+
+
+class ChatError(Exception):
+    """An answer that is none; the message is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A router, or an engine. `credential` is an Authorization header's value, or empty."""
+
+    host: str
+    port: int
+    credential: str = ""
+
+
+class ChatLoad:
+    """The load of `disagg-router bench`. One answer may take `timeout` seconds."""
+
+    def __init__(self, target: Target, plan: LoadPlan, timeout: float, figures: Figures) -> None:
+        self._target = target
+        self._plan = plan
+        self._timeout = timeout
+        self._figures = figures
+
+    async def run(self, concurrency: int, run: str) -> None:
+        """Hold all chats of the plan, `concurrency` at a time. `run` names this load's chats."""
+        count = min(concurrency, self._plan.requests)
+        clients = [Client(self._target.host, self._target.port) for _ in range(count)]
+        waiting: Iterator[Chat] = chats(self._plan, run)
+        try:
+            await drive(clients, waiting, self._hold)
+        finally:
+            for client in clients:
+                client.close()
+
+    async def _hold(self, client: Client, chat: Chat) -> None:
+        history: list[Message] = []
+        for question in chat.questions:
+            history.append({"role": "user", "content": question})
+            answer = await self._ask(client, chat, history)
+            if answer is None:
+                break  # what follows would be another conversation
+            history.append({"role": "assistant", "content": answer})
+
+    async def _ask(self, client: Client, chat: Chat, history: list[Message]) -> str | None:
+        """Return the answer's text; count what is none and return None."""
+        target = self._target
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        headers = [("authorization", target.credential)] if target.credential else []
+        body = orjson.dumps(chat.body(history, self._plan))
+        request = request_bytes(PATH, body, headers, f"{host}:{target.port}")
+        error = bytearray()
+        reader = ChatStreamReader(time.monotonic(), self._figures)
+
+        def on_body(piece: bytes) -> None:
+            reader.write(piece)
+            if len(error) < MAX_EVENT_BYTES:
+                error.extend(piece)
+
+        exchange = await client.send(request, self._timeout, on_body)
+        try:
+            if exchange.status not in (0, 200):
+                message = _error_message(parse_object(bytes(error)) or {})
+                raise ChatError(f"{exchange.status} {message}".strip())
+            if exchange.problem:
+                raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
+            reader.end(exchange.ended)
+        except ChatError as failure:
+            self._figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
+            return None
+        return "".join(reader.texts)
+
+
+class ChatStreamReader:
+    """Reads one streamed answer while it arrives. `asked` is when it was asked, in seconds."""
+
+    def __init__(
+        self, asked: float, figures: Figures, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.asked = asked
+        self.texts: list[str] = []
+        self._figures = figures
+        self._clock = clock
+        self._reader = SseReader()
+        self._last: float | None = None
+        self._usage: dict[str, Any] = {}
+        self._is_done = False
+        self._problem = ""
+
+    def write(self, block: bytes) -> None:
+        moment = self._clock()
+        try:
+            events = self._reader.read(block)
+        except EventTooLargeError as error:
+            self._problem, self._reader = str(error), SseReader()
+            return
+        for event in events:
+            if event.data is not None:
+                self._read(event.data, moment)
+
+    def end(self, moment: float) -> None:
+        """Count the answer. Raises ChatError for one that is an error or not complete."""
+        if self._problem or not self._is_done:
+            raise ChatError(self._problem or "a stream without [DONE]")
+        figures, usage = self._figures, self._usage
+        figures.answered += 1
+        figures.whole.add(moment - self.asked)
+        figures.prompt_tokens += _number(usage, "prompt_tokens")
+        figures.completion_tokens += _number(usage, "completion_tokens")
+        figures.cached_tokens += _number(usage.get("prompt_tokens_details"), "cached_tokens")
+
+    def _read(self, data: bytes, moment: float) -> None:
+        if data.startswith(DONE):
+            self._is_done = True
+            return
+        content = parse_object(data)
+        if content is None:
+            self._problem = "an event that is no JSON object"
+        elif "error" in content:
+            self._problem = _error_message(content)
+        else:
+            self._chunk(content, moment)
+
+    def _chunk(self, content: dict[str, Any], moment: float) -> None:
+        usage = content.get("usage")
+        if isinstance(usage, dict):
+            self._usage = usage
+        choices = content.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            delta = choice.get("delta") if isinstance(choice, dict) else None
+            text = delta.get("content") if isinstance(delta, dict) else None
+            if isinstance(text, str) and text:
+                self.texts.append(text)
+                self._note_text(moment)
+
+    def _note_text(self, moment: float) -> None:
+        if self._last is None:
+            self._figures.first.add(moment - self.asked)
+        else:
+            self._figures.gaps.add(moment - self._last)
+        self._last = moment
+
+
+def _error_message(content: dict[str, Any]) -> str:
+    error = content.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message)[:MAX_ERROR_TEXT]
+
+
+def _number(content: object, name: str) -> int:
+    value = content.get(name) if isinstance(content, dict) else None
+    return value if type(value) is int and value >= 0 else 0

@@ -14,21 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
-import httpx
+from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Sample, Target
+from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.router_client import ask_router, http_url, with_scheme
 
-from router.commands.bench.chats import LoadPlan
-from router.commands.bench.figures import Figures, table
-from router.commands.bench.load import ChatLoad, Target
-from router.commands.console import CommandParser, report_unwritable
-from router.commands.router_client import (
-    ANSWER_TIMEOUT_S,
-    AnswerLimitError,
-    RouterClient,
-    one_line,
-    with_scheme,
-)
-
-PROGRAM = "disagg-router bench"
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY = "OPENAI_API_KEY"
 DESCRIPTION = f"""\
@@ -36,38 +25,40 @@ Asks a router chats, several at a time, and prints percentiles of the time to th
 between tokens, and how many prompt tokens were reused. With --turns, each chat goes on from its
 answers, as people's do. {KEY} is sent where it is set.
 """
-MAX_MODELS_BYTES = 4 * 1024 * 1024
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
 
-class BenchError(Exception):
-    """One line for people."""
-
-
 def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> int:
-    parser = _parser()
+    parser = CommandParser("disagg-router bench", DESCRIPTION)
+    add = parser.add_argument
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    add("--requests", type=_from(1, 1_000_000), default=100, metavar="N", help="In all (100).")
+    add("--concurrency", type=_from(1, 1024), default=8, metavar="N", help="At a time (8).")
+    add("--turns", type=_from(1, 100), default=1, metavar="N", help="Of each chat (1).")
+    add("--words", type=_from(1, 100_000), default=100, metavar="N", help="A question (100).")
+    add("--tokens", type=_from(1, 100_000), default=32, metavar="N", help="Of an answer (32).")
+    add("--model", type=_name, metavar="NAME", help="The first that the router serves.")
+    add("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="One answer (120).")
+    add("--seed", type=int, default=1, metavar="N", help="Of the questions' words (1).")
+    add("--json", action="store_true", help="One JSON object instead of the table.")
     options = parser.parse_args(argv)
-    target = _target(options.url, os.environ)
-    if isinstance(target, str):
-        parser.error(target)
+    return parser.run(lambda: _bench(options, os.environ, clock))
+
+
+def _bench(
+    options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
+) -> int:
+    """Raises UsageError, CommandError."""
+    target = _target(options.url, variables)
+    model = options.model or _first_model(options.url, target)
+    plan = LoadPlan(
+        model, options.requests, options.turns, options.words, options.tokens, options.seed
+    )
     figures = Figures()
-    try:
-        model = options.model or _first_model(options.url, target)
-        plan = LoadPlan(
-            model, options.requests, options.turns, options.words, options.tokens, options.seed
-        )
-        load = ChatLoad(target, plan, options.timeout, figures)
-        seconds = asyncio.run(_run(load, options, figures, clock))
-        is_json = options.json
-        said = json.dumps(figures.content(seconds)) if is_json else table(figures, seconds)
-        print(said, flush=True)
-    except BenchError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:  # of a connection would be counted
-        return report_unwritable(PROGRAM, error)
+    load = ChatLoad(target, plan, options.timeout, figures)
+    seconds = asyncio.run(_run(load, options, figures, clock))
+    report = json.dumps(figures.content(seconds)) if options.json else table(figures, seconds)
+    print(report, flush=True)
     return 0 if figures.answered and not figures.failed else 1
 
 
@@ -101,33 +92,26 @@ def _say(figures: Figures, requests: int, seconds: float, is_terminal: bool) -> 
 
 
 def _first_model(url: str, target: Target) -> str:
-    """Raises BenchError."""
+    """Raises CommandError."""
     headers = {"authorization": target.credential} if target.credential else {}
+    answer = ask_router("GET", f"{_base(url)}/v1/models", headers)
     try:
-        with RouterClient(ANSWER_TIMEOUT_S, MAX_MODELS_BYTES, headers) as router:
-            served = json.loads(router.request("GET", f"{_base(url)}/v1/models").content)["data"]
-        return _name(str(served[0]["id"]))
-    except (httpx.HTTPError, UnicodeError) as error:
-        raise BenchError(f"no answer from {url}: {one_line(error)}") from None
-    except AnswerLimitError as error:
-        raise BenchError(str(error)) from None
+        return _name(str(json.loads(answer.content)["data"][0]["id"]))
     except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
-        raise BenchError(f"{url} names no model: give one with --model") from None
+        raise CommandError(f"{url} names no model: give one with --model") from None
 
 
-def _target(url: str, variables: Mapping[str, str]) -> Target | str:
-    """Or what is wrong with it."""
-    try:
-        parsed = httpx.URL(_base(url))
-    except httpx.InvalidURL:
-        parsed = httpx.URL("")
-    if parsed.scheme == "https":
-        return f"{url}: bench does not support https; use the router's plain HTTP address"
-    if parsed.scheme != "http" or not parsed.host or parsed.path.strip("/"):
-        return f"{url!r} is not a router: give its address, as in {DEFAULT_URL}"
+def _target(url: str, variables: Mapping[str, str]) -> Target:
+    """Raises UsageError."""
+    parsed = http_url(_base(url))
+    if parsed is not None and parsed.scheme == "https":
+        text = "bench does not support https; use the router's plain HTTP address"
+        raise UsageError(f"{url}: {text}")
+    if parsed is None or parsed.path.strip("/"):
+        raise UsageError(f"{url!r} is not a router: give its address, as in {DEFAULT_URL}")
     key = variables.get(KEY, "")
     if not (key.isascii() and (key.isprintable() or not key)):
-        return f"{KEY} is not a key: ASCII without line breaks"
+        raise UsageError(f"{KEY} is not a key: ASCII without line breaks")
     return Target(parsed.host, parsed.port or 80, f"Bearer {key}" if key else "")
 
 
@@ -158,17 +142,28 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(PROGRAM, DESCRIPTION)
-    add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
-    add("--requests", type=_from(1, 1_000_000), default=100, metavar="N", help="In all (100).")
-    add("--concurrency", type=_from(1, 1024), default=8, metavar="N", help="At a time (8).")
-    add("--turns", type=_from(1, 100), default=1, metavar="N", help="Of each chat (1).")
-    add("--words", type=_from(1, 100_000), default=100, metavar="N", help="A question (100).")
-    add("--tokens", type=_from(1, 100_000), default=32, metavar="N", help="Of an answer (32).")
-    add("--model", type=_name, metavar="NAME", help="The first that the router serves.")
-    add("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="One answer (120).")
-    add("--seed", type=int, default=1, metavar="N", help="Of the questions' words (1).")
-    add("--json", action="store_true", help="One JSON object instead of the table.")
-    return parser
+def table(figures: Figures, seconds: float) -> str:
+    """Return the report as text."""
+    rows = [
+        f"{figures.answered} answered, {figures.failed} failed in {seconds:.1f} s: "
+        f"{figures.answered / seconds:.2f} requests/s, "
+        f"{figures.completion_tokens / seconds:.1f} tokens/s",
+        f"TTFT          {_times(figures.first)}",
+        f"ITL           {_times(figures.gaps)}",
+        f"end to end    {_times(figures.whole)}",
+    ]
+    if figures.prompt_tokens:
+        share = figures.cached_tokens / figures.prompt_tokens
+        rows.append(
+            f"cached        {figures.cached_tokens} of {figures.prompt_tokens} prompt tokens "
+            f"({share:.0%})"
+        )
+    rows += [f"{count} times: {problem}" for problem, count in figures.problems.most_common()]
+    return "\n".join(rows)
+
+
+def _times(sample: Sample) -> str:
+    found = sample.quantiles()
+    if found is None:
+        return "-"
+    return "  ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in found.items())

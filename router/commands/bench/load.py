@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import httptools
-import orjson
-
-from router.commands.bench.chats import Chat, LoadPlan, Message, chats
-from router.commands.bench.figures import Figures
-from router.http_client.errors import EventTooLargeError
-from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
-from router.openai.answers import parse_object
 
 C = TypeVar("C")
 J = TypeVar("J")
 
-PATH = "/v1/chat/completions"
-MAX_ERROR_TEXT = 200
 # Why there is no whole answer.
 REFUSED = "no connection"
 CLOSED = "the connection was closed before the answer ended"
@@ -197,155 +188,3 @@ def request_bytes(
     lines = [f"POST {path} HTTP/1.1", f"host: {host}", "content-type: application/json"]
     lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers)]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-
-
-class ChatError(Exception):
-    """An answer that is none; the message is short."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A router, or an engine. `credential` is an Authorization header's value, or empty."""
-
-    host: str
-    port: int
-    credential: str = ""
-
-
-class ChatLoad:
-    """The load of `disagg-router bench`. One answer may take `timeout` seconds."""
-
-    def __init__(self, target: Target, plan: LoadPlan, timeout: float, figures: Figures) -> None:
-        self._target = target
-        self._plan = plan
-        self._timeout = timeout
-        self._figures = figures
-
-    async def run(self, concurrency: int, run: str) -> None:
-        """Hold all chats of the plan, `concurrency` at a time. `run` names this load's chats."""
-        count = min(concurrency, self._plan.requests)
-        clients = [Client(self._target.host, self._target.port) for _ in range(count)]
-        waiting: Iterator[Chat] = chats(self._plan, run)
-        try:
-            await drive(clients, waiting, self._hold)
-        finally:
-            for client in clients:
-                client.close()
-
-    async def _hold(self, client: Client, chat: Chat) -> None:
-        history: list[Message] = []
-        for question in chat.questions:
-            history.append({"role": "user", "content": question})
-            answer = await self._ask(client, chat, history)
-            if answer is None:
-                break  # what follows would be another conversation
-            history.append({"role": "assistant", "content": answer})
-
-    async def _ask(self, client: Client, chat: Chat, history: list[Message]) -> str | None:
-        """Return the answer's text; count what is none and return None."""
-        target = self._target
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        headers = [("authorization", target.credential)] if target.credential else []
-        body = orjson.dumps(chat.body(history, self._plan))
-        request = request_bytes(PATH, body, headers, f"{host}:{target.port}")
-        error = bytearray()
-        reader = ChatStreamReader(time.monotonic(), self._figures)
-
-        def on_body(piece: bytes) -> None:
-            reader.write(piece)
-            if len(error) < MAX_EVENT_BYTES:
-                error.extend(piece)
-
-        exchange = await client.send(request, self._timeout, on_body)
-        try:
-            if exchange.status not in (0, 200):
-                message = _error_message(parse_object(bytes(error)) or {})
-                raise ChatError(f"{exchange.status} {message}".strip())
-            if exchange.problem:
-                raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
-            reader.end(exchange.ended)
-        except ChatError as failure:
-            self._figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
-            return None
-        return "".join(reader.texts)
-
-
-class ChatStreamReader:
-    """Reads one streamed answer while it arrives. `asked` is when it was asked, in seconds."""
-
-    def __init__(
-        self, asked: float, figures: Figures, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.asked = asked
-        self.texts: list[str] = []
-        self._figures = figures
-        self._clock = clock
-        self._reader = SseReader()
-        self._last: float | None = None
-        self._usage: dict[str, Any] = {}
-        self._is_done = False
-        self._problem = ""
-
-    def write(self, block: bytes) -> None:
-        moment = self._clock()
-        try:
-            events = self._reader.read(block)
-        except EventTooLargeError as error:
-            self._problem, self._reader = str(error), SseReader()
-            return
-        for event in events:
-            if event.data is not None:
-                self._read(event.data, moment)
-
-    def end(self, moment: float) -> None:
-        """Count the answer. Raises ChatError for one that is an error or not complete."""
-        if self._problem or not self._is_done:
-            raise ChatError(self._problem or "a stream without [DONE]")
-        figures, usage = self._figures, self._usage
-        figures.answered += 1
-        figures.whole.add(moment - self.asked)
-        figures.prompt_tokens += _number(usage, "prompt_tokens")
-        figures.completion_tokens += _number(usage, "completion_tokens")
-        figures.cached_tokens += _number(usage.get("prompt_tokens_details"), "cached_tokens")
-
-    def _read(self, data: bytes, moment: float) -> None:
-        if data.startswith(DONE):
-            self._is_done = True
-            return
-        content = parse_object(data)
-        if content is None:
-            self._problem = "an event that is no JSON object"
-        elif "error" in content:
-            self._problem = _error_message(content)
-        else:
-            self._chunk(content, moment)
-
-    def _chunk(self, content: dict[str, Any], moment: float) -> None:
-        usage = content.get("usage")
-        if isinstance(usage, dict):
-            self._usage = usage
-        choices = content.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            delta = choice.get("delta") if isinstance(choice, dict) else None
-            text = delta.get("content") if isinstance(delta, dict) else None
-            if isinstance(text, str) and text:
-                self.texts.append(text)
-                self._note_text(moment)
-
-    def _note_text(self, moment: float) -> None:
-        if self._last is None:
-            self._figures.first.add(moment - self.asked)
-        else:
-            self._figures.gaps.add(moment - self._last)
-        self._last = moment
-
-
-def _error_message(content: dict[str, Any]) -> str:
-    error = content.get("error")
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:MAX_ERROR_TEXT]
-
-
-def _number(content: object, name: str) -> int:
-    value = content.get(name) if isinstance(content, dict) else None
-    return value if type(value) is int and value >= 0 else 0

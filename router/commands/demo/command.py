@@ -19,16 +19,14 @@ from typing import NoReturn
 
 import httpx
 
-from router.commands.console import CommandParser, report_unwritable
+from router.commands.console import CommandError, CommandParser
 from router.commands.demo.engines import (
     ENGINES,
     TINY,
-    DemoError,
     DemoModel,
     DemoOptions,
     EngineCommands,
     EnginePorts,
-    NotInstalledError,
     choose_model,
     reference_engine,
     threads_of,
@@ -57,22 +55,14 @@ PATH = "/v1/chat/completions"
 
 
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
-    options = DemoOptions(**vars(_parser().parse_args(argv)))
+    parser = _parser()
+    options = DemoOptions(**vars(parser.parse_args(argv)))
     with handling_signals(SIGNALS, _interrupt):
-        try:
-            run(options, engines)
-        except KeyboardInterrupt:
-            return 0
-        except (DemoError, ChildEndedError) as error:
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, NotInstalledError) else 1
-        except OSError as error:
-            return report_unwritable(PROGRAM, error)
-    return 0
+        return parser.run(lambda: _run(options, engines))
 
 
-def run(options: DemoOptions, engines: EngineCommands) -> None:
-    """Run until a signal raises KeyboardInterrupt. Raises ChildEndedError if a child ends."""
+def _run(options: DemoOptions, engines: EngineCommands) -> int:
+    """Run until a signal raises KeyboardInterrupt, or a child ends. Raises CommandError."""
     engines.check(options)
     _check_port(options.host, options.port)
     with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
@@ -84,13 +74,19 @@ def run(options: DemoOptions, engines: EngineCommands) -> None:
             while True:
                 _check(processes.children)
                 time.sleep(CHECK_INTERVAL_S)
+        except KeyboardInterrupt:
+            return 0
+        except ChildEndedError as error:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            return 1
         finally:
             # Stopping takes a bounded time.
             with handling_signals(SIGNALS, signal.SIG_IGN):
                 with contextlib.suppress(OSError):  # the output may be closed
                     _say("Stopping.")
                 # The router stops first: it would report engines that stop before it as failed.
-                processes.stop_in_turn()
+                processes.stop(processes.children[-1:])
+                processes.stop()
 
 
 def _start_all(
@@ -105,13 +101,11 @@ def _start_all(
     secret = write_secret(processes.directory)
     started = []
     for name in names:
-        engine = make(
-            engines, options, model, threads, EnginePorts(next(ports), next(ports), secret)
-        )
-        started.append(
-            processes.start(name, engine.command, engine.url, environment=engine.variables)
-        )
-    _wait_until_ready(started, "/health")
+        port, side_channel = next(ports), next(ports)
+        engine = make(engines, options, model, threads, EnginePorts(port, side_channel, secret))
+        url = f"http://127.0.0.1:{port}"
+        started.append(processes.start(name, engine.command, url, environment=engine.variables))
+    _wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
     command = _router_command(options, prefillers, decoders)
     router = processes.start("router", command, options.url, logged=False)
@@ -119,17 +113,17 @@ def _start_all(
 
 
 def _wait_until_ready(
-    waiting: Sequence[ChildProcess],
-    path: str,
-    alive: Sequence[ChildProcess] | None = None,
+    waiting: Sequence[ChildProcess], path: str, alive: Sequence[ChildProcess]
 ) -> None:
-    """Wait until all children answer. Raises ChildEndedError, or DemoError after a timeout."""
-    left, everyone = list(waiting), alive or list(waiting)
+    """Wait until these answer, while all of `alive` run.
+
+    Raises ChildEndedError, or CommandError after a timeout.
+    """
+    left = list(waiting)
     started = reported = time.monotonic()
     with httpx.Client(trust_env=False, timeout=2.0) as client:
         while left:
-            for child in everyone:
-                child.check()
+            _check(alive)
             now = time.monotonic()
             for child in [child for child in left if _answers(client, child.url + path)]:
                 left.remove(child)
@@ -139,17 +133,17 @@ def _wait_until_ready(
                 reported = now
                 _say(f"waiting for {names} ({now - started:.0f} s)")
             if left and now - started > START_TIMEOUT_S:
-                raise DemoError(f"not ready after {START_TIMEOUT_S:.0f} s: {names}")
+                raise CommandError(f"not ready after {START_TIMEOUT_S:.0f} s: {names}")
             time.sleep(READY_POLL_S)
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise DemoError if the router's port is taken, before the engines are started."""
+    """Raise CommandError if the router's port is taken, before the engines are started."""
     try:
         socket.create_server((host, port)).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DemoError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise CommandError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def _free_ports(count: int) -> Iterator[int]:
@@ -259,29 +253,25 @@ def _model(text: str) -> Path | str:
     return path
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = CommandParser(PROGRAM, "Starts prefill and decode engines and a router on this machine.")
-    made.add_argument(
-        "--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)"
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        PROGRAM, "Starts prefill and decode engines and a router on this machine."
     )
-    made.add_argument(
-        "--decoders", type=_count, default=1, metavar="M", help="decode engines (default: 1)"
-    )
-    made.add_argument(
-        "--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)"
-    )
-    made.add_argument("--port", type=int, default=8000, help="port of the router (default: 8000)")
-    made.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the engines (default: cpu)"
-    )
-    made.add_argument(
+    add = parser.add_argument
+    add("--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)")
+    add("--decoders", type=_count, default=1, metavar="M", help="decode engines (default: 1)")
+    add("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="port of the router (default: 8000)")
+    devices = ("cpu", "cuda")
+    add("--device", choices=devices, default="cpu", help="of the engines (default: cpu)")
+    add(
         "--model",
         type=_model,
         metavar="DIR",
         help="a Qwen3, Qwen2 or Llama directory from Hugging Face, or tiny: a random model that "
         "talks gibberish; without it, SmolLM2-135M-Instruct is fetched once (93 MB)",
     )
-    made.add_argument(
+    add(
         "--vllm", action="store_true", help="vLLM engines with our connector, where it is installed"
     )
-    return made
+    return parser

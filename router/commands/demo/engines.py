@@ -8,12 +8,13 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router.common.child_processes import ChildProcesses
+from router.commands.console import CommandError
+from router.common.child_processes import ChildProcess, ChildProcesses
 
 MODULE = (sys.executable, "-m")
 # Modules that the extra `engine` installs.
@@ -26,10 +27,7 @@ MAX_THREADS = 8
 CONTEXT_TOKENS = 4096
 # Room for 11,000 tokens or more, of which one chat has at most 8,192.
 CHAT_KV_MIB = 512
-VLLM_ON_CPU = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+VLLM_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 VLLM_ABSENT = """\
 vLLM is not installed here: pip install vllm==0.32.0 beside disagg-router, or, without a GPU, \
 scripts/install_vllm"""
@@ -40,12 +38,10 @@ RECIPE = "chat-1"
 MODEL_POLL_S = 0.05
 
 
-class DemoError(Exception):
-    """The demo cannot continue. The message gives the reason."""
-
-
-class NotInstalledError(DemoError):
+class NotInstalledError(CommandError):
     """A package is not installed. The message explains how to install it."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +102,7 @@ ENGINES = EngineCommands()
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
     command: list[str]
-    url: str
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str]
 
 
 class EnginePorts(NamedTuple):
@@ -146,9 +141,7 @@ def reference_engine(
         command += ["--dtype", "float32", "--kv-cache-memory-mib", str(CHAT_KV_MIB)]
     command += ["--kv-transfer-config", json.dumps(_kv_config(ports.secret))]
     command += ["--host", "127.0.0.1", "--port", str(ports.port)]
-    return EngineCommand(
-        command, f"http://127.0.0.1:{ports.port}", _side_channel(ports.side_channel)
-    )
+    return EngineCommand(command, side_channel_variables(ports.side_channel))
 
 
 def vllm_engine(
@@ -158,13 +151,13 @@ def vllm_engine(
     threads: int,
     ports: EnginePorts,
 ) -> EngineCommand:
-    """Raises DemoError."""
+    """Raises NotInstalledError."""
     python = engines.find_vllm()
     if python is None:
         raise NotInstalledError(VLLM_ABSENT)
     config = {**_kv_config(ports.secret), "kv_connector_module_path": "engine_ext.vllm"}
     variables = {
-        **_side_channel(ports.side_channel),
+        **side_channel_variables(ports.side_channel),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -186,7 +179,7 @@ def vllm_engine(
     command += ["--scheduler-cls", f"engine_ext.vllm.scheduler.{scheduler}"]
     command += ["--kv-transfer-config", json.dumps(config)]
     command += ["--host", "127.0.0.1", "--port", str(ports.port)]
-    return EngineCommand(command, f"http://127.0.0.1:{ports.port}", variables)
+    return EngineCommand(command, variables)
 
 
 def _kv_config(secret: Path) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def _kv_config(secret: Path) -> dict[str, Any]:
     return {**KV_CONFIG, "kv_connector_extra_config": extra}
 
 
-def _side_channel(port: int) -> dict[str, str]:
+def side_channel_variables(port: int) -> dict[str, str]:
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
@@ -222,8 +215,11 @@ def choose_model(
     if options.model == TINY:
         return _random(processes, engines)
     path = cache_directory(os.environ) / RECIPE / CHAT_MODEL
-    why = _make(processes, "chat model", [*engines.chat_model, str(path)])
-    return _random(processes, engines, why) if why else DemoModel(path, CHAT_MODEL, talks=True)
+    maker = _make(processes, "chat model", [*engines.chat_model, str(path)])
+    if maker.process.returncode == 0:
+        return DemoModel(path, CHAT_MODEL, talks=True)
+    lines = [line.strip() for line in maker.log_lines() if line.strip()]
+    return _random(processes, engines, lines[-1] if lines else f"status {maker.process.returncode}")
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
@@ -235,22 +231,16 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 def _random(processes: ChildProcesses, engines: EngineCommands, why: str = "") -> DemoModel:
     path = processes.directory / "tiny-random"
-    failure = _make(processes, "random model", [*engines.tiny_model, str(path)], must=True)
-    assert not failure
+    maker = _make(processes, "random model", [*engines.tiny_model, str(path)])
+    if maker.process.returncode:
+        maker.check()
     return DemoModel(path, path.name, is_random=True, why_random=why)
 
 
-def _make(processes: ChildProcesses, name: str, command: list[str], must: bool = False) -> str:
-    """Run `command` to its end and return why it failed, or "".
-
-    Raises ChildEndedError if it `must` not fail.
-    """
+def _make(processes: ChildProcesses, name: str, command: list[str]) -> ChildProcess:
+    """Run `command` to its end."""
     maker = processes.start(name, command, "", shown=True)
     while maker.process.poll() is None:
         time.sleep(MODEL_POLL_S)
     processes.children.remove(maker)
-    if maker.process.returncode == 0:
-        return ""
-    if must:
-        maker.check()
-    return maker.last_line() or f"status {maker.process.returncode}"
+    return maker

@@ -17,10 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.bench.chats import LoadPlan, chats
+from router.commands.bench.chats import (
+    ChatError,
+    ChatStreamReader,
+    Figures,
+    LoadPlan,
+    Sample,
+    chats,
+    nearest_rank,
+)
 from router.commands.bench.command import main
-from router.commands.bench.figures import Figures, Sample, nearest_rank
-from router.commands.bench.load import ChatError, ChatStreamReader
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
 

@@ -12,8 +12,15 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.status.command import lines, main, paint
-from router.commands.status.reading import EngineState, GroupState, NotMetricsError, parse_metrics
+from router.commands.status import (
+    EngineState,
+    GroupState,
+    NotMetricsError,
+    lines,
+    main,
+    paint,
+    parse_metrics,
+)
 from router.server.router_state import state_of
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.commands.status.command import lines
-from router.commands.status.reading import AvoidedPair, parse_metrics
+from router.commands.status import AvoidedPair, lines, parse_metrics
 from router.fleet.engine import CircuitState
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually

@@ -1,0 +1,376 @@
+"""disagg-router status: shows a router's engines, groups, load and conversations.
+
+`parse_metrics` reads the router's metrics into a `RouterStatus`, and `lines` shows it to a person.
+Exit code 0: shown. 1: not shown, and the error line has the reason. 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.router_client import ask_router, http_url, with_scheme
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DESCRIPTION = """\
+Shows a router's engines and their state, requests in flight, requests and conversations by
+outcome, and the time to the first byte. It reads the router's metrics, so it needs no token, and
+with --workers it shows all workers.
+"""
+PREFIX = "disagg_router_"
+# Every router has this metric.
+REQUIRED_METRIC = "requests_in_flight"
+HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
+ROLES = ("prefill", "decode")
+SHARES = (0.5, 0.9, 0.99)
+GREEN, YELLOW, RED, BOLD, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
+COLOURS = {"healthy": GREEN, "draining": YELLOW, "not probed": YELLOW, "unhealthy": RED}
+Paint = Callable[[str, str], str]
+# Outcomes of turns whose KV was reused.
+REUSED = ("hit", "cut", "decoder_alone")
+HEAD = ("role", "engine", "state", "in flight", "holding KV")
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+class NotMetricsError(ValueError):
+    """The text is not a router's metrics; the message is one line."""
+
+
+def main(
+    argv: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    parser = CommandParser("disagg-router status", DESCRIPTION)
+    add = parser.add_argument
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    add("--watch", action="store_true", help="Look again and again, until Ctrl-C.")
+    add("--interval", type=float, default=1.0, metavar="SECONDS", help="of --watch (default: 1)")
+    add("--json", action="store_true", help="One JSON object for each look.")
+    options = parser.parse_args(argv)
+    return parser.run(lambda: _run(options, clock, sleep))
+
+
+def _run(
+    options: argparse.Namespace, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> int:
+    """Show the status, with --watch again and again: a router may answer again."""
+    url = with_scheme(options.url)
+    if http_url(url) is None:
+        raise UsageError(f"{options.url!r} is not a router: give its URL, as in {DEFAULT_URL}")
+    if not 0.1 <= options.interval <= 3600:
+        raise UsageError("--interval: not a number of seconds from 0.1 to 3600")
+    url = f"{url.removesuffix('/metrics').rstrip('/')}/metrics"
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    painted = paint if is_terminal and not os.environ.get("NO_COLOR") else no_paint
+    clear = CLEAR_SCREEN if is_terminal and options.watch and not options.json else ""
+    end = "\n" if clear or options.json or not options.watch else "\n\n"
+    before, seen = None, clock()
+    while True:
+        moment = clock()
+        try:
+            status = _look(url)
+        except CommandError as error:
+            if not options.watch:
+                raise
+            text = json.dumps({"error": str(error)}) if options.json else str(error)
+        else:
+            text = json.dumps(status.content())
+            if not options.json:
+                text = "\n".join(lines(status, before, moment - seen, painted))
+            before, seen = status, moment
+        print(f"{clear}{text}", end=end, flush=True)
+        if not options.watch:
+            return 0
+        sleep(max(0.0, options.interval - (clock() - moment)))
+
+
+def _look(url: str) -> RouterStatus:
+    """Raises CommandError."""
+    answer = ask_router("GET", url)
+    if answer.status != 200:
+        raise CommandError(f"{url} answers {answer.status}")
+    try:
+        return parse_metrics(answer.content.decode("utf-8", "replace"))
+    except NotMetricsError as error:
+        raise CommandError(f"{url}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine.
+
+    `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
+    `shares_id` means that another engine has the same engine_id.
+    """
+
+    name: str
+    role: str
+    health: str
+    draining: bool
+    in_flight: int
+    holding: int
+    shares_id: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    name: str
+    weight: float
+    prefillers: int
+    decoders: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    name: str
+    engines: int
+    trouble: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AvoidedPair:
+    """Two engines that could not exchange KV and are paired with others for a while."""
+
+    prefiller: str
+    decoder: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """A router's fleet and load; counts are since its start.
+
+    `first_byte` has quantiles in seconds, None without answers or beyond the last bucket.
+    """
+
+    workers: int
+    in_flight: int
+    queued: int
+    connections: int
+    engines: tuple[EngineState, ...]
+    groups: tuple[GroupState, ...]
+    sources: tuple[SourceState, ...]
+    avoided_pairs: tuple[AvoidedPair, ...]
+    requests: Mapping[str, int]
+    refusals: Mapping[str, int]
+    turns: Mapping[str, int]
+    first_byte: Mapping[str, float | None]
+
+    def content(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_metrics(text: str) -> RouterStatus:
+    """Raises NotMetricsError."""
+    samples = _samples(text)
+    if REQUIRED_METRIC not in samples:
+        raise NotMetricsError("these are no metrics of a router")
+
+    def sums(name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return a metric's values by these labels, added over all others."""
+        found: dict[tuple[str, ...], float] = defaultdict(float)
+        for sample in samples.get(name, ()):
+            found[tuple(sample.labels.get(label, "") for label in labels)] += sample.value
+        return found
+
+    def total(name: str) -> int:
+        return round(sums(name)[()])
+
+    def counts(name: str, label: str) -> dict[str, int]:
+        return {key: round(value) for (key,), value in sorted(sums(name, label).items())}
+
+    running, holding, draining, sharing = (
+        sums(f"engine_{name}", "role", "engine")
+        for name in ("requests_in_flight", "holding", "draining", "shares_id")
+    )
+    sizes, trouble = sums("group_engines", "group", "role"), sums("source_trouble", "source")
+    engines = [
+        EngineState(
+            key[1],
+            key[0],
+            HEALTH.get(round(health), "unknown"),
+            bool(draining[key]),
+            round(running[key]),
+            round(holding[key]),
+            bool(sharing[key]),
+        )
+        for key, health in sums("engine_healthy", "role", "engine").items()
+    ]
+    return RouterStatus(
+        workers=total("workers"),
+        in_flight=total(REQUIRED_METRIC),
+        queued=total("queue_depth"),
+        connections=total("client_connections"),
+        engines=tuple(sorted(engines, key=lambda one: (one.role != ROLES[0], one.role, one.name))),
+        groups=tuple(
+            GroupState(name, weight, *(round(sizes[name, role]) for role in ROLES))
+            for (name,), weight in sums("group_weight", "group").items()
+        ),
+        sources=tuple(
+            SourceState(name, round(count), bool(trouble[(name,)]))
+            for (name,), count in sums("source_engines", "source").items()
+        ),
+        avoided_pairs=tuple(
+            AvoidedPair(*pair)
+            for pair, value in sums("pair_avoided", "prefiller", "decoder").items()
+            if value
+        ),
+        requests=counts("requests_total", "outcome"),
+        refusals=counts("refusals_total", "reason"),
+        turns=counts("conversation_turns_total", "outcome"),
+        first_byte=_quantiles(counts("time_to_first_byte_seconds_bucket", "le")),
+    )
+
+
+def _samples(text: str) -> dict[str, list[Sample]]:
+    """Return finite samples by name, without the prefix."""
+    found: dict[str, list[Sample]] = defaultdict(list)
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith(PREFIX) and isfinite(sample.value):
+                    found[sample.name.removeprefix(PREFIX)].append(sample)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise NotMetricsError(f"not what metrics are written like: {error}") from None
+    return found
+
+
+def _quantiles(buckets: Mapping[str, int]) -> dict[str, float | None]:
+    """Interpolate linearly within a bucket, as Prometheus' histogram_quantile does."""
+    ordered = []
+    for bound, count in buckets.items():
+        with suppress(ValueError):
+            ordered.append((float(bound), count))
+    ordered.sort()
+    return {f"p{share * 100:g}": _quantile(ordered, share) for share in SHARES}
+
+
+def _quantile(ordered: list[tuple[float, int]], share: float) -> float | None:
+    total = ordered[-1][1] if ordered else 0
+    if not total:
+        return None
+    low, below = 0.0, 0
+    for bound, count in ordered:
+        if count >= share * total:
+            inside = (share * total - below) / max(1, count - below)
+            return None if bound == inf else low + (bound - low) * inside
+        low, below = bound, count
+    return None
+
+
+def paint(text: str, colour: str) -> str:
+    return f"{colour}{text}{PLAIN}"
+
+
+def no_paint(text: str, colour: str) -> str:
+    return text
+
+
+def lines(
+    status: RouterStatus, before: RouterStatus | None, seconds: float, painted: Paint = no_paint
+) -> Iterator[str]:
+    """Yield the lines for a person. `before` is the status `seconds` ago, for rates."""
+    yield painted(_summary(status, before, seconds), BOLD)
+    yield ""
+    yield from _engines(status.engines, painted)
+    if sharing := [one.name for one in status.engines if one.shares_id]:
+        yield painted(
+            f"{', '.join(sharing)}: one engine_id at several engines, so no KV moves between "
+            "these; give each an engine_id of its own",
+            RED,
+        )
+    for group in status.groups:
+        if len(status.groups) > 1 or not (group.prefillers and group.decoders):
+            half = "" if group.prefillers and group.decoders else "  (half a group: gets nothing)"
+            yield (
+                f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
+                f"{group.decoders} decoders{half}"
+            )
+    for pair in status.avoided_pairs:
+        text = f"pair {pair.prefiller} -> {pair.decoder}: KV was not loaded, avoided for a while"
+        yield painted(text, YELLOW)
+    for source in status.sources:
+        if source.trouble:
+            yield painted(f"source {source.name} is in trouble: see the log, or /ready", YELLOW)
+    yield ""
+    yield f"requests       {_counts(status.requests)}"
+    if status.turns:
+        yield f"conversations  {_counts(status.turns)}{_hits(status.turns)}"
+    if any(status.refusals.values()):
+        yield painted(f"refused        {_counts(status.refusals)}", YELLOW)
+    yield f"first byte     {_times(status.first_byte)}"
+
+
+def _summary(status: RouterStatus, before: RouterStatus | None, seconds: float) -> str:
+    parts = [f"{status.in_flight} requests in flight", f"{status.queued} waiting"]
+    parts.append(f"{status.connections} connections")
+    if status.workers > 1:
+        parts.append(f"{status.workers} workers")
+    if before is not None and seconds > 0:
+        ended = sum(status.requests.values()) - sum(before.requests.values())
+        parts.append(f"{max(0, ended) / seconds:.1f} requests/s")
+    return ", ".join(parts)
+
+
+def _engines(engines: Sequence[EngineState], painted: Paint) -> Iterator[str]:
+    if not engines:
+        yield painted("no engines", RED)
+        return
+    rows = [
+        (one.role, one.name, _state(one), str(one.in_flight), str(one.holding)) for one in engines
+    ]
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    yield _row(HEAD, widths, no_paint)
+    for row in rows:
+        yield _row(row, widths, painted)
+
+
+def _row(row: Sequence[str], widths: Sequence[int], painted: Paint) -> str:
+    cells = [
+        cell.rjust(width) if cell.isdigit() or place > 2 else cell.ljust(width)
+        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    cells[2] = painted(cells[2], COLOURS.get(row[2], PLAIN))
+    return "  ".join(cells).rstrip()
+
+
+def _state(engine: EngineState) -> str:
+    return "draining" if engine.draining and engine.health == "healthy" else engine.health
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    parts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+    return ", ".join(parts) or "none yet"
+
+
+def _hits(turns: Mapping[str, int]) -> str:
+    """Return the share of next turns that reused the last turn's KV."""
+    again = sum(turns.values()) - turns.get("new", 0)
+    reused = sum(turns.get(outcome, 0) for outcome in REUSED)
+    return f" ({reused / again:.0%} of next turns reuse)" if again else ""
+
+
+def _times(quantiles: Mapping[str, float | None]) -> str:
+    if all(seconds is None for seconds in quantiles.values()):
+        return "nothing answered yet"
+    return ", ".join(
+        f"{name} {'?' if seconds is None else _time(seconds)}"
+        for name, seconds in quantiles.items()
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,1 +1,0 @@
-"""disagg-router status: `reading` parses a router's metrics, `command` shows them."""
