@@ -30,7 +30,6 @@ from router.proxy.request import (
     share_answers,
 )
 from router.proxy.run import Run
-from router.routing.route import Route
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.tracing import without_trace_headers
@@ -80,7 +79,9 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             slot = gateway.admission.admit_at_once(request, pools)
             slot = slot or await gateway.admission.wait_for_slot(request)
         if request.turn is None or request.decode_only_reason or gateway.conversations is None:
-            plan = make_plan(request, _settled(slot, gateway.routes.find(request)), None, limits)
+            route = gateway.routes.find(request)
+            route = route if slot is None else slot.move_to_route(route)
+            plan = make_plan(request, route, None, limits)
         else:
             plan = await _plan_turn(request, request.turn, slot, gateway, gateway.conversations)
         request.record.flow, request.record.group = plan.flow, plan.route.group
@@ -164,16 +165,13 @@ async def _plan_turn(
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, limits.conversation_unproven)
     try:
-        route = _settled(slot, gateway.routes.find(request, reuse.decoder))
+        route = gateway.routes.find(request, reuse.decoder)
+        route = route if slot is None else slot.move_to_route(route)
         return make_plan(request, route, reuse, limits)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
             gateway.releaser.release_turn(request, turn.entry)
         raise
-
-
-def _settled(slot: EngineSlot | None, route: Route) -> Route:
-    return route if slot is None else slot.move_to_route(route)
 
 
 async def _respond_error(request: Request, gateway: Gateway, error: Exception) -> None:

@@ -46,7 +46,7 @@ from router.proxy.load_failure import (
     take_failure_from_answer,
 )
 from router.proxy.messages import BodyHalves, error_text
-from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
@@ -331,7 +331,7 @@ def _message(
     run: Run, engine: Engine, body: BodyHalves, push: PushParams | None, pinned: bytes
 ) -> bytes:
     request = run.request
-    leg_id = request.leg_id() if push is None else push.leg_id
+    leg_id = messages.new_leg_id(request.record.request_id) if push is None else push.leg_id
     lines = pinned + request.shared_headers
     endpoint = request.path or request.record.endpoint
     return messages.leg_message(endpoint, engine.name, leg_id, lines, body, request.form)
@@ -356,16 +356,16 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
     if run.plan.reuse is not None:
         run.prompt_tokens = prefilled.prompt_tokens
         note_no_turns(engine)
-    _learn(run, engine, params)
+    _learn(run, engine, prefilled)
     if params is not None and not run.is_read:
         run.hold(engine)
         if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
             record.transfer_params = params.raw
 
 
-def _learn(run: Run, engine: Engine, params: KvParams | None) -> None:
+def _learn(run: Run, engine: Engine, prefilled: PrefillAnswer) -> None:
     """Note capabilities that an engine's KV transfer params show."""
-    gateway, capabilities = run.gateway, engine.capabilities
+    gateway, capabilities, params = run.gateway, engine.capabilities, prefilled.params
     if params is None:
         gateway.metrics.prefill_without_params.inc()
         gateway.throttle.warn(
@@ -375,8 +375,7 @@ def _learn(run: Run, engine: Engine, params: KvParams | None) -> None:
         )
         return
     # The params are decoded only until the engine is known to send prefix hashes.
-    speaks = params.mentions_prefix_hashes
-    capabilities.verifies_prefix = speaks and (
+    capabilities.verifies_prefix = prefilled.mentions_prefix_hashes and (
         capabilities.verifies_prefix or params.has_prefix_hashes
     )
     if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from operator import itemgetter
 from random import getrandbits
 
@@ -66,6 +67,9 @@ MIN_ONE_TOKEN = b'"min_tokens":1'
 KEEP_BLOCKS = b'"kv_transfer_params":' + dumps(PREFILL_PARAMS)
 # Up to this size, a copy costs less than a memoryview.
 MAX_COPIED_BYTES = 8192
+# Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
+# legs of the same id are one request.
+_process, _legs = f"{getrandbits(40):010x}", count()
 # The shared fields and those of the leg. `leg_message` joins them with the request's head.
 BodyHalves = tuple[bytes | memoryview, bytes]
 
@@ -293,6 +297,11 @@ def _without_connection_headers(headers: Sequence[Header]) -> Sequence[Header]:
     dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
     dropped.add(b"connection")
     return [header for header in headers if header[0] not in dropped]
+
+
+def new_leg_id(request_id: str) -> str:
+    """Return a new X-Request-Id for one attempt of a leg. It begins with the client's id."""
+    return f"{request_id}.{_process}{next(_legs)}"
 
 
 def leg_message(

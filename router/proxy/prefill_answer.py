@@ -45,28 +45,15 @@ class KvParams(FrozenStruct, frozen=True):
         return content if isinstance(content, dict) else {}
 
     @property
-    def mentions_prefix_hashes(self) -> bool:
-        return self.raw.find(PREFIX_HASHES_KEY) >= 0
-
-    @property
     def has_prefix_hashes(self) -> bool:
         """The params contain hashes that show which tokens the blocks hold (engine_ext)."""
-        return self.mentions_prefix_hashes and isinstance(self.content.get("prefix_proof"), dict)
+        is_mentioned = self.raw.find(PREFIX_HASHES_KEY) >= 0
+        return is_mentioned and isinstance(self.content.get("prefix_proof"), dict)
 
     @property
     def fragment(self) -> orjson.Fragment:
         """The params as a part of a body that orjson writes."""
         return orjson.Fragment(self.raw)
-
-    def with_retain(self) -> KvParams:
-        """Return params that ask the decode engine to retain the answer's KV. Stock vLLM ignores
-        the key."""
-        return with_field(self, b'"retain":true')
-
-    def without_retain(self) -> KvParams:
-        """Return params that ask the decode engine to retain nothing. Without the key, engine_ext
-        retains the KV, for the sake of other proxies."""
-        return with_field(self, b'"retain":false')
 
     @property
     def has_generated_tokens(self) -> bool:
@@ -91,7 +78,15 @@ def with_field(params: KvParams | None, field: bytes) -> KvParams:
     return KvParams(b"%s,%s}" % (params.raw[:-1], field), params.continues_tokens)
 
 
-RETAIN = KvParams(b'{"retain":true}')
+def with_retain_request(params: KvParams | None, retains_turn: bool) -> KvParams | None:
+    """Return the params with the request that the decode engine retains the answer's KV for the
+    next turn, or that it retains nothing.
+
+    Stock vLLM ignores the key. engine_ext retains the KV if it is missing, for other proxies.
+    """
+    if retains_turn:
+        return with_field(params, b'"retain":true')
+    return None if params is None else with_field(params, b'"retain":false')
 
 
 class _PrefilledChoice(msgspec.Struct):
@@ -112,11 +107,13 @@ class PrefillAnswer:
     """The answer of a prefill engine.
 
     `params` is None if the engine sent none; `usage` is JSON as the engine wrote it. `raw` is the
-    whole answer until `drop_all_but_params`. `is_whole_answer` is True if the one token of the
+    whole answer until `take_decode_params`. `is_whole_answer` is True if the one token of the
     engine ends the answer.
     """
 
-    __slots__ = ("_choices", "is_whole_answer", "params", "raw", "usage")
+    __slots__ = (
+        "_choices", "is_whole_answer", "mentions_prefix_hashes", "params", "raw", "usage",
+    )  # fmt: skip
 
     def __init__(self, answer: bytes) -> None:
         """Raises BrokenAnswerError if `answer` is not a JSON object, or has neither params nor
@@ -132,14 +129,16 @@ class PrefillAnswer:
         self.usage, self._choices = bytes(content.usage), content.choices
         if self.params is None and bytes(content.choices).translate(None, b" \t\r\n") in EMPTY:
             raise BrokenAnswerError("an answer without choices")
+        self.mentions_prefix_hashes = given.find(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False
 
-    def drop_all_but_params(self) -> None:
-        """Drop all but the params, so that a large answer is not held while a decode engine
-        answers."""
+    def take_decode_params(self, retains_turn: bool) -> KvParams | None:
+        """Return the params for a decode engine: see `with_retain_request`. Drop all but `params`,
+        so that a large answer is not held while the decode engine answers."""
         self.raw = b""
         self._choices, self.usage = ABSENT, b""
+        return with_retain_request(self.params, retains_turn)
 
     def prepare_hand_over(self) -> str:
         """Prepare the hand-over of the token that the engine has sampled.

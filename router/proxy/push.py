@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine, RankEndpoint
+from router.proxy.messages import new_leg_id
 from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
 
@@ -47,7 +48,7 @@ def make_push(
     if found is None:
         return None
     at, pinned = found
-    leg_id, transfer_id = request.leg_id(), f"xfer-{uuid4()}"
+    leg_id, transfer_id = new_leg_id(request.record.request_id), f"xfer-{uuid4()}"
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

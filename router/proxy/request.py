@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 from operator import itemgetter
-from random import getrandbits
 from typing import Any
 
 import orjson
@@ -41,9 +40,6 @@ SEVERAL = "n"
 PASSED = "passed"
 # Requests whose params are the client's, or which have none.
 AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
-# Ids of legs are this process's own: two clients may send the same X-Request-Id, and in push mode
-# legs of the same id are one request.
-_process, _legs = f"{getrandbits(40):010x}", count()
 next_number = count().__next__
 
 
@@ -84,10 +80,6 @@ class Request(IdentityStruct):
     @property
     def model(self) -> object:
         return self.body.get("model")
-
-    def leg_id(self) -> str:
-        """Return a new X-Request-Id for one attempt of a leg. It begins with the client's id."""
-        return f"{self.record.request_id}.{_process}{next(_legs)}"
 
 
 EXTRA_ARGS = "vllm_xargs"

@@ -19,7 +19,7 @@ from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
-from router.proxy.prefill_answer import RETAIN, KvParams
+from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
 from router.proxy.resume import ResumeState
 
@@ -49,7 +49,7 @@ class Run:
         "answers_held", "bodies", "cannot_load", "failed", "failure", "gateway", "groups_left",
         "holder", "is_fresh", "is_read", "is_turn_spent", "load_failure", "loads_from",
         "may_return", "num_hedged_failures", "offer", "plan", "prefiller", "prompt_tokens",
-        "request", "resume", "route", "slot", "suspects", "unread_turn",
+        "request", "resume", "retains_turn", "route", "slot", "suspects", "unread_turn",
     )  # fmt: skip
 
     def __init__(
@@ -69,9 +69,9 @@ class Run:
         # The engines of the group where the request is now. It changes if the group runs out.
         self.route = plan.route
         self.groups_left = NO_GROUPS
-        self.resume = ResumeState(request, gateway)
         # Memory of large answers, which is released when the request ends.
         self.answers_held = AnswersHeld(gateway.memory.answers)
+        self.resume = ResumeState(request, gateway)
 
         # Failures so far.
         self.failed: list[Engine] = []
@@ -102,16 +102,11 @@ class Run:
         # The last turn of a conversation. A prefill engine can read its KV only once.
         self.unread_turn = None if plan.reuse is None else plan.reuse.turn.entry
         self.is_turn_spent = False
+        # The decode engine is to retain the answer's KV, because the next turn can find it.
+        self.retains_turn = (
+            plan.reuse is not None and plan.reuse.turn.recalled is not RecallOutcome.STORE_FAILED
+        )
         self.offer = SPENT_TURN
-
-    def with_retain_request(self, params: KvParams | None) -> KvParams | None:
-        """Return the params with the request that the decode engine retains the answer's KV for
-        the next turn, unless the next turn could not find it."""
-        reuse = self.plan.reuse
-        keeps = reuse is not None and reuse.turn.recalled is not RecallOutcome.STORE_FAILED
-        if params is None:
-            return RETAIN if keeps else None
-        return params.with_retain() if keeps else params.without_retain()
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
@@ -158,8 +153,8 @@ class Run:
         """Give back what the request still holds in the router."""
         if self.slot is not None:
             self.slot.release()
-        self.resume.close()
         self.answers_held.release()
+        self.resume.close()
         if self.route.has_feedback:
             self.route.end_feedback()
 

@@ -28,7 +28,7 @@ async def send_side_request(
     The X-Request-Id is that of a leg of `request`, with `purpose` at its end.
     """
     content = encode_body(body)
-    leg_id = f"{request.leg_id()}-{purpose}"
+    leg_id = f"{messages.new_leg_id(request.record.request_id)}-{purpose}"
     message = messages.leg_message(
         path, engine.name, leg_id, request.shared_headers, (content, b"")
     )

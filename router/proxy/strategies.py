@@ -38,7 +38,7 @@ from router.proxy.legs import (
 )
 from router.proxy.messages import BodyHalves
 from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
-from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_retain_request
 from router.proxy.push import PUSHES, PushParams, make_push
 from router.proxy.recovery import (
     note_possible_crash,
@@ -158,9 +158,8 @@ async def pull(run: Run) -> None:
                 return await deliver_prefilled(run, prefilled)
 
         # Decode, on one engine after another, until the client has the answer.
-        prefilled.drop_all_but_params()
         try:
-            decoded = await _decode(run, run.with_retain_request(prefilled.params))
+            decoded = await _decode(run, prefilled.take_decode_params(run.retains_turn))
         except BaseException as cause:
             run.release_unread(prefilled.params, cause)
             raise
@@ -181,7 +180,7 @@ async def decode_only(run: Run, reason: str) -> None:
     """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
     run.gateway.metrics.decode_only.labels(reason).inc()
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
-    if await _decode(run, run.with_retain_request(None)) is DecodePhase.RESUME:
+    if await _decode(run, with_retain_request(None, run.retains_turn)) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too
     run.count_turn(DECODER_ALONE)
 
@@ -195,8 +194,9 @@ async def decode_first(run: Run) -> bool:
     engines = select_hedged_decoders(run)
     if engines:
         legs = HedgedLegs(run)
+        retaining = with_retain_request(None, run.retains_turn)
         for engine in engines:
-            params = _prepare_params(run, run.with_retain_request(None), engine, is_hedged=True)
+            params = _prepare_params(run, retaining, engine, is_hedged=True)
             legs.add(engine, _decode_body(run, params, threshold))
         hedged = await legs.run(threshold)
         for failed in hedged.others:
@@ -207,7 +207,7 @@ async def decode_first(run: Run) -> bool:
         else:
             decoded = DecodePhase.REJECTED if hedged.is_rejected else DecodePhase.ANSWERED
     else:
-        decoded = await _decode(run, run.with_retain_request(None), threshold)
+        decoded = await _decode(run, with_retain_request(None, run.retains_turn), threshold)
     run.gateway.metrics.decode_first.add((DECODE_FIRST_OUTCOMES.get(decoded, "answered"),))
     if decoded is DecodePhase.ANSWERED:
         run.count_turn(DECODER_ALONE)
@@ -251,7 +251,7 @@ async def push_legs(
     its answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
     body = _decode_body(
-        run, _prepare_params(run, run.with_retain_request(push.params), decoder), 0.0
+        run, _prepare_params(run, with_retain_request(push.params, run.retains_turn), decoder), 0.0
     )
     prefilling = loop.create_task(_prefill(run, prefiller, push))
     decoding = loop.create_task(decode_leg(run, decoder, body, push=push))

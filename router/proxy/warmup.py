@@ -25,6 +25,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
 from router.proxy.messages import LegBodies
 from router.proxy.plan import PULL, PUSH, Plan, choose_mode
+from router.proxy.prefill_answer import with_retain_request
 from router.proxy.push import make_push
 from router.proxy.request import Request, next_number
 from router.proxy.run import Run
@@ -211,7 +212,7 @@ class EngineWarmer:
             if push is None:
                 prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
                 params = prefilled.params
-                body = run.bodies.decode(None if params is None else params.without_retain())
+                body = run.bodies.decode(with_retain_request(params, False))
                 try:
                     if prefiller.group != decoder.group:
                         raise BrokenAnswerError("the engines are in different groups by now")
