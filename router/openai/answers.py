@@ -1,4 +1,5 @@
-"""Read an engine's answer: whole, or put together from the chunks of a stream."""
+"""Read an engine's answer: whole, or put together from the chunks of a stream; and the other way
+round, make a stream of a whole answer."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from router.common.exact_json import loads
+from router.common.exact_json import dumps, loads, number
 from router.common.structs import FrozenStruct
 
 Json = dict[str, Any]
@@ -21,6 +22,13 @@ THINK_TAG = re.compile("</?think>")
 TOKEN_IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
 # A token id has three bytes, which are four characters in base64.
 TOKEN_ID_CHARS = 4
+DONE = b"data: [DONE]\n\n"
+FIELDS_NOT_IN_CHUNKS = ("choices", "usage", "object", "prompt_logprobs", "prompt_token_ids")
+# The `object` of a chunk, by the `object` of the complete answer.
+CHUNK_OBJECTS = {
+    "chat.completion": "chat.completion.chunk",
+    "text_completion": "text_completion",
+}
 
 
 class AnswerChoice(FrozenStruct, frozen=True):
@@ -129,9 +137,9 @@ def _has_reasoning(message: Json) -> bool:
 
 def count_before_reasoning(messages: list[Any]) -> int:
     """Return the number of messages before the first one with a reasoning trace."""
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if isinstance(message, dict) and _has_reasoning(message):
-            return number
+            return index
     return len(messages)
 
 
@@ -184,6 +192,55 @@ def _ids(value: object) -> tuple[int, ...] | None:
     if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
         return None
     return tuple(value)
+
+
+def can_stream(content: Json) -> bool:
+    """Return True if the content is a chat completion or a completion with choices."""
+    choices = content.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    return content.get("object") in CHUNK_OBJECTS and all(
+        isinstance(choice, dict) for choice in choices
+    )
+
+
+def stream_events(answer: Json, request: Json) -> bytes:
+    """Return the complete stream for an answer for which `can_stream` is true.
+
+    The stream ends with a usage chunk if the body of the request asks for one.
+    """
+    head = {name: answer[name] for name in answer if name not in FIELDS_NOT_IN_CHUNKS}
+    head["object"] = CHUNK_OBJECTS[answer["object"]]
+    options = request.get("stream_options")
+    with_usage = isinstance(options, dict) and bool(number(options.get("include_usage")))
+    common: Json = {"usage": None} if with_usage else {}
+    chunks = [
+        {**head, "choices": [piece], **common}
+        for choice in answer["choices"]
+        for piece in _deltas(choice)
+    ]
+    if with_usage:
+        chunks.append({**head, "choices": [], "usage": answer.get("usage")})
+    return b"".join(b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks) + DONE
+
+
+def _deltas(choice: Json) -> list[Json]:
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        return [choice]
+    index = choice.get("index", 0)
+    delta = {name: value for name, value in message.items() if value not in (None, [], "")}
+    opening = {"role": delta.pop("role", "assistant"), "content": ""}
+    if isinstance(delta.get("tool_calls"), list):
+        delta["tool_calls"] = [
+            {"index": place, **call} if isinstance(call, dict) else call
+            for place, call in enumerate(delta["tool_calls"])
+        ]
+    rest = {name: value for name, value in choice.items() if name not in ("message", "index")}
+    return [
+        {"index": index, "delta": opening, "logprobs": None, "finish_reason": None},
+        {"index": index, "delta": delta, **rest},
+    ]
 
 
 class GeneratedTokens(msgspec.Struct, gc=False):

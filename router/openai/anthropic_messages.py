@@ -5,21 +5,29 @@ https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import orjson
 
 from router.common.exact_json import dumps, loads
-from router.openai.answer_blocks import AnswerBlock, AnswerBlocks, BlockKind, BlockStep, StepKind
 from router.openai.answers import Json
-from router.openai.request_fields import (
+from router.openai.dialects import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockKind,
+    BlockStep,
+    DialectOutput,
+    StepKind,
+    chosen_tool,
+    event,
     field_error,
     join_text_parts,
     require_object,
     require_objects,
     require_text,
     start_chat,
+    text_part,
+    tool_call,
     unsupported_type,
 )
 
@@ -51,6 +59,12 @@ STOP_REASONS = {
     "tool_calls": "tool_use",
     "content_filter": "refusal",
 }
+# The type of a block's delta, and the field with the text.
+DELTAS = {
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
 
 
 def chat_from_messages(body: Json) -> Json:
@@ -68,16 +82,16 @@ def count_request_from_messages(body: Json) -> Json:
 
 def _translate_request(body: Json) -> Json:
     chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
-    chat["messages"] = [*_system(body.get("system")), *_history(body.get("messages"))]
+    chat["messages"] = [*_system(body), *_history(body)]
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
     user = body.get("metadata")
     if isinstance(user, dict) and isinstance(user.get("user_id"), str):
         chat["user"] = user["user_id"]
     if body.get("output_config") is not None:
-        _set_output(chat, require_object(body["output_config"], "output_config"))
-    if body.get("tool_choice") is not None and (body.get("tools")):
-        _choose(chat, require_object(body["tool_choice"], "tool_choice"))
+        _set_output(chat, require_object(body, "output_config"))
+    if body.get("tool_choice") is not None and body.get("tools"):
+        _choose(chat, require_object(body, "tool_choice"))
     return chat
 
 
@@ -93,8 +107,7 @@ def _set_output(chat: Json, config: Json) -> None:
 def _choose(chat: Json, choice: Json) -> None:
     kind = choice.get("type")
     if kind == "tool":
-        name = require_text(choice.get("name"), "tool_choice.name")
-        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+        chat["tool_choice"] = chosen_tool(choice)
     elif isinstance(kind, str) and kind in TOOL_CHOICES:
         chat["tool_choice"] = TOOL_CHOICES[kind]
     else:
@@ -106,44 +119,40 @@ def _choose(chat: Json, choice: Json) -> None:
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") not in (None, "custom"):
         raise unsupported_type(where, "tools", tool.get("type"))
-    function: Json = {"name": require_text(tool.get("name"), f"{where}.name")}
+    function: Json = {"name": require_text(tool, "name", where)}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
-    function["parameters"] = require_object(tool.get("input_schema"), f"{where}.input_schema")
+    function["parameters"] = require_object(tool, "input_schema", where)
     return {"type": "function", "function": function}
 
 
-def _system(system: object) -> Iterator[Json]:
+def _system(body: Json) -> Iterator[Json]:
+    system = body.get("system")
     if system is None or system == "":
         return
     if not isinstance(system, str):
-        parts = require_objects(system, "system")
-        system = "\n".join(
-            require_text(part.get("text"), f"system[{number}].text")
-            for number, part in enumerate(parts)
-        )
+        parts = require_objects(body, "system")
+        system = "\n".join(require_text(part, "text", where) for part, where in parts)
     yield {"role": "system", "content": system}
 
 
-def _history(messages: object) -> Iterator[Json]:
-    if not messages:
+def _history(body: Json) -> Iterator[Json]:
+    if not body.get("messages"):
         raise field_error("messages", "at least one message is required")
-    for number, message in enumerate(require_objects(messages, "messages")):
-        where = f"messages[{number}]"
+    for message, where in require_objects(body, "messages"):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise field_error(f"{where}.role", "must be user, assistant or system")
         if isinstance(content, str):
             yield {"role": role, "content": content}
             continue
-        blocks = require_objects(content, f"{where}.content")
-        if not blocks and role != "assistant":
-            raise field_error(f"{where}.content", "at least one block is required")
-        placed = [(block, f"{where}.content[{n}]") for n, block in enumerate(blocks)]
+        blocks = require_objects(message, "content", where)
         if role == "assistant":
-            yield _assistant_message(placed)
+            yield _assistant_message(blocks)
+        elif blocks:
+            yield from _user_messages(blocks, role)
         else:
-            yield from _user_messages(placed, role)
+            raise field_error(f"{where}.content", "at least one block is required")
 
 
 def _assistant_message(blocks: list[tuple[Json, str]]) -> Json:
@@ -153,25 +162,27 @@ def _assistant_message(blocks: list[tuple[Json, str]]) -> Json:
     for block, where in blocks:
         match block.get("type"):
             case "text":
-                texts.append(require_text(block.get("text"), f"{where}.text"))
+                texts.append(require_text(block, "text", where))
             case "tool_use":
                 calls.append(_call(block, where))
             case "thinking" | "redacted_thinking":
                 pass
             case kind:
                 raise unsupported_type(where, "blocks of an assistant", kind)
-    message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
-    return {**message, "tool_calls": calls} if calls else {**message, "content": "".join(texts)}
+    text = "".join(texts)
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": text if texts else None, "tool_calls": calls}
 
 
 def _call(block: Json, where: str) -> Json:
-    arguments = require_object(block.get("input", {}), f"{where}.input")
-    name = require_text(block.get("name"), f"{where}.name")
-    return {
-        "id": require_text(block.get("id"), f"{where}.id"),
-        "type": "function",
-        "function": {"name": name, "arguments": _dump(arguments, where)},
-    }
+    arguments = require_object({"input": {}, **block}, "input", where)
+    name = require_text(block, "name", where)
+    try:
+        written = dumps(arguments).decode()
+    except orjson.JSONEncodeError:
+        raise field_error(where, "nested too deep") from None
+    return tool_call(require_text(block, "id", where), name, written)
 
 
 def _user_messages(blocks: list[tuple[Json, str]], role: str) -> Iterator[Json]:
@@ -191,14 +202,10 @@ def _user_messages(blocks: list[tuple[Json, str]], role: str) -> Iterator[Json]:
 def _result(block: Json, where: str) -> tuple[Json, list[Json]]:
     """Return a tool's message, and its images, which chats accept only in user messages."""
     content = block.get("content")
-    given = {
-        "role": "tool",
-        "tool_call_id": require_text(block.get("tool_use_id"), f"{where}.tool_use_id"),
-    }
+    given = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", where)}
     if content is None or isinstance(content, str):
         return {**given, "content": content or ""}, []
-    blocks = require_objects(content, f"{where}.content")
-    parts = [_part(one, f"{where}.content[{n}]") for n, one in enumerate(blocks)]
+    parts = [_part(*placed) for placed in require_objects(block, "content", where)]
     texts = [part["text"] for part in parts if part["type"] == "text"]
     images = [part for part in parts if part["type"] != "text"]
     return {**given, "content": "\n".join(texts)}, images
@@ -207,9 +214,9 @@ def _result(block: Json, where: str) -> tuple[Json, list[Json]]:
 def _part(block: Json, where: str) -> Json:
     match block.get("type"):
         case "text":
-            return {"type": "text", "text": require_text(block.get("text"), f"{where}.text")}
+            return text_part(block, "text", where)
         case "image":
-            url = _url(require_object(block.get("source"), f"{where}.source"), f"{where}.source")
+            url = _url(require_object(block, "source", where), f"{where}.source")
             return {"type": "image_url", "image_url": {"url": url}}
         case kind:
             raise unsupported_type(where, "blocks", kind)
@@ -218,19 +225,12 @@ def _part(block: Json, where: str) -> Json:
 def _url(source: Json, where: str) -> str:
     match source.get("type"):
         case "url":
-            return require_text(source.get("url"), f"{where}.url")
+            return require_text(source, "url", where)
         case "base64":
-            kind = require_text(source.get("media_type"), f"{where}.media_type")
-            return f"data:{kind};base64,{require_text(source.get('data'), f'{where}.data')}"
+            kind = require_text(source, "media_type", where)
+            return f"data:{kind};base64,{require_text(source, 'data', where)}"
         case kind:
             raise unsupported_type(where, "sources", kind)
-
-
-def _dump(content: Json, where: str) -> str:
-    try:
-        return dumps(content).decode()
-    except orjson.JSONEncodeError:
-        raise field_error(where, "nested too deep") from None
 
 
 # Answers.
@@ -241,92 +241,58 @@ def anthropic_error(status: int, error: Json) -> Json:
     return {"type": "error", "error": {"type": kind, "message": str(error.get("message", ""))}}
 
 
-class MessageOutput:
-    """Writes an answer as a message with the id `name`, whole or as a stream of events."""
+class MessageOutput(DialectOutput):
+    """Writes an answer as a message with the id `name`."""
 
     def __init__(self, answer: AnswerBlocks, name: str, model: str) -> None:
-        self._answer, self._name, self._model = answer, name, model
-        self._has_begun = False
+        super().__init__(answer)
+        self._name, self._model = name, model
 
     def whole(self) -> Json:
-        answer = self._answer
-        reason, sequence = _stop_reason(answer)
-        return {
-            **_opening(self._name, answer.model or self._model),
-            "content": [_content(block) for block in answer.blocks],
-            "stop_reason": reason,
-            "stop_sequence": sequence,
-            "usage": _usage(answer),
-        }
+        blocks = [_block(block, block.text) for block in self._answer.blocks]
+        return self._message(blocks, _stop(self._answer), _usage(self._answer))
 
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        for step in steps:
-            yield from self._begin()
-            number = {"index": step.block.number}
-            if step.kind is StepKind.BEGIN:
-                yield _event("content_block_start", content_block=_empty(step.block), **number)
-            elif step.kind is StepKind.EXTEND:
-                yield _event("content_block_delta", delta=_delta(step), **number)
-            else:
-                yield _event("content_block_stop", **number)
+    def _first_events(self) -> Iterator[bytes]:
+        unstopped = {"stop_reason": None, "stop_sequence": None}
+        yield event("message_start", message=self._message([], unstopped, _usage(AnswerBlocks())))
+
+    def _events_of(self, step: BlockStep) -> Iterator[bytes]:
+        block = step.block
+        if step.kind is StepKind.BEGIN:
+            yield event("content_block_start", content_block=_block(block, ""), index=block.number)
+        elif step.kind is StepKind.EXTEND:
+            kind, name = DELTAS[block.kind]
+            delta = {"type": kind, name: step.text}
+            yield event("content_block_delta", delta=delta, index=block.number)
+        else:
+            yield event("content_block_stop", index=block.number)
 
     def last_events(self) -> Iterator[bytes]:
-        """Yield the last events, after the answer was closed."""
         answer = self._answer
         if answer.error is not None:
             status = answer.error.get("code")
-            event = anthropic_error(status if type(status) is int else 500, answer.error)
-            yield _event("error", error=event["error"])
+            error = anthropic_error(status if type(status) is int else 500, answer.error)
+            yield event("error", error=error["error"])
             return
         yield from self._begin()
-        reason, sequence = _stop_reason(answer)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield _event("message_delta", delta=delta, usage=_usage(answer))
-        yield _event("message_stop")
+        yield event("message_delta", delta=_stop(answer), usage=_usage(answer))
+        yield event("message_stop")
 
-    def _begin(self) -> Iterator[bytes]:
-        if not self._has_begun:
-            self._has_begun = True
-            opening = _opening(self._name, self._answer.model or self._model)
-            empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-            yield _event(
-                "message_start", message={**opening, **empty, "usage": _usage(AnswerBlocks())}
-            )
+    def _message(self, content: list[Json], stop: Json, usage: Json) -> Json:
+        model = self._answer.model or self._model
+        opening = {"id": self._name, "type": "message", "role": "assistant", "model": model}
+        return {**opening, "content": content, **stop, "usage": usage}
 
 
-def _opening(name: str, model: str) -> Json:
-    return {"id": name, "type": "message", "role": "assistant", "model": model}
-
-
-def _content(block: AnswerBlock) -> Json:
+def _block(block: AnswerBlock, text: str) -> Json:
     match block.kind:
         case BlockKind.REASONING:
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": ""}
         case BlockKind.TEXT:
-            return {"type": "text", "text": block.text}
+            return {"type": "text", "text": text}
         case BlockKind.TOOL_CALL:
-            return {**_empty(block), "input": _arguments(block.text)}
-
-
-def _empty(block: AnswerBlock) -> Json:
-    match block.kind:
-        case BlockKind.REASONING:
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case BlockKind.TEXT:
-            return {"type": "text", "text": ""}
-        case BlockKind.TOOL_CALL:
-            name = block.id or f"toolu_{block.number}"
-            return {"type": "tool_use", "id": name, "name": block.name, "input": {}}
-
-
-def _delta(step: BlockStep) -> Json:
-    match step.block.kind:
-        case BlockKind.REASONING:
-            return {"type": "thinking_delta", "thinking": step.text}
-        case BlockKind.TEXT:
-            return {"type": "text_delta", "text": step.text}
-        case BlockKind.TOOL_CALL:
-            return {"type": "input_json_delta", "partial_json": step.text}
+            name, arguments = block.id or f"toolu_{block.number}", _arguments(text)
+            return {"type": "tool_use", "id": name, "name": block.name, "input": arguments}
 
 
 def _arguments(written: str) -> Json:
@@ -338,16 +304,13 @@ def _arguments(written: str) -> Json:
     return read if isinstance(read, dict) else {"INVALID_JSON": written}
 
 
-def _stop_reason(answer: AnswerBlocks) -> tuple[str, str | None]:
-    if (
-        answer.finish_reason == "stop"
-        and isinstance(answer.stop_reason, str)
-        and not answer.has_tool_calls
-    ):
-        return "stop_sequence", answer.stop_reason
+def _stop(answer: AnswerBlocks) -> Json:
+    reason, sequence = STOP_REASONS.get(answer.finish_reason or "", "end_turn"), None
     if answer.finish_reason == "stop" and answer.has_tool_calls:
-        return "tool_use", None
-    return STOP_REASONS.get(answer.finish_reason or "", "end_turn"), None
+        reason = "tool_use"
+    elif answer.finish_reason == "stop" and isinstance(answer.stop_reason, str):
+        reason, sequence = "stop_sequence", answer.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _usage(answer: AnswerBlocks) -> Json:
@@ -359,8 +322,3 @@ def _usage(answer: AnswerBlocks) -> Json:
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.answer,
     }
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    content = dumps({"type": kind, **fields})
-    return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), content)

@@ -6,21 +6,16 @@ client's, so a prefill engine cannot see what is wrong with these, and a decode 
 them only after the whole prefill. All other fields are sent unchanged, and a prefill engine refuses
 them itself. The messages and rules are vLLM's (pydantic's, which accepts "5" and 5.0 as 5). A value
 that some engine might accept or clamp is left to the engine.
-
-The `require_` functions are for the dialects: they raise a BadRequestError that names the field.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import orjson
-
-from router.common.exact_json import dumps, loads, number
-from router.openai.answers import Json
-from router.openai.errors import BadRequestError
+from router.common.exact_json import dumps, number
+from router.openai.answers import parse_object
 
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
@@ -180,81 +175,31 @@ def _is_boolean(value: object) -> bool:
     return isinstance(value, int | float) and value in (0, 1)
 
 
-def field_error(where: str, why: str) -> BadRequestError:
-    return BadRequestError(f"{where}: {why}", where)
-
-
-def unsupported_type(where: str, what: str, kind: object) -> BadRequestError:
-    shown = repr(kind)[:80] if isinstance(kind, str) else "none"
-    return field_error(where, f"{what} of type {shown} are not supported")
-
-
-def require_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise field_error(where, "must be a string")
-    return value
-
-
-def require_objects(value: object, where: str) -> list[Json]:
-    """Return the value if it is a list of objects."""
-    if not isinstance(value, list):
-        raise field_error(where, "must be a list")
-    for index, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise field_error(f"{where}[{index}]", "must be an object")
-    return value
-
-
-def require_object(value: object, where: str) -> Json:
-    if not isinstance(value, dict):
-        raise field_error(where, "must be an object")
-    return value
-
-
-def join_text_parts(parts: list[Json]) -> str | list[Json]:
-    """Return one text if all parts are text: some chat templates accept no list of parts."""
-    if all(part.get("type") == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
-
-
-def start_chat(
-    body: Json,
-    translated: Container[str],
-    unsupported: Iterable[str],
-    translate_tool: Callable[[Json, str], Json],
-) -> Json:
-    """Return the part of a chat request that all dialects translate alike: the fields that are not
-    `translated`, the tools and the options of a stream. Raises BadRequestError."""
-    for name in unsupported:
-        if body.get(name):
-            raise field_error(name, "is not supported")
-    chat: Json = {name: body[name] for name in body if name not in translated}
-    if body.get("stream"):
-        chat[STREAM], chat[STREAM_OPTIONS] = body["stream"], {**USAGE}
-    if body.get("tools"):
-        tools = require_objects(body["tools"], "tools")
-        chat["tools"] = [translate_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools)]
-    return chat
-
-
 # Errors of prefill engines about a prompt that is too long. The router asks them for one token, and
 # some say so: "you requested 4097 tokens (4096 in the messages, 1 in the completion)". The numbers
-# for the prompt and the context are right.
-
-# vLLM to 0.14.
-REQUESTED = re.compile(
-    r"you requested \d+ tokens "
-    r"\((?P<prompt>\d+) in the (?P<what>\w+), 1 in the completion\)"
-)
-TOO_LARGE = re.compile(
-    r"'max_tokens' or 'max_completion_tokens' is too large: 1\. (?P<context>[^()]{1,200}?)"
-    r"(?P<prompt>\d+) input tokens \(1 > (?P<left>\d+ - \d+)\)"
-)
-# SGLang.
-IN_ALL = re.compile(
-    r"a total of \d+ tokens: (?P<prompt>\d+) tokens from the input messages and 1 tokens "
-    r"for the completion"
+# for the prompt and the context are right. Each pattern has the text for the length that the client
+# asked for, and the text if it gave none.
+RESTATED = (
+    (  # vLLM to 0.14
+        r"you requested \d+ tokens "
+        r"\((?P<prompt>\d{1,15}) in the (?P<what>\w+), 1 in the completion\)",
+        "you requested {total} tokens ({prompt} in the {what}, {asked} in the completion)",
+        "your request has {prompt} input tokens",
+    ),
+    (
+        r"'max_tokens' or 'max_completion_tokens' is too large: 1\. (?P<context>[^()]{1,200}?)"
+        r"(?P<prompt>\d{1,15}) input tokens \(1 > (?P<left>\d+ - \d+)\)",
+        "'max_tokens' or 'max_completion_tokens' is too large: {asked}. {context}{prompt} input "
+        "tokens ({asked} > {left})",
+        "{context}{prompt} input tokens",
+    ),
+    (  # SGLang
+        r"a total of \d+ tokens: (?P<prompt>\d{1,15}) tokens from the input messages and 1 tokens "
+        r"for the completion",
+        "a total of {total} tokens: {prompt} tokens from the input messages and {asked} tokens for "
+        "the completion",
+        "{prompt} tokens from the input messages",
+    ),
 )
 
 
@@ -263,15 +208,13 @@ def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
 
     The length is replaced by the one that the client asked for, or left out if it gave none.
     """
-    try:
-        content = loads(answer)
-    except orjson.JSONDecodeError:
-        return answer
-    error = content.get("error", content) if isinstance(content, dict) else None
+    content = parse_object(answer)
+    error = None if content is None else content.get("error", content)
     message = error.get("message") if isinstance(error, dict) else None
     if not isinstance(error, dict) or not isinstance(message, str):
         return answer
-    restated = restate_message(message, _requested_tokens(asked))
+    lengths = (asked.get(name) for name in (MAX_COMPLETION_TOKENS, MAX_TOKENS))
+    restated = restate_message(message, next((n for n in lengths if type(n) is int), None))
     if restated == message:
         return answer
     error["message"] = restated
@@ -280,35 +223,10 @@ def restate_prompt_limit(answer: bytes, asked: Mapping[str, object]) -> bytes:
 
 def restate_message(message: str, max_tokens: int | None) -> str:
     """`max_tokens` is the length that the client asked for, None if it gave none."""
-    if found := REQUESTED.search(message):
-        count = int(found["prompt"])
-        if max_tokens is None:
-            restated = f"your request has {count} input tokens"
-        else:
-            parts = f"{count} in the {found['what']}, {max_tokens} in the completion"
-            restated = f"you requested {count + max_tokens} tokens ({parts})"
-    elif found := TOO_LARGE.search(message):
-        tail = f"{found['context']}{found['prompt']} input tokens"
-        if max_tokens is None:
-            restated = tail
-        else:
-            head = f"'max_tokens' or 'max_completion_tokens' is too large: {max_tokens}. "
-            restated = f"{head}{tail} ({max_tokens} > {found['left']})"
-    elif found := IN_ALL.search(message):
-        count = int(found["prompt"])
-        if max_tokens is None:
-            restated = f"{count} tokens from the input messages"
-        else:
-            ending = f"{max_tokens} tokens for the completion"
-            parts = f"{count} tokens from the input messages and {ending}"
-            restated = f"a total of {count + max_tokens} tokens: {parts}"
-    else:
-        return message
-    return message[: found.start()] + restated + message[found.end() :]
-
-
-def _requested_tokens(asked: Mapping[str, object]) -> int | None:
-    for name in (MAX_COMPLETION_TOKENS, MAX_TOKENS):
-        if type(given := asked.get(name)) is int:
-            return given
-    return None
+    for pattern, with_length, without_length in RESTATED:
+        if found := re.search(pattern, message):
+            text = without_length if max_tokens is None else with_length
+            total = int(found["prompt"]) + (max_tokens or 0)
+            restated = text.format(**found.groupdict(), asked=max_tokens, total=total)
+            return message[: found.start()] + restated + message[found.end() :]
+    return message

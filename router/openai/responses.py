@@ -8,22 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from router.common.exact_json import dumps
-from router.openai.answer_blocks import AnswerBlock, AnswerBlocks, BlockKind, BlockStep, StepKind
 from router.openai.answers import Json
-from router.openai.request_fields import (
+from router.openai.dialects import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockKind,
+    BlockStep,
+    DialectOutput,
+    StepKind,
+    chosen_tool,
+    event,
     field_error,
     join_text_parts,
     require_object,
     require_objects,
     require_text,
     start_chat,
+    text_part,
+    tool_call,
     unsupported_type,
 )
+from router.openai.request_fields import MAX_COMPLETION_TOKENS
 
 RESPONSES_PATH = "/v1/responses"
 MAX_OUTPUT_TOKENS = "max_output_tokens"
-MAX_COMPLETION_TOKENS = "max_completion_tokens"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Fields that are translated or that have no meaning for an engine; all others are forwarded.
 # fmt: off
@@ -41,6 +49,13 @@ ECHOED_FIELDS = (
 )  # fmt: skip
 CHAT_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+# Of a block's id, and of the events for its text.
+ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
+TEXT_EVENTS = {
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.TOOL_CALL: "response.function_call_arguments",
+}
 
 
 class TranslatedResponseRequest(NamedTuple):
@@ -59,143 +74,123 @@ def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseR
     chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
     if request.get("truncation") not in (None, "disabled"):
         raise field_error("truncation", "only disabled is supported")
-    history = [*before, *_merged(_history(request.get("input")))]
-    instructions = request.get("instructions")
-    if instructions is None:
-        chat["messages"] = history
-    else:
-        given = {"role": "system", "content": require_text(instructions, "instructions")}
+    history = [*before, *_merged(_history(request))]
+    chat["messages"] = history
+    if request.get("instructions") is not None:
+        given = {"role": "system", "content": require_text(request, "instructions")}
         chat["messages"] = [given, *history]
     if (most := request.get(MAX_OUTPUT_TOKENS)) is not None:
         chat[MAX_COMPLETION_TOKENS] = most
     if request.get("tools") and request.get("tool_choice") is not None:
-        chat["tool_choice"] = _choice(request["tool_choice"])
-    _set_output(chat, request)
-    return TranslatedResponseRequest(chat, history)
-
-
-def _set_output(chat: Json, request: Json) -> None:
+        chat["tool_choice"] = _choice(request)
     if request.get("text") is not None:
-        output = require_object(request["text"], "text").get("format")
-        if output is not None:
-            chat["response_format"] = _format(require_object(output, "text.format"))
+        text = require_object(request, "text")
+        if text.get("format") is not None:
+            chat["response_format"] = _format(require_object(text, "format", "text"))
     reasoning = request.get("reasoning")
     if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     include = request.get("include")
     if isinstance(include, list) and INCLUDE_LOGPROBS in include:
         chat["logprobs"] = True
+    return TranslatedResponseRequest(chat, history)
 
 
 def _format(output: Json) -> Json:
     if output.get("type") != "json_schema":
         return output
-    schema = {name: output[name] for name in ("name", "schema", "strict", "description")
-              if output.get(name) is not None}  # fmt: skip
+    schema = _present(output, ("name", "schema", "strict", "description"))
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") != "function":
         raise unsupported_type(where, "tools", tool.get("type"))
-    require_text(tool.get("name"), f"{where}.name")
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict")
-                if tool.get(name) is not None}  # fmt: skip
+    require_text(tool, "name", where)
+    function = _present(tool, ("name", "description", "parameters", "strict"))
     return {"type": "function", "function": function}
 
 
-def _choice(choice: object) -> object:
-    if isinstance(choice, str):
-        return choice
-    given = require_object(choice, "tool_choice")
-    if given.get("type") != "function":
-        raise unsupported_type("tool_choice", "choices", given.get("type"))
-    name = require_text(given.get("name"), "tool_choice.name")
-    return {"type": "function", "function": {"name": name}}
+def _present(given: Json, names: Iterable[str]) -> Json:
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def _history(given: object) -> Iterator[Json]:
+def _choice(request: Json) -> object:
+    if isinstance(request["tool_choice"], str):
+        return request["tool_choice"]
+    choice = require_object(request, "tool_choice")
+    if choice.get("type") != "function":
+        raise unsupported_type("tool_choice", "choices", choice.get("type"))
+    return chosen_tool(choice)
+
+
+def _history(request: Json) -> Iterator[Json]:
+    given = request.get("input")
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return
     if not given:
-        raise field_error("input", "is required: a require_text, or a list of require_objects")
-    for number, item in enumerate(require_objects(given, "input")):
-        yield from _messages_of(item, f"input[{number}]")
+        raise field_error("input", "is required: a text, or a list of objects")
+    for item, where in require_objects(request, "input"):
+        yield from _messages_of(item, where)
 
 
 def _messages_of(item: Json, where: str) -> Iterator[Json]:
     match item.get("type", "message"):
         case "message":
-            yield _message(item, where)
+            role = item.get("role")
+            if not isinstance(role, str) or role not in CHAT_ROLES:
+                raise field_error(f"{where}.role", f"must be one of {', '.join(CHAT_ROLES)}")
+            yield {"role": CHAT_ROLES[role], "content": _content(item, "content", where)}
         case "function_call":
-            name = require_text(item.get("name"), f"{where}.name")
-            arguments = require_text(item.get("arguments"), f"{where}.arguments")
-            call = {
-                "id": require_text(item.get("call_id"), f"{where}.call_id"),
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
+            name = require_text(item, "name", where)
+            arguments = require_text(item, "arguments", where)
+            call = tool_call(require_text(item, "call_id", where), name, arguments)
             yield {"role": "assistant", "content": None, "tool_calls": [call]}
         case "function_call_output":
-            name = require_text(item.get("call_id"), f"{where}.call_id")
-            output = item.get("output")
-            if not isinstance(output, str):
-                output = _parts(output, f"{where}.output")
-            yield {"role": "tool", "tool_call_id": name, "content": output}
+            name = require_text(item, "call_id", where)
+            content = _content(item, "output", where)
+            yield {"role": "tool", "tool_call_id": name, "content": content}
         case "reasoning":
             pass  # chat templates leave reasoning out
         case kind:
             raise unsupported_type(where, "items", kind)
 
 
-def _message(item: Json, where: str) -> Json:
-    role = item.get("role")
-    if not isinstance(role, str) or role not in CHAT_ROLES:
-        raise field_error(f"{where}.role", f"must be one of {', '.join(CHAT_ROLES)}")
-    content = item.get("content")
-    if not isinstance(content, str):
-        content = _parts(content, f"{where}.content")
-    return {"role": CHAT_ROLES[role], "content": content}
-
-
-def _parts(content: object, where: str) -> str | list[Json]:
-    given = require_objects(content, where)
-    return join_text_parts([_part(part, f"{where}[{number}]") for number, part in enumerate(given)])
+def _content(item: Json, name: str, where: str) -> str | list[Json]:
+    """Return the content of a message: a text, or parts."""
+    if isinstance(text := item.get(name), str):
+        return text
+    return join_text_parts([_part(*placed) for placed in require_objects(item, name, where)])
 
 
 def _part(part: Json, where: str) -> Json:
     match part.get("type"):
         case "input_text" | "output_text" | "text":
-            return {"type": "text", "text": require_text(part.get("text"), f"{where}.text")}
+            return text_part(part, "text", where)
         case "refusal":
-            return {"type": "text", "text": require_text(part.get("refusal"), f"{where}.refusal")}
+            return text_part(part, "refusal", where)
         case "input_image":
-            url: Json = {"url": require_text(part.get("image_url"), f"{where}.image_url")}
-            if part.get("detail") is not None:
-                url["detail"] = part["detail"]
-            return {"type": "image_url", "image_url": url}
+            url: Json = {"url": require_text(part, "image_url", where)}
+            return {"type": "image_url", "image_url": url | _present(part, ("detail",))}
         case "input_audio":
-            audio = require_object(part.get("input_audio"), f"{where}.input_audio")
+            audio = require_object(part, "input_audio", where)
             return {"type": "input_audio", "input_audio": audio}
         case kind:
             raise unsupported_type(where, "parts", kind)
 
 
-def _merged(messages: Iterable[Json]) -> Iterator[Json]:
+def _merged(messages: Iterable[Json]) -> list[Json]:
     """Merge an assistant's tool calls into its message before them: they are separate items in a
     response, and one message in a chat."""
-    last: Json | None = None
+    merged: list[Json] = []
     for message in messages:
         calls = message.get("tool_calls")
-        if last is not None and calls and last["role"] == "assistant":
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+        if calls and merged and merged[-1]["role"] == "assistant":
+            merged[-1]["tool_calls"] = [*merged[-1].get("tool_calls", ()), *calls]
+        else:
+            merged.append(message)
+    return merged
 
 
 # Answers.
@@ -205,11 +200,7 @@ def assistant_message(answer: AnswerBlocks) -> Json:
     """Return the answer as the assistant's message in the next request."""
     text = "".join(block.text for block in answer.blocks if block.kind is BlockKind.TEXT)
     calls = [
-        {
-            "id": _call_id(block),
-            "type": "function",
-            "function": {"name": block.name, "arguments": block.text},
-        }
+        tool_call(_call_id(block), block.name, block.text)
         for block in answer.blocks
         if block.kind is BlockKind.TOOL_CALL
     ]
@@ -217,39 +208,47 @@ def assistant_message(answer: AnswerBlocks) -> Json:
     return {**message, "tool_calls": calls} if calls else message
 
 
-class ResponseOutput:
-    """Writes an answer as a response with the id `name`, whole or as a stream of events."""
+class ResponseOutput(DialectOutput):
+    """Writes an answer as a response with the id `name`."""
 
     def __init__(self, answer: AnswerBlocks, request: Json, name: str, created: int) -> None:
-        self._answer, self._request = answer, request
-        self.name, self._created = name, created
+        super().__init__(answer)
+        self._request, self._name, self._created = request, name, created
         self._number = 0
-        self._has_begun = False
 
-    def whole(self, status: str | None = None) -> Json:
-        """Return the response object. `status` is given only while the answer is in progress."""
-        answer, request = self._answer, self._request
+    def whole(self) -> Json:
+        answer, usage = self._answer, self._answer.usage
         reason = answer.finish_reason or ""
         if not answer.has_unknown_finish:
             reason = INCOMPLETE_REASONS.get(reason, "")
-        is_over = status is None
-        if status is None and answer.error is not None:
-            status = "failed"
-        elif status is None:
-            status = "incomplete" if reason else "completed"
-        error = None
-        if answer.error is not None:
-            error = {"code": "server_error", "message": str(answer.error.get("message", ""))}
+        status = "failed" if answer.error is not None else "incomplete" if reason else "completed"
         return {
-            "id": self.name,
+            **self._in_progress(),
+            "status": status,
+            "incomplete_details": {"reason": reason} if reason else None,
+            "output": [self._item(block) for block in answer.blocks],
+            "usage": {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.answer,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+                "total_tokens": usage.prompt + usage.answer,
+            },
+        }
+
+    def _in_progress(self) -> Json:
+        """Return the response object before its first block."""
+        request, error = self._request, self._answer.error
+        return {
+            "id": self._name,
             "object": "response",
             "created_at": self._created,
-            "status": status,
+            "status": "in_progress",
             "background": False,
-            "error": error,
-            "incomplete_details": {"reason": reason} if reason and is_over else None,
-            "model": answer.model or request.get("model") or "",
-            "output": [self._item(block) for block in answer.blocks] if is_over else [],
+            "error": None if error is None else _error(error),
+            "incomplete_details": None,
+            "model": self._answer.model or request.get("model") or "",
+            "output": [],
             **{name: request.get(name) for name in ECHOED_FIELDS},
             "parallel_tool_calls": request.get("parallel_tool_calls", True),
             "reasoning": request.get("reasoning") or {"effort": None, "summary": None},
@@ -258,74 +257,61 @@ class ResponseOutput:
             "tool_choice": request.get("tool_choice") or "auto",
             "tools": request.get("tools") or [],
             "truncation": "disabled",
-            "usage": self._usage() if is_over else None,
+            "usage": None,
         }
 
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        for step in steps:
-            yield from self._begin()
-            match step.kind:
-                case StepKind.BEGIN:
-                    yield from self._open(step.block)
-                case StepKind.EXTEND:
-                    yield self._delta(step.block, step.text)
-                case StepKind.END:
-                    yield from self._close(step.block)
+    def _first_events(self) -> Iterator[bytes]:
+        for what in ("created", "in_progress"):
+            yield self._event(f"response.{what}", response=self._in_progress())
+
+    def _events_of(self, step: BlockStep) -> Iterator[bytes]:
+        block = step.block
+        at: Json = {"item_id": self._id(block), "output_index": block.number}
+        # A tool call's item has no content parts.
+        has_parts = block.kind is not BlockKind.TOOL_CALL
+        if has_parts:
+            at["content_index"] = 0
+        more: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        kind = TEXT_EVENTS[block.kind]
+        match step.kind:
+            case StepKind.BEGIN:
+                item = self._empty(block)
+                yield self._event(
+                    "response.output_item.added", item=item, output_index=block.number
+                )
+                if has_parts:
+                    part = _part_of(block, "")
+                    yield self._event("response.content_part.added", part=part, **at)
+            case StepKind.EXTEND:
+                yield self._event(f"{kind}.delta", delta=step.text, **more, **at)
+            case StepKind.END:
+                text = block.text
+                if has_parts:
+                    yield self._event(f"{kind}.done", text=text, **more, **at)
+                    part = _part_of(block, text)
+                    yield self._event("response.content_part.done", part=part, **at)
+                else:
+                    yield self._event(f"{kind}.done", name=block.name, arguments=text, **at)
+                item = self._item(block)
+                yield self._event("response.output_item.done", item=item, output_index=block.number)
 
     def last_events(self) -> Iterator[bytes]:
-        """Yield the last events, after the answer was closed."""
         yield from self._begin()
         error = self._answer.error
         if error is not None:
-            fields = {"code": "server_error", "message": str(error.get("message", ""))}
-            yield self._event("error", **fields, param=error.get("param"))
+            yield self._event("error", **_error(error), param=error.get("param"))
         response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _begin(self) -> Iterator[bytes]:
-        if not self._has_begun:
-            self._has_begun = True
-            opening = self.whole("in_progress")
-            yield self._event("response.created", response=opening)
-            yield self._event("response.in_progress", response=opening)
-
-    def _open(self, block: AnswerBlock) -> Iterator[bytes]:
-        at = {"output_index": block.number}
-        yield self._event("response.output_item.added", item=self._empty(block), **at)
-        if block.kind is not BlockKind.TOOL_CALL:
-            yield self._event(
-                "response.content_part.added", part=_part_of(block, ""), **self._at(block)
-            )
-
-    def _delta(self, block: AnswerBlock, delta: str) -> bytes:
-        match block.kind:
-            case BlockKind.REASONING:
-                return self._event("response.reasoning_text.delta", delta=delta, **self._at(block))
-            case BlockKind.TEXT:
-                kind = "response.output_text.delta"
-                return self._event(kind, delta=delta, logprobs=[], **self._at(block))
-            case BlockKind.TOOL_CALL:
-                at = {"item_id": self._id(block), "output_index": block.number}
-                return self._event("response.function_call_arguments.delta", delta=delta, **at)
-
-    def _close(self, block: AnswerBlock) -> Iterator[bytes]:
-        text, at = block.text, self._at(block)
-        if block.kind is BlockKind.TOOL_CALL:
-            del at["content_index"]
-            kind = "response.function_call_arguments.done"
-            yield self._event(kind, name=block.name, arguments=text, **at)
-        else:
-            if block.kind is BlockKind.TEXT:
-                yield self._event("response.output_text.done", text=text, logprobs=[], **at)
-            else:
-                yield self._event("response.reasoning_text.done", text=text, **at)
-            yield self._event("response.content_part.done", part=_part_of(block, text), **at)
-        yield self._event(
-            "response.output_item.done", item=self._item(block), output_index=block.number
-        )
-
     def _item(self, block: AnswerBlock) -> Json:
-        return {**self._empty(block), "status": "completed", **self._content(block)}
+        """Return the output item of a block that has ended."""
+        item = {**self._empty(block), "status": "completed"}
+        if block.kind is BlockKind.TOOL_CALL:
+            return {**item, "arguments": block.text}
+        part = _part_of(block, block.text)
+        if block.kind is BlockKind.TEXT and self._answer.logprobs:
+            part["logprobs"] = self._answer.logprobs
+        return {**item, "content": [part]}
 
     def _empty(self, block: AnswerBlock) -> Json:
         given = {"id": self._id(block), "status": "in_progress"}
@@ -338,35 +324,16 @@ class ResponseOutput:
                 call = {"call_id": _call_id(block), "name": block.name, "arguments": ""}
                 return {"type": "function_call", **call, **given}
 
-    def _content(self, block: AnswerBlock) -> Json:
-        if block.kind is BlockKind.TOOL_CALL:
-            return {"arguments": block.text}
-        part = _part_of(block, block.text)
-        if block.kind is BlockKind.TEXT and self._answer.logprobs:
-            part["logprobs"] = self._answer.logprobs
-        return {"content": [part]}
-
-    def _usage(self) -> Json:
-        usage = self._answer.usage
-        return {
-            "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached},
-            "output_tokens": usage.answer,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-            "total_tokens": usage.prompt + usage.answer,
-        }
-
     def _id(self, block: AnswerBlock) -> str:
-        kinds = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
-        return f"{kinds[block.kind]}_{self.name.removeprefix('resp_')}_{block.number}"
-
-    def _at(self, block: AnswerBlock) -> Json:
-        return {"item_id": self._id(block), "output_index": block.number, "content_index": 0}
+        return f"{ID_PREFIXES[block.kind]}_{self._name.removeprefix('resp_')}_{block.number}"
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        content = dumps({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), content)
+        return event(kind, sequence_number=self._number - 1, **fields)
+
+
+def _error(error: Json) -> Json:
+    return {"code": "server_error", "message": str(error.get("message", ""))}
 
 
 def _part_of(block: AnswerBlock, text: str) -> Json:

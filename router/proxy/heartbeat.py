@@ -17,8 +17,7 @@ from router.http_client.deadlines import now
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.http_client.sse import is_between_events
-from router.openai import stream_from_answer
-from router.openai.answers import parse_object
+from router.openai.answers import can_stream, parse_object, stream_events
 from router.openai.errors import error_body, type_of_status
 from router.proxy import messages
 from router.proxy.exchange import BodySource, Header
@@ -251,8 +250,8 @@ def _as_events(status: int, headers: Sequence[Header], body: bytes, asked: Body)
 
 
 def _events_of(status: int, content: Body, asked: Body) -> bytes:
-    if status < 400 and stream_from_answer.is_answer(content):
-        return stream_from_answer.events(content, asked)
+    if status < 400 and can_stream(content):
+        return stream_events(content, asked)
     if status >= 400 and "error" not in content:
         content = {"error": content}
     return b"data: " + dumps(content) + b"\n\n"

@@ -28,13 +28,14 @@ from router.http_client.deadlines import now
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import data_in, events_in, with_data
-from router.openai import stream_from_answer
 from router.openai.answers import (
     AnswerChoice,
     Json,
+    can_stream,
     parse_object,
     read_choice,
     read_streamed_choice,
+    stream_events,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.openai.event_stream import chunks_in
@@ -115,7 +116,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     request, gateway = run.request, run.gateway
     record, body = request.record, request.body
     content = parse_object(prefilled.raw)
-    if content is None or not stream_from_answer.is_answer(content):
+    if content is None or not can_stream(content):
         raise BrokenAnswerError("an answer without choices")
     content.pop(KV_PARAMS, None)
     record.stage, record.status, record.first_byte = "stream", 200, now()
@@ -124,7 +125,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
         gateway.metrics.conversation_kept.add(("not_kept",))
     if body.get("stream"):
         request.event_stream = record.streamed = True
-        raw, kind = stream_from_answer.events(content, body), EVENT_STREAM
+        raw, kind = stream_events(content, body), EVENT_STREAM
     else:
         raw, kind = _written(content), JSON
     passed = messages.to_client(kind, record.request_id)
@@ -160,12 +161,8 @@ async def _respond_turn(
     params = content.pop(KV_PARAMS, None)
     raw = raw if params is None else _written(content)
     await _finish(gateway, keep(params, read_choice(content)))
-    if (
-        request.exact_stream
-        and request.body.get("stream")
-        and stream_from_answer.is_answer(content)
-    ):
-        raw, given = stream_from_answer.events(content, request.body), EVENT_STREAM
+    if request.exact_stream and request.body.get("stream") and can_stream(content):
+        raw, given = stream_events(content, request.body), EVENT_STREAM
     passed = messages.to_client(given, request.record.request_id)
     await request.exchange.respond(answer.status, passed, raw)
 

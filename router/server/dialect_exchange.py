@@ -11,8 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import orjson
 
@@ -28,7 +27,6 @@ from router.http_client.errors import (
     UpstreamError,
 )
 from router.http_client.sse import data_in, events_in
-from router.openai.answer_blocks import AnswerBlocks, BlockStep
 from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
     MessageOutput,
@@ -36,10 +34,10 @@ from router.openai.anthropic_messages import (
     chat_from_messages,
     count_request_from_messages,
 )
+from router.openai.dialects import AnswerBlocks, DialectOutput, require_text
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.request_fields import require_text
+from router.openai.request_fields import MAX_COMPLETION_TOKENS
 from router.openai.responses import (
-    MAX_COMPLETION_TOKENS,
     MAX_OUTPUT_TOKENS,
     ResponseOutput,
     assistant_message,
@@ -60,19 +58,6 @@ from router.routing.prompt_chunks import estimate_tokens
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 EVENT_STREAM = b"text/event-stream"
 UNTRANSLATABLE = "an engine's answer cannot be translated to this API"
-
-
-class DialectOutput(Protocol):
-    """Writes an answer in a dialect."""
-
-    def whole(self) -> Json:
-        """Return an unstreamed answer."""
-
-    def events(self, steps: Iterable[BlockStep]) -> Iterator[bytes]:
-        """Yield the events for some steps of a streamed answer."""
-
-    def last_events(self) -> Iterator[bytes]:
-        """Yield the last events of a stream, after the answer was closed."""
 
 
 class ApiDialect(ABC):
@@ -167,9 +152,9 @@ class ResponsesDialect(ApiDialect):
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
         self._tenant = self._stored.tenant_of(request.exchange.headers)
         before: list[Json] = []
-        previous = body.get("previous_response_id")
-        if previous is not None:
-            name = require_text(previous, "previous_response_id")
+        has_previous = body.get("previous_response_id") is not None
+        if has_previous:
+            name = require_text(body, "previous_response_id")
             found = await self._stored.find(self._tenant, name)
             before, self._root = found.messages, found.root
         chat, self._history = chat_from_response(body, before)
@@ -178,7 +163,7 @@ class ResponsesDialect(ApiDialect):
         echoed = {name: value for name, value in body.items() if name != "input"}
         encode_body({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
         self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()))
-        if previous is not None:
+        if has_previous:
             chat.setdefault("conversation_id", self._root)
         _take_chat(request, gateway, chat)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.answer_blocks import AnswerBlocks
 from router.openai.anthropic_messages import chat_from_messages, count_request_from_messages
+from router.openai.dialects import AnswerBlocks
 from router.openai.errors import BadRequestError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
