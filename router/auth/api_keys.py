@@ -24,7 +24,6 @@ import yaml
 
 from router.common.watched_file import (
     POLL_INTERVAL_S,
-    UnreadableError,
     WatchedFiles,
     read_regular_file,
 )
@@ -93,10 +92,7 @@ class Keyring:
     @staticmethod
     def check_file(path: Path) -> None:
         """Raise ValueError if the file cannot be used now."""
-        try:
-            parse_keys(read_regular_file(path, MAX_FILE_BYTES))
-        except UnreadableError as error:
-            raise ValueError(str(error)) from None
+        parse_keys(read_regular_file(path, MAX_FILE_BYTES))
 
     def find(self, key: bytes) -> ApiKey | None:
         return self.keys.get(digest_of(key))

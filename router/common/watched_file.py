@@ -1,7 +1,8 @@
 """Watches files by reading them periodically.
 
 Each time a file is read whole and compared with its last content. That is cheap, and it notices any
-change: renamed, linked or mounted files, as Kubernetes updates secrets.
+change: renamed, linked or mounted files, as Kubernetes updates secrets. `FileReader` returns what
+has changed, and `WatchedFiles` applies it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 logger = logging.getLogger("disagg_router")
 POLL_INTERVAL_S = 1.0
@@ -23,10 +23,9 @@ POLL_INTERVAL_S = 1.0
 SETTLE_INTERVAL_S = 0.05
 MAX_SETTLE_READS = 20
 READ_TIMEOUT_S = 5.0
-T = TypeVar("T")
 
 
-class UnreadableError(Exception):
+class UnreadableError(ValueError):
     """A file cannot be read; the message does not name the file."""
 
 
@@ -46,17 +45,58 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_until_settled(read: Callable[[], T], content: T) -> T:
-    """Call `read` until its result stops changing, and return it. Raises UnreadableError.
+class FileReader:
+    """Files that belong together, such as a certificate and its key."""
 
-    `content` is the last result.
-    """
-    for _ in range(MAX_SETTLE_READS):
-        time.sleep(SETTLE_INTERVAL_S)
-        before, content = content, read()
-        if content == before:
+    def __init__(self, paths: tuple[Path, ...], max_bytes: int) -> None:
+        self._paths = paths
+        self._max_bytes = max_bytes
+        self._known: tuple[bytes, ...] | None = None
+        self._reading: asyncio.Task[tuple[bytes, ...]] | None = None
+
+    def read(self) -> tuple[bytes, ...]:
+        """Return the files' contents, in order. Raises UnreadableError."""
+        content = self._read()
+        self._known = _digest(content)
+        return content
+
+    async def read_changed(self) -> tuple[bytes, ...] | None:
+        """Return the files' contents once they have settled; None if they are as before.
+
+        Reads in a thread, because a disk or a network mount may hang. Raises UnreadableError, also
+        after READ_TIMEOUT_S; the next call then waits for the same thread.
+        """
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._read_settled))
+        done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
+        if not done:
+            raise UnreadableError(f"cannot be read within {READ_TIMEOUT_S:g} s")
+        reading, self._reading = self._reading, None
+        content = reading.result()
+        before, self._known = self._known, _digest(content)
+        return None if self._known == before else content
+
+    def _read_settled(self) -> tuple[bytes, ...]:
+        content = self._read()
+        if _digest(content) == self._known:
             return content
-    raise UnreadableError("is being written all the time")
+        for _ in range(MAX_SETTLE_READS):
+            time.sleep(SETTLE_INTERVAL_S)
+            before, content = content, self._read()
+            if content == before:
+                return content
+        raise UnreadableError("is being written all the time")
+
+    def _read(self) -> tuple[bytes, ...]:
+        """Raises UnreadableError, which names the file if there are several."""
+        found = []
+        for path in self._paths:
+            try:
+                found.append(read_regular_file(path, self._max_bytes))
+            except UnreadableError as error:
+                where = f"{path}: " if len(self._paths) > 1 else ""
+                raise UnreadableError(f"{where}{error}") from None
+        return tuple(found)
 
 
 def _digest(content: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -65,12 +105,11 @@ def _digest(content: tuple[bytes, ...]) -> tuple[bytes, ...]:
 
 
 class WatchedFiles:
-    """Files that belong together, such as a certificate and its key.
+    """Files whose contents are applied at first and after each change.
 
-    `apply` is called on the event loop with the files' contents, in order, at first and after each
-    change. It raises ValueError, in one line, for contents that cannot be used; the old ones then
-    stay in force, and `trouble` is the reason. `on_trouble` is called when `trouble` changes; it is
-    empty while the files' contents are in force.
+    `apply` is called on the event loop. It raises ValueError, in one line, for contents that cannot
+    be used; the old ones then stay in force, and `trouble` is the reason. `on_trouble` is called
+    when `trouble` changes; it is empty while the files' contents are in force.
     """
 
     def __init__(
@@ -83,19 +122,13 @@ class WatchedFiles:
     ) -> None:
         """Read the files. Raises ValueError if they cannot be used."""
         self.trouble = self._refusal = ""
-        self._paths = paths
-        self._max_bytes = max_bytes
+        self._name = paths[0]
+        self._reader = FileReader(paths, max_bytes)
         self._apply = apply
         self._on_trouble = on_trouble
         self._interval = interval
         self._wake_up = asyncio.Event()
-        self._reading: asyncio.Task[tuple[bytes, ...]] | None = None
-        try:
-            content = self._read()
-        except UnreadableError as error:
-            raise ValueError(str(error)) from None
-        self._known = _digest(content)
-        apply(content)
+        apply(self._reader.read())
 
     async def run(self) -> None:
         """Watch the files until this task is cancelled."""
@@ -114,45 +147,20 @@ class WatchedFiles:
         self._wake_up.set()
 
     async def _check(self) -> str:
-        """Read the files in a thread, because a disk or a network mount may hang."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(self._read_settled))
-        done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
-        if not done:
-            return f"cannot be read within {READ_TIMEOUT_S:g} s"
-        reading, self._reading = self._reading, None
         try:
-            content = reading.result()
-        except UnreadableError as error:
-            return str(error)
-        except Exception as error:  # after a bug, keep watching
-            logger.exception("%s could not be read", self._paths[0])
-            return f"{type(error).__name__}: {error}"
-        known = _digest(content)
-        if known != self._known:
-            self._known, self._refusal = known, ""
+            content = await self._reader.read_changed()
+        except Exception as error:
+            return self._reason(error)
+        if content is not None:
+            self._refusal = ""
             try:
                 self._apply(content)
-            except ValueError as error:
-                self._refusal = str(error)
             except Exception as error:
-                logger.exception("%s could not be taken over", self._paths[0])
-                self._refusal = f"{type(error).__name__}: {error}"
+                self._refusal = self._reason(error)
         return self._refusal
 
-    def _read_settled(self) -> tuple[bytes, ...]:
-        content = self._read()
-        if _digest(content) == self._known:
-            return content
-        return read_until_settled(self._read, content)
-
-    def _read(self) -> tuple[bytes, ...]:
-        """Raises UnreadableError, which names the file if there are several."""
-        found = []
-        for path in self._paths:
-            try:
-                found.append(read_regular_file(path, self._max_bytes))
-            except UnreadableError as error:
-                where = f"{path}: " if len(self._paths) > 1 else ""
-                raise UnreadableError(f"{where}{error}") from None
-        return tuple(found)
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, ValueError):
+            return str(error)
+        logger.error("%s could not be taken over", self._name, exc_info=error)  # keep watching
+        return f"{type(error).__name__}: {error}"

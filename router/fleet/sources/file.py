@@ -12,21 +12,15 @@ from __future__ import annotations
 import asyncio
 import math
 import textwrap
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
-from router.common.watched_file import (
-    POLL_INTERVAL_S,
-    READ_TIMEOUT_S,
-    UnreadableError,
-    read_regular_file,
-    read_until_settled,
-)
+from router.common.watched_file import POLL_INTERVAL_S, FileReader, UnreadableError
 from router.common.yaml_list import MissingListError, parse_yaml_list
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.sources.source import (
@@ -52,14 +46,6 @@ class EngineFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = False
 
 
-class EngineFileContent(NamedTuple):
-    """A file's content and the engines in it; `problem` is why it has no usable list."""
-
-    content: bytes
-    listed: tuple[ListedEngine, ...] | None
-    problem: str
-
-
 class FileSource:
     """The engines of a file that is read every `interval` seconds."""
 
@@ -67,52 +53,30 @@ class FileSource:
         self.name = "file"
         self._path = path
         self._interval = interval
-        self._content: EngineFileContent | None = None
-        self._reading: asyncio.Task[EngineFileContent] | None = None
-        self.first = self._report(lambda: read(path, None))
+        self._file = FileReader((path,), MAX_FILE_BYTES)
+        try:
+            self.first = self._report(self._file.read())
+        except UnreadableError as error:
+            self.first = SourceReport(None, f"{path}: {error}")
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
+        latest = self.first
         while True:
             await asyncio.sleep(self._interval)
-            yield await self._look()
+            try:
+                content = await self._file.read_changed()
+            except UnreadableError as error:
+                yield SourceReport(None, f"{self._path}: {error}")
+                continue
+            if content is not None:
+                latest = await asyncio.to_thread(self._report, content)
+            yield latest
 
-    async def _look(self) -> SourceReport:
-        """Read in a thread: the file may be on a slow or unreachable disk."""
-        if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(read, self._path, self._content))
-        done, _ = await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
-        if not done:
-            return SourceReport(None, f"{self._path}: cannot be read within {READ_TIMEOUT_S:g} s")
-        reading, self._reading = self._reading, None
-        return self._report(reading.result)
-
-    def _report(self, result: Callable[[], EngineFileContent]) -> SourceReport:
+    def _report(self, content: tuple[bytes, ...]) -> SourceReport:
         try:
-            self._content = result()
+            return SourceReport(parse(content[0]))
         except SourceError as error:
             return SourceReport(None, f"{self._path}: {error}")
-        _, listed, problem = self._content
-        return SourceReport(listed, f"{self._path}: {problem}" if problem else "")
-
-
-def read(path: Path, before: EngineFileContent | None) -> EngineFileContent:
-    """Return the file's content; `before` itself if it is unchanged. Raises SourceError."""
-
-    def read_once() -> bytes:
-        return read_regular_file(path, MAX_FILE_BYTES)
-
-    try:
-        content = read_once()
-        if before is not None:
-            if content == before.content:
-                return before
-            content = read_until_settled(read_once, content)
-    except UnreadableError as error:
-        raise SourceError(str(error)) from None
-    try:
-        return EngineFileContent(content, parse(content), "")
-    except SourceError as error:
-        return EngineFileContent(content, None, str(error))
 
 
 def parse(content: bytes) -> tuple[ListedEngine, ...]:

@@ -242,11 +242,11 @@ async def test_a_stuck_disk_is_a_problem_and_read_once(
         return D1.encode()
 
     async with watched(path) as (_, ask):
-        monkeypatch.setattr("router.fleet.sources.file.READ_TIMEOUT_S", 0.02)
-        monkeypatch.setattr("router.fleet.sources.file.read_regular_file", stuck)
+        monkeypatch.setattr("router.common.watched_file.READ_TIMEOUT_S", 0.02)
+        monkeypatch.setattr("router.common.watched_file.read_regular_file", stuck)
         for _ in range(3):
             assert await ask() == SourceReport(None, f"{path}: cannot be read within 0.02 s")
         assert asked == 1
         gate.set()
-        monkeypatch.setattr("router.fleet.sources.file.READ_TIMEOUT_S", 5.0)
+        monkeypatch.setattr("router.common.watched_file.READ_TIMEOUT_S", 5.0)
         assert await ask() == SourceReport(LISTED_D1)
