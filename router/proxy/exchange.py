@@ -1,9 +1,10 @@
 """The interface between the proxy and the server: one client request, and the means to answer it.
 
-`router.server.response_writer` implements it. Each request runs in a task of its own, which the
-server cancels when the client disconnects. Wrappers change a part of the answer; the one for CORS
-adds the headers that let web pages of other origins read it (setting cors_origins). An API key is a
-header that the page sets itself, and never a cookie, so no answer allows credentials.
+`ResponseWriter` in `router.server.client_connection` implements it. Each request runs in a task of
+its own, which the server cancels when the client disconnects. Wrappers change a part of the answer;
+the one for CORS adds the headers that let web pages of other origins read it (setting
+cors_origins). An API key is a header that the page sets itself, and never a cookie, so no answer
+allows credentials.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import httptools
@@ -21,10 +21,12 @@ from router.openai.errors import JSON, RequestError, body_of, headers_of, shape_
 from router.proxy.exchange import Header
 from router.server.middleware import CALLER
 from router.server.request_reader import IncomingRequest
-from router.server.response_writer import NO_CONTENT, ResponseWriter
+
+if TYPE_CHECKING:
+    from router.server.client_connection import ResponseWriter
 
 logger = logging.getLogger("disagg_router.server")
-BODYLESS_STATUSES = frozenset((NO_CONTENT, 304))
+BODYLESS_STATUSES = frozenset((204, 304))
 
 
 def scope_of(
@@ -97,7 +99,8 @@ class AsgiBridge:
 
     async def receive(self) -> Message:
         if self._is_read:
-            await self._writer.wait_over()
+            while not self._writer.is_over:
+                await self._writer.wait_for_change()
             return {"type": "http.disconnect"}
         if self._refusal is not None:
             raise self._refusal
@@ -108,7 +111,8 @@ class AsgiBridge:
         if message["type"] == "http.response.start":
             self._status, self._headers = message["status"], list(message.get("headers", ()))
         elif message["type"] == "http.response.body":
-            await self._writer.wait_writable()
+            while self._writer.is_paused and not self._writer.is_over:
+                await self._writer.wait_for_change()
             self._write(message.get("body", b""), not message.get("more_body", False))
 
     def _write(self, block: bytes, last: bool) -> None:
@@ -132,7 +136,7 @@ class AsgiBridge:
             writer.keep_alive = False
         dropped = {b"connection", b"transfer-encoding"}
         self._has_body = not (self._is_head or self._status in BODYLESS_STATUSES)
-        if self._has_body or self._status == NO_CONTENT:
+        if self._has_body or self._status == 204:
             dropped.add(b"content-length")
         kept = [header for header in headers if header[0] not in dropped]
         if not self._has_body:

@@ -1,4 +1,4 @@
-"""One client's connection: an asyncio protocol behind uvicorn's listener.
+"""One client's connection, an asyncio protocol behind uvicorn's listener, and the answers on it.
 
     bytes -> RequestReader -> requests -> RouterProtocol -> proxy or application -> ResponseWriter
 
@@ -17,14 +17,17 @@ connection is closed. Only one of the three runs at a time, so one timer is enou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sized
+from collections.abc import Coroutine, Iterable, Sequence
+from http import HTTPStatus
 from typing import Any, cast
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from router.auth.api_keys import ApiKey
+from router.common.structs import IdentityStruct
 from router.http_client.deadlines import NEVER, Deadlines, now
 from router.openai.errors import (
     MalformedRequestError,
@@ -38,12 +41,11 @@ from router.openai.errors import (
     shape_of,
 )
 from router.proxy.dispatch import serve
+from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
-from router.proxy.request_limits import RequestLimits
 from router.server import asgi_bridge
 from router.server.proxied_endpoints import GENERATION_PATHS, refuse_proxied, serve_proxied
 from router.server.request_reader import IncomingRequest, RequestReader
-from router.server.response_writer import CLOSE, ResponseWriter
 from router.server.router_state import RouterState
 
 LINGER_S = 5.0
@@ -55,22 +57,28 @@ MAX_EXCESS_CONNECTIONS = 128
 # look at the body; to a POST of the application the body matters.
 REFUSED_BY_APPLICATION = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CHUNKED, CLOSE = b"transfer-encoding: chunked\r\n", b"connection: close\r\n"
+CHUNK, LAST_CHUNK = b"%x\r\n%b\r\n", b"0\r\n\r\n"
 
 
-def excess(connections: Sized, limits: RequestLimits) -> int:
-    """Return by how many connections the limit is exceeded; negative below the limit."""
-    return len(connections) - (limits.max_connections or len(connections))
+def count_connection(connection: Any, connections: set[Any], gateway: Gateway) -> int:
+    """Count a new connection. Return by how many the limit is exceeded; not above 0 below it."""
+    connections.add(connection)
+    gateway.metrics.connections.inc()
+    over = len(connections) - (gateway.limits.max_connections or len(connections))
+    if over > MAX_EXCESS_CONNECTIONS:
+        gateway.metrics.refusals.add(("connections",))
+    return over
 
 
 class RouterProtocol(asyncio.Protocol):
     """Expects a RouterState as "router" in the lifespan's state."""
 
-    __slots__ = ("_app", "_app_state", "_body_size", "_deadlines", "_default_headers",
-                 "_default_lines", "_is_closing", "_is_excess", "_is_reading", "_is_receive_timed",
-                 "_is_shutting_down", "_keep_alive", "_loop", "_read_ahead", "_reader", "_refused",
-                 "_sent_continue", "_server", "_stored_responses", "_task", "_unread",
-                 "_unread_until", "_write_paused", "_writer", "deadline", "gateway", "send",
-                 "transport")  # fmt: skip
+    __slots__ = ("_app", "_app_state", "_body_size", "_deadlines", "_is_closing",
+                 "_is_excess", "_is_receive_timed", "_is_shutting_down", "_keep_alive", "_loop",
+                 "_read_ahead", "_reader", "_refused", "_sent_continue", "_server",
+                 "_stored_responses", "_task", "_unread", "_unread_until", "_write_paused",
+                 "_writer", "deadline", "gateway", "send", "transport")  # fmt: skip
 
     def __init__(
         self,
@@ -99,13 +107,10 @@ class RouterProtocol(asyncio.Protocol):
         self._sent_continue = False
         # True while `deadline` is that of the request that is being received.
         self._is_receive_timed = False
-        self._is_reading = True
         self._write_paused = False
         self._is_closing = False
         self._refused: IncomingRequest | None = None
         self._is_shutting_down = False
-        self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._default_lines = b""
         # Bytes of requests that were read while another one is being answered.
         self._read_ahead = 0
         # True for a connection beyond the limit.
@@ -120,23 +125,21 @@ class RouterProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.send = self.transport.write
-        connections, limits = self._server.connections, self.gateway.limits
-        connections.add(self)  # type: ignore[arg-type] # a set of uvicorn's own protocols
-        self.gateway.metrics.connections.inc()
-        over = excess(connections, limits)
+        over = count_connection(self, self._server.connections, self.gateway)
         self._is_excess = over > 0
         if over > MAX_EXCESS_CONNECTIONS:
-            self.gateway.metrics.refusals.add(("connections",))
             self.abort()
-            return
-        self._watch(LINGER_S if self._is_excess else limits.client_read_timeout)
+        else:
+            self._watch(LINGER_S if over > 0 else self.gateway.limits.client_read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._deadlines.drop(self)
         self.gateway.metrics.connections.dec()
-        self._reader.close()
-        self._count_unread(0)
+        if not self._reader.is_closed or self._reader.requests:
+            self._reader.close()
+        if self._unread:
+            self._count_unread(0)
         self._is_closing = True
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -157,7 +160,10 @@ class RouterProtocol(asyncio.Protocol):
         if self._writer is None:
             self._answer_next()
         elif reader.requests:
-            self._limit_read_ahead(len(data))
+            # Read on while an answer is in progress, to notice a disconnect, but not without bound.
+            self._read_ahead += len(data)
+            if self._read_ahead > MAX_READ_AHEAD_BYTES:
+                self.transport.pause_reading()
         if self._unread_until != NEVER:
             return  # `deadline` is that of an unread answer, whatever the client sends meanwhile
         if reader.is_receiving:
@@ -228,7 +234,7 @@ class RouterProtocol(asyncio.Protocol):
         elif authenticator is not None and isinstance(request.caller, ApiKey):
             # The key was found when the head arrived; it may have been revoked since.
             request.caller = authenticator.current(request.caller)
-        writer, gateway = self._new_writer(request, request.body), self.gateway
+        writer, gateway = self._new_writer(request), self.gateway
         if request.endpoint is None:
             self._bridge(request, writer)
         elif isinstance(request.caller, str):
@@ -245,7 +251,7 @@ class RouterProtocol(asyncio.Protocol):
         self._refused, self._reader.is_closed = request, True
         self._reader.release_body(request)
         request.keep_alive = False
-        writer = self._new_writer(request, b"")
+        writer = self._new_writer(request)
         if request.endpoint is not None:
             self._run(refuse_proxied(writer, self.gateway, self._stored_responses, error))
         elif request.method in REFUSED_BY_APPLICATION and not isinstance(
@@ -267,14 +273,14 @@ class RouterProtocol(asyncio.Protocol):
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
-    def _new_writer(self, request: IncomingRequest, body: bytes) -> ResponseWriter:
+    def _new_writer(self, request: IncomingRequest) -> ResponseWriter:
         self._writer = writer = ResponseWriter(
             self._loop,
             self,
             now(),
             request.endpoint or "",
             request.headers,
-            body,
+            request.body,
             request.http_1_1,
             request.keep_alive,
             self._write_paused,
@@ -295,27 +301,20 @@ class RouterProtocol(asyncio.Protocol):
         request.keep_alive = False
         return request.endpoint is not None
 
-    def _limit_read_ahead(self, size: int) -> None:
-        """Read on while an answer is in progress, to notice a disconnect, but not without bound."""
-        self._read_ahead += size
-        if self._read_ahead > MAX_READ_AHEAD_BYTES:
-            self._pause_reading()
+    # Called by the ResponseWriter.
 
-    # ResponseConnection: called by the ResponseWriter.
-
-    def common_lines(self, writer: ResponseWriter) -> tuple[bytes, ...]:
-        headers = self._server.default_headers
-        if headers is not self._default_headers:  # uvicorn makes them anew every second
-            self._default_headers = headers
-            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    def common_lines(self, writer: ResponseWriter) -> bytes:
+        """Return the header lines of every answer, with Connection: close on the last one."""
         # During a shutdown, requests that were received are answered, and later ones go elsewhere.
         reader = self._reader
         is_ending = self.gateway.tasks.is_draining or self._is_shutting_down
         if reader.next_is_invalid if reader.requests else is_ending:
             writer.keep_alive = False
-        return (self._default_lines,) if writer.keep_alive else (self._default_lines, CLOSE)
+        lines = b"".join([b"%b: %b\r\n" % header for header in self._server.default_headers])
+        return lines if writer.keep_alive else lines + CLOSE
 
     def finish_answer(self, writer: ResponseWriter) -> None:
+        """Go on to the next request: the whole answer is written."""
         self._writer = self._task = None
         self._release_body()
         self._server.total_requests += 1
@@ -350,8 +349,7 @@ class RouterProtocol(asyncio.Protocol):
         # Read on only then, or a client could pile up requests faster than they are answered.
         if not (reader.requests and reader.next_is_complete):
             self._read_ahead = 0
-            if not self._is_reading:
-                self._resume_reading()
+            self.transport.resume_reading()
 
     # Deadlines.
 
@@ -364,7 +362,7 @@ class RouterProtocol(asyncio.Protocol):
         elif not reader.is_receiving:
             if writer is None:
                 self.transport.close()
-        elif writer is not None or not self._is_reading:
+        elif writer is not None or not self.transport.is_reading():
             # The router causes the delay, not the client.
             self._watch(self.gateway.limits.client_read_timeout)
         else:
@@ -374,7 +372,7 @@ class RouterProtocol(asyncio.Protocol):
     def _wait_for_client(self) -> None:
         """Read no more requests until the client has read this answer, or answers would pile up."""
         if not self._is_closing:
-            self._pause_reading()
+            self.transport.pause_reading()
         self._watch_client()
 
     def _watch_client(self) -> None:
@@ -421,7 +419,7 @@ class RouterProtocol(asyncio.Protocol):
         is_cut = refused is not None and not refused.is_complete
         self._is_closing = self._reader.is_closed = True
         if (may_send and can_half_close) or is_cut:
-            self._resume_reading()
+            self.transport.resume_reading()
             if can_half_close:
                 self.transport.write_eof()
             self._watch(LINGER_S)
@@ -434,16 +432,144 @@ class RouterProtocol(asyncio.Protocol):
         self._is_closing = self._reader.is_closed = True
         self.transport.abort()
 
-    def _pause_reading(self) -> None:
-        if self._is_reading:
-            self._is_reading = False
-            self.transport.pause_reading()
-
-    def _resume_reading(self) -> None:
-        if not self._is_reading:
-            self._is_reading = True
-            self.transport.resume_reading()
-
     def _watch(self, seconds: float) -> None:
         self.deadline = now() + seconds
         self._deadlines.watch(self)
+
+
+class ResponseWriter(IdentityStruct):
+    """One answer. `is_paused` is True while the client reads too slowly. Once `is_over`, nothing
+    more is written: the answer is complete, or the client has disconnected."""
+
+    loop: asyncio.AbstractEventLoop
+    connection: RouterProtocol
+    arrived: float
+    endpoint: str
+    headers: Sequence[Header]
+    body: bytes
+    http_1_1: bool = True
+    keep_alive: bool = True
+    is_paused: bool = False
+    caller: ApiKey | None = None
+    is_over: bool = False
+    started: bool = False
+    chunked: bool = False
+    head: bytes = b""
+    answer: BodySource | None = None
+    changed: asyncio.Event | None = None
+
+    # Exchange: called by the proxy.
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if self.is_over:
+            return
+        self.started = True
+        connection = self.connection
+        framing = _length(len(body)) if body or status != HTTPStatus.NO_CONTENT else b""
+        connection.send(_head(status, headers, framing + connection.common_lines(self)) + body)
+        self._end()
+
+    async def relay(
+        self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
+    ) -> None:
+        if not self.started:  # else this answer continues one that another engine began
+            self.open(status, headers, None if answer.is_event_stream else answer.length)
+        self.answer = answer
+        if self.is_paused:
+            answer.pause()
+        try:
+            await answer.relay(self, idle, latest)
+        finally:
+            self.answer = None
+
+    async def finish(self, tail: bytes) -> None:
+        self.write(tail, last=True)
+
+    def abort(self) -> None:
+        self.is_over = True
+        self.connection.abort()
+
+    def write(self, block: bytes, last: bool) -> None:
+        """Write one piece of body, in a single call; the first piece goes out behind the head."""
+        if self.is_over:
+            return
+        if self.chunked and block and not (last or self.head):  # most pieces of streams
+            self.connection.send(CHUNK % (len(block), block))
+            return
+        pieces = [self.head]
+        if self.head:
+            self.head = b""
+            self.started = True
+        if not self.chunked:
+            pieces.append(block)
+        elif block:  # an empty chunk would end the body
+            pieces.append(CHUNK % (len(block), block))
+        if self.chunked and last:
+            pieces.append(LAST_CHUNK)
+        self.connection.send(b"".join(pieces))
+        if last:
+            self._end()
+
+    def open(self, status: int, headers: Iterable[Header], length: int | None) -> None:
+        """Prepare the head, which leaves with the first piece of body. Without a `length` the body
+        ends with its last chunk, or with the connection."""
+        if status == HTTPStatus.NO_CONTENT:  # neither body nor length (RFC 9110, 8.6)
+            framing = b""
+        elif length is not None:
+            framing = _length(length)
+        else:
+            self.chunked = self.http_1_1
+            framing = CHUNKED if self.chunked else b""
+        self.head = _head(status, headers, framing + self.connection.common_lines(self))
+
+    def open_bare(self, status: int, headers: Iterable[Header]) -> None:
+        """Prepare the head of an answer without a body, whatever the head declares."""
+        self.head = _head(status, headers, self.connection.common_lines(self))
+
+    # Called by the connection.
+
+    def pause(self) -> None:
+        self.is_paused = True
+        if self.answer is not None:
+            self.answer.pause()
+
+    def resume(self) -> None:
+        self.is_paused = False
+        if self.answer is not None:
+            self.answer.resume()
+        self._wake()
+
+    def disconnect(self) -> None:
+        """The client has disconnected."""
+        self.is_over = True
+        self._wake()
+
+    # Called by the ASGI bridge.
+
+    async def wait_for_change(self) -> None:
+        """Wait until the client has read enough, or the answer is over."""
+        if self.changed is None:
+            self.changed = asyncio.Event()
+        self.changed.clear()
+        await self.changed.wait()
+
+    def _wake(self) -> None:
+        if self.changed is not None:
+            self.changed.set()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._wake()
+        self.connection.finish_answer(self)
+
+
+def _head(status: int, headers: Iterable[Header], lines: bytes) -> bytes:
+    """Return the head of an answer; `lines` are whole header lines."""
+    pieces = [STATUS_LINE[status]]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    return b"".join([*pieces, lines, b"\r\n"])
+
+
+def _length(size: int) -> bytes:
+    return b"content-length: %d\r\n" % size

@@ -61,18 +61,15 @@ class IncomingRequest(IdentityStruct):
     headers: Sequence[Header]
     http_1_1: bool
     keep_alive: bool
-    pieces: list[bytes] = []  # noqa: RUF012 - msgspec makes one for each
+    body: bytes = b""
     size: int = 0
     is_complete: bool = False
     is_checked_early: bool = False
     """True once the key and the announced size were checked, before the body has arrived."""
     refusal: RequestError | None = None
     caller: ApiKey | str | None = None
-
-    @property
-    def body(self) -> bytes:
-        pieces = self.pieces
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    pieces: list[bytes] = []  # noqa: RUF012 - msgspec makes one for each
+    """The body while it is incomplete."""
 
     @property
     def expects_continue(self) -> bool:
@@ -103,7 +100,7 @@ class RequestReader:
         self._target = b""
         self._headers: list[Header] = []
         # The head of the last proxied request, with its endpoint and target.
-        self._head_cache = HeadCache(("", b""))
+        self._head_cache: HeadCache[tuple[str, bytes]] | None = None
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
 
@@ -122,7 +119,7 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         is_between, count = not self.is_receiving, len(self.requests)
-        if is_between:
+        if is_between and self._head_cache is not None:
             again = self._head_cache.match(data)
             if again is not None and self._accept_repeated(*again):
                 return
@@ -140,6 +137,8 @@ class RequestReader:
             only = self.requests[-1]
             # Another request may follow on this connection, so this one is of version 1.1.
             if only.endpoint is not None:
+                if self._head_cache is None:
+                    self._head_cache = HeadCache(("", b""))
                 self._head_cache.store(data, (only.endpoint, only.target), only.headers, only.size)
 
     def refuse(self, error: RequestError) -> None:
@@ -153,7 +152,7 @@ class RequestReader:
         self.release_body(refused)
 
     def release_body(self, request: IncomingRequest) -> None:
-        request.pieces.clear()
+        request.pieces, request.body = [], b""
         self._policy.memory.bodies.size -= request.size
         request.size = 0
 
@@ -221,6 +220,8 @@ class RequestReader:
         self._current = None
         self.is_receiving = False
         current.is_complete = True
+        pieces, current.pieces = current.pieces, []
+        current.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if current.endpoint is not None:
             current.headers = without_length(current.headers)
         if not current.keep_alive:
@@ -236,7 +237,7 @@ class RequestReader:
             return False
         held.size += size
         self.requests.append(
-            IncomingRequest(endpoint, b"POST", target, headers, True, True, [body], size, True)
+            IncomingRequest(endpoint, b"POST", target, headers, True, True, body, size, True)
         )
         return True
 

@@ -16,7 +16,12 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from router.proxy.gateway import Gateway
-from router.server.client_connection import LINGER_S, MAX_EXCESS_CONNECTIONS, RouterProtocol, excess
+from router.server.client_connection import (
+    LINGER_S,
+    MAX_EXCESS_CONNECTIONS,
+    RouterProtocol,
+    count_connection,
+)
 
 HANDSHAKE_TIMEOUT_S, TLS_SHUTDOWN_TIMEOUT_S = 10.0, 1.0
 
@@ -53,11 +58,8 @@ class TlsHandshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._connections.add(self)
-        self._gateway.metrics.connections.inc()
-        over = excess(self._connections, self._gateway.limits)
+        over = count_connection(self, self._connections, self._gateway)
         if over > MAX_EXCESS_CONNECTIONS:
-            self._gateway.metrics.refusals.add(("connections",))
             self._uncount()
             self._transport.abort()
             return

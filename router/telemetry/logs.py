@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 import orjson
 from msgspec import Struct
 
-from router.telemetry.record import Record, tokens_of
+from router.telemetry.record import Record
 
 access_logger = logging.getLogger("disagg_router.access")
 LogFormat = Literal["auto", "text", "short", "json"]
@@ -250,7 +250,7 @@ class AccessLine(Struct, frozen=True):
         ):
             if moment is not None:
                 known[name] = _milliseconds(record, moment)
-        for name, number in tokens_of(record)._asdict().items():
+        for name, number in record.tokens._asdict().items():
             if number is not None:
                 known[f"{name}_tokens"] = number
         if record.stage != "done":
@@ -284,7 +284,7 @@ def _common(r: Record, form: LineFormat) -> str | None:
     )
     if r.key:
         line += form.key % r.key
-    prompt, completion, cached = r.tokens or tokens_of(r)
+    prompt, completion, cached = r.tokens
     of_prompt, of_completion, of_cached = form.tokens
     if prompt is not None:
         line += f"{of_prompt}{prompt}"
@@ -296,7 +296,7 @@ def _common(r: Record, form: LineFormat) -> str | None:
 def _short(r: Record) -> str:
     """Return the line for a person: outcome, latencies, engines, reuse."""
     parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
-    prompt, completion, cached = tokens_of(r)
+    prompt, completion, cached = r.tokens
     if prompt is not None:
         parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
     if r.first_byte is not None and r.ended is not None:

@@ -160,8 +160,8 @@ class Record(Struct, eq=False):
     """When the request began to wait for a slot at an engine."""
     admitted: float | None = None
     """When the request got a slot."""
-    tokens: Tokens | None = None
-    """Parsed once by `tokens_of`."""
+    tokens: Tokens = UNKNOWN
+    """Read from the usage objects by RecordBatches, when the request has ended."""
     trace: Trace | None = None
 
 
@@ -195,19 +195,11 @@ def usage_in(answer: bytes) -> bytes:
 
 
 def tokens_of(record: Record) -> Tokens:
-    """Return the tokens of an ended request, by the decode engine, else by the prefill engine."""
-    tokens = record.tokens
-    if tokens is None:
-        tokens = record.tokens = tokens_so_far(record)
-    return tokens
-
-
-def tokens_so_far(record: Record) -> Tokens:
-    """Return the tokens of a request that may still run."""
+    """Return the tokens by the decode engine, else by the prefill engine; the request may run."""
     tokens = tokens_in(record.usage) if record.usage else UNKNOWN
     if tokens.prompt is None and record.prefill_usage:
-        asked = tokens_in(record.prefill_usage)
-        tokens = Tokens(asked.prompt, tokens.completion, asked.cached)
+        prefilled = tokens_in(record.prefill_usage)
+        tokens = Tokens(prefilled.prompt, tokens.completion, prefilled.cached)
     return tokens
 
 
@@ -262,6 +254,8 @@ class RecordBatches:
         ended, self._ended = self._ended, []
         if not ended:
             return
+        for record in ended:
+            record.tokens = tokens_of(record)
         for read in self._readers:
             try:
                 read(ended)

@@ -26,7 +26,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from router.telemetry.record import Record, tokens_of
+from router.telemetry.record import Record
 
 PREFIX = "disagg_router_"
 MAX_LABEL_PAIRS = 64
@@ -348,7 +348,7 @@ class RequestMetrics:
             histogram.fold_beyond(MAX_UNSORTED)
 
     def _count_tokens(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
-        prompts, completions, cached = zip(*map(tokens_of, records), strict=True)
+        prompts, completions, cached = zip(*[record.tokens for record in records], strict=True)
         for counter, reported in (
             (self._model_prompt, prompts),
             (self._model_completion, completions),
@@ -396,5 +396,5 @@ class RequestMetrics:
 
 def _between(record: Record, seconds: float) -> tuple[float, ...]:
     """Return the mean time between two tokens of a stream, or nothing if it is unknown."""
-    tokens = tokens_of(record).completion
+    tokens = record.tokens.completion
     return () if tokens is None or tokens < 2 else (seconds / (tokens - 1),)

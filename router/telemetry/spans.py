@@ -40,7 +40,6 @@ from router.telemetry.record import (
     TracedLeg,
     new_id,
     tokens_in,
-    tokens_of,
 )
 
 logger = logging.getLogger("disagg_router.traces")
@@ -189,7 +188,7 @@ def spans_of(
 
 
 def _of_request(record: Record, trace: Trace) -> Attributes:
-    prompt, completion, cached = tokens_of(record)
+    prompt, completion, cached = record.tokens
     return _known(
         {
             "http.request.method": "POST",

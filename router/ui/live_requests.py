@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from router.telemetry.record import Record, tokens_of, tokens_so_far
+from router.telemetry.record import Record, tokens_of
 
 MAX_RUNNING = 512
 MAX_ENDED = 256
@@ -156,7 +156,7 @@ class Origin(NamedTuple):
 def summarize_request(record: Record, origin: Origin) -> RequestSummary:
     """Summarize a running or ended request."""
     has_ended = record.ended is not None
-    prompt, completion, cached = tokens_of(record) if has_ended else tokens_so_far(record)
+    prompt, completion, cached = tokens_of(record)
 
     moments = {name: getattr(record, name) for name in RequestTimings.model_fields}
     timings = {

@@ -17,7 +17,7 @@ from router.auth.api_keys import ApiKey, digest_of
 from router.auth.authenticator import INCORRECT
 from router.proxy.dispatch import serve
 from router.server.app import build
-from router.server.response_writer import ResponseWriter
+from router.server.client_connection import ResponseWriter
 from router.settings import SettingsError
 from router.telemetry.logs import AccessLine
 from tests.unit.router.conftest import StartRouter
@@ -244,8 +244,8 @@ async def test_proxy_refuses_requests_that_the_server_has_not_authenticated(
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
     sent: list[bytes] = []
-    connection = SimpleNamespace(
-        send=sent.append, common_lines=lambda writer: (), finish_answer=lambda writer: None
+    connection: Any = SimpleNamespace(
+        send=sent.append, common_lines=lambda writer: b"", finish_answer=lambda writer: None
     )
     headers = [(b"authorization", b"Bearer %b" % KEY.encode())]
     loop, body = asyncio.get_running_loop(), json.dumps(BODY).encode()

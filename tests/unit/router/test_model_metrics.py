@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches
+from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches, tokens_of
 from router.telemetry.request_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -24,6 +24,7 @@ def ended(model: str = "m", group: str = "g", **more: Any) -> Record:
     record.first_byte, record.ended = 10.5, 12.5
     for name, value in more.items():
         setattr(record, name, value)
+    record.tokens = tokens_of(record)
     return record
 
 

@@ -222,6 +222,7 @@ def test_the_usual_access_line_is_the_general_one(
     record = Record("/v1/completions", 0.0, "id", "pull", stage, "ok", 200, usage=usage)
     record.prefiller, record.decoder, record.conversation = *names, conversation
     record.prefill_done, record.first_byte, record.ended = times
+    record.tokens = tokens_of(record)
     line = AccessLine(record, 0.0)
     said = "".join(f" {k}={v}" for k, v in line.content().items() if k != "message")
     assert line.text() == f"request{said}"
@@ -277,6 +278,7 @@ def test_on_a_terminal_a_line_is_short_and_says_tokens_speed_and_reuse() -> None
     record = Record("/v1/chat/completions", 10.0, "id", "turn", "done", "ok", 200, usage=TOLD)
     record.prefiller, record.decoder, record.conversation = "p:1", "d:2", "hit"
     record.prefill_done, record.first_byte, record.ended = 10.25, 10.5, 11.0
+    record.tokens = tokens_of(record)
     line = logging.LogRecord("a", logging.INFO, "", 0, "%d requests", (1,), None)
     setattr(line, LINES, [AccessLine(record, 0.25)])
     assert ShortFormatter().format(line).partition(" ")[2] == (
@@ -315,6 +317,7 @@ def test_the_format_is_that_of_who_reads_it(
 def test_a_short_line_says_what_was_moved(offered: bytes, said: str) -> None:
     record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=TOLD)
     record.prefiller, record.decoder, record.transfer_params = "p:1", "d:1", offered
+    record.tokens = tokens_of(record)
     line = AccessLine(record, 0.0).short()
     assert said in line
     assert said or "moved" not in line
