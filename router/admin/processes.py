@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from router.admin.desired_state import DesiredState, Tunables
 from router.common.signature import ValueSigner
 from router.common.watched_file import WatchedFiles
-from router.conversations.signed_store import SignedStore
+from router.conversations.store import SignedStore
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import (
     FleetView,

@@ -7,13 +7,9 @@ renews: if the router dies, the slot is free within half a minute. The arithmeti
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-from redis.exceptions import RedisClusterException, RedisError
 
 from router.auth.api_keys import ApiKey
 from router.auth.quota_ledger import (
@@ -26,12 +22,9 @@ from router.auth.quota_ledger import (
     decide,
 )
 from router.auth.rate_limit import MAX_DEBT_S
-from router.common.redis_url import create_redis_clients
+from router.common.redis_backend import RedisBackend
 
-logger = logging.getLogger("disagg_router.auth")
 NAMESPACE = "disagg-router:limits:"
-# After a failure the router sends Redis nothing for this time.
-PAUSE_AFTER_FAILURE_S = 5.0
 # Long enough for some failed renewals, or for a router that hangs for a while.
 LEASE_S = 30.0
 # ARGV: requests and tokens a minute, concurrency (0: no limit), tokens, id, seconds of its lease.
@@ -88,35 +81,17 @@ return 1
 """
 
 
-class RedisQuotaLedger:
-    """Counts usage in Redis.
+class RedisQuotaLedger(RedisBackend):
+    """Counts usage in Redis. A slot lasts for `lease` seconds, unless it is renewed."""
 
-    No operation lasts longer than `timeout` seconds. `on_failure` is called with the operation and
-    "failed", or "skipped" if it was not tried because of an earlier failure.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        password: str | None,
-        timeout: float,
-        on_failure: Callable[[str, str], None],
-        clock: Callable[[], float] = time.monotonic,
-        lease: float = LEASE_S,
-    ) -> None:
-        """Raises ValueError for an invalid URL."""
-        self.lease = lease
-        self._client, self._others = create_redis_clients(url, password, timeout)
-        self._timeout = timeout
-        self._on_failure = on_failure
-        self._clock = clock
-        self._paused_until: float | None = None
+    error = LedgerUnavailableError
+    logger = logging.getLogger("disagg_router.auth")
+    failed_message = "Redis does not count keys' limits, each router counts alone"
+    recovered_message = "Redis counts keys' limits again"
+    lease = LEASE_S
 
     async def take(self, permit: SharedPermit, tokens: int) -> QuotaDecision:
-        """Decide about a request, and charge it if it is granted.
-
-        Its slot lasts for `lease` seconds, unless it is renewed. Raises LedgerUnavailableError.
-        """
+        """Decide about a request, and charge it if it is granted. Raises LedgerUnavailableError."""
         key = permit.key
         limits = key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0
         answer = await self._run_script("take", TAKE, key, *limits, tokens, permit.id, self.lease)
@@ -141,7 +116,7 @@ class RedisQuotaLedger:
         try:
             await self._run_script("end", END, permit.key, limit, difference, permit.id, MAX_DEBT_S)
         except LedgerUnavailableError as error:
-            logger.debug("the end of a request is not recorded in Redis: %s", error)
+            self.logger.debug("the end of a request is not recorded in Redis: %s", error)
             return False
         return True
 
@@ -150,43 +125,13 @@ class RedisQuotaLedger:
         try:
             await self._run_script("renew", RENEW, key, self.lease, *ids)
         except LedgerUnavailableError as error:
-            logger.debug("the leases of a key are not renewed in Redis: %s", error)
-
-    async def close(self) -> None:
-        for client in (self._client, *self._others):
-            try:
-                await client.aclose()
-            except (RedisError, OSError) as error:
-                logger.debug("closing Redis: %s", error)
+            self.logger.debug("the leases of a key are not renewed in Redis: %s", error)
 
     async def _run_script(self, operation: str, script: str, key: ApiKey, *values: object) -> Any:
         """Return the script's result. Raises LedgerUnavailableError."""
-        moment = self._clock()
-        if self._paused_until is not None:
-            if moment < self._paused_until:
-                self._on_failure(operation, "skipped")
-                raise LedgerUnavailableError("it failed a moment ago")
-            # One request tries, and the others do not wait for it.
-            self._paused_until = moment + PAUSE_AFTER_FAILURE_S
         # The braces put both keys on the same node of a cluster.
         name = f"{NAMESPACE}{{{key.name}}}"
-        arguments = [str(value) for value in values]
-        answer: Awaitable[Any] = self._client.eval(script, 2, name, f"{name}:running", *arguments)
-        try:
-            async with asyncio.timeout(self._timeout):
-                result = await answer
-        except TimeoutError as error:
-            raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
-        except (RedisError, RedisClusterException, OSError) as error:
-            raise self._failure(operation, f"{type(error).__name__}: {error}") from error
-        if self._paused_until is not None:
-            self._paused_until = None
-            logger.info("Redis counts keys' limits again")
-        return result
-
-    def _failure(self, operation: str, why: object) -> LedgerUnavailableError:
-        if self._paused_until is None:
-            logger.warning("Redis does not count keys' limits, each router counts alone: %s", why)
-        self._paused_until = self._clock() + PAUSE_AFTER_FAILURE_S
-        self._on_failure(operation, "failed")
-        return LedgerUnavailableError(str(why))
+        arguments = map(str, values)
+        return await self.run(
+            operation, lambda: self._client.eval(script, 2, name, f"{name}:running", *arguments)
+        )

@@ -8,7 +8,7 @@ retained KV instead of computing it. What the other rooms use:
   `ConversationResolver` maps a request to its conversation and its tenant;
 * `entry` has what is stored: prompts as digests, so that two turns can be compared, and `Entry`;
 * `reuse.find_reuse` decides how much of an entry the next prompt may use, and at which engines;
-* `store.Store` is the interface of `MemoryStore`, `RedisStore` and what wraps them
-  (`SignedStore`, `StoreBreaker`);
+* `store.Store` is the interface of `MemoryStore`, `RedisStore`, and `SignedStore`, which wraps the
+  latter;
 * `stored_responses.ResponseStore` keeps responses for `previous_response_id`.
 """

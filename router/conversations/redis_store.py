@@ -2,75 +2,67 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from redis.exceptions import ResponseError
 
-from router.common.redis_url import create_redis_clients
+from router.common.redis_backend import RedisBackend
 from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"
 WRONG_TYPE = "WRONGTYPE"
 # Stands for a key that holds a list or another type: a value that no router has signed.
 FOREIGN_VALUE = b""
+Command = Callable[[], Awaitable[Any]]
 
 
-class RedisStore:
-    """A Store over any URL that `redis_url` reads.
+class RedisStore(RedisBackend):
+    """A Store over any URL that `redis_backend` reads.
 
-    GETDEL (Redis 6.2) makes `take` atomic, and SET with GET returns what `put` replaced. An
-    operation that fails or lasts longer than `timeout` seconds raises StoreError. No operation is
-    retried, since GETDEL may have succeeded. A key that holds another type than a string is no
-    failure of Redis: the operation removes it, and returns FOREIGN_VALUE for it.
+    GETDEL (Redis 6.2) makes `take` atomic, and SET with GET returns what `put` replaced. A key that
+    holds another type than a string is no failure of Redis: the operation removes it, and returns
+    FOREIGN_VALUE for it.
     """
 
     does_io = True
-
-    def __init__(self, url: str, password: str | None, timeout: float) -> None:
-        self._timeout = timeout
-        self._client, self._others = create_redis_clients(url, password, timeout)
+    error = StoreError
+    logger = logging.getLogger("disagg_router.conversations")
+    failed_message = "conversation store failed, turns are not reused"
+    recovered_message = "conversation store has recovered"
 
     async def take(self, key: str) -> bytes | None:
-        name = NAMESPACE + key
-        return await self._run(self._client.getdel(name), lambda: self._client.delete(name))
+        name, client = NAMESPACE + key, self._client
+        return await self._value(
+            "take", lambda: client.getdel(name), on_wrong_type=lambda: client.delete(name)
+        )
 
     async def read(self, key: str) -> bytes | None:
-        return await self._run(self._client.get(NAMESPACE + key))
+        return await self._value("read", lambda: self._client.get(NAMESPACE + key))
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
-        name, milliseconds = NAMESPACE + key, max(1, int(seconds * 1000))
-        older = await self._run(
-            self._client.set(name, value, px=milliseconds, get=True),
-            lambda: self._client.set(name, value, px=milliseconds),
-        )
+        def set_value(get: bool) -> Awaitable[Any]:
+            milliseconds = max(1, int(seconds * 1000))
+            return self._client.set(NAMESPACE + key, value, px=milliseconds, get=get)
+
+        older = await self._value("put", lambda: set_value(True), lambda: set_value(False))
         return [] if older is None else [older]
 
-    async def close(self) -> None:
-        for client in (self._client, *self._others):
-            try:
-                await client.aclose()
-            except (RedisError, OSError) as error:
-                logging.getLogger(__name__).debug("closing Redis: %s", error)
-
-    async def _run(
-        self, command: Awaitable[Any], on_wrong_type: Callable[[], Awaitable[Any]] | None = None
+    async def _value(
+        self, operation: str, command: Command, on_wrong_type: Command | None = None
     ) -> bytes | None:
-        """Return the command's value. `on_wrong_type` makes the command for a key of that kind."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                try:
-                    value = await command
-                except ResponseError as error:
-                    if not str(error).startswith(WRONG_TYPE):
-                        raise
-                    if on_wrong_type is not None:
-                        await on_wrong_type()
-                    return FOREIGN_VALUE
-                return value if isinstance(value, bytes) else None
-        except TimeoutError as error:
-            raise StoreError(f"Redis did not answer within {self._timeout:g} s") from error
-        except (RedisError, RedisClusterException, OSError) as error:
-            raise StoreError(f"{type(error).__name__}: {error}") from error
+        """Return the command's value. `on_wrong_type` is the command for a key of that kind."""
+
+        async def send() -> bytes | None:
+            try:
+                value = await command()
+            except ResponseError as error:
+                if not str(error).startswith(WRONG_TYPE):
+                    raise
+                if on_wrong_type is not None:
+                    await on_wrong_type()
+                return FOREIGN_VALUE
+            return value if isinstance(value, bytes) else None
+
+        return await self.run(operation, send)

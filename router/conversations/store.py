@@ -1,17 +1,24 @@
-"""Where entries wait for the next turn: the interface, the store in memory, and the breaker."""
+"""Where entries wait for the next turn: in memory, or in a store that others can write to."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from prometheus_client import Counter
 
-T = TypeVar("T")
-logger = logging.getLogger("disagg_router.conversations")
+from router.common.signature import MAC_BYTES, ValueSigner
+from router.telemetry.logs import LogThrottle
+
+MAX_VALUE_BYTES = 16 * 1024 * 1024
+MAX_REMEMBERED_TAKES = 65_536
+UNVERIFIED_WARNING = (
+    "the conversation store holds values that our --conversation-store-key did not sign, or that "
+    "were taken before; the router ignores them"
+)
 
 
 class StoreError(Exception):
@@ -107,12 +114,12 @@ class MemoryStore:
         return found
 
 
-class StoreBreaker:
-    """A circuit breaker around a Store, so that a dead one costs one timeout per `pause` seconds.
+class SignedStore:
+    """A Store that signs what it puts into another store, and returns only values with a signature.
 
-    While the breaker is open, every call raises StoreError at once. After `pause` seconds one call
-    tries the store again; the other calls do not wait for it. `errors` counts failed and skipped
-    operations.
+    An attacker who can read the other store could put a value back after a router took it. So this
+    store remembers the values that it took for `life` seconds, in which they could be used again.
+    `errors` counts unverified values.
     """
 
     does_io = True
@@ -120,44 +127,64 @@ class StoreBreaker:
     def __init__(
         self,
         store: Store,
+        signer: ValueSigner,
         errors: Counter,
-        pause: float = 5.0,
+        life: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._signer = signer
         self._errors = errors
-        self._pause = pause
+        self._life = life
         self._clock = clock
-        self._open_until: float | None = None
+        self._taken: OrderedDict[bytes, float] = OrderedDict()
+        self._throttle = LogThrottle(logging.getLogger("disagg_router.conversations"))
+
+    def use_signer(self, signer: ValueSigner) -> None:
+        """Use other keys from now on; values that were signed with a remaining key stay valid."""
+        self._signer = signer
 
     async def take(self, key: str) -> bytes | None:
-        return await self._guarded("take", lambda: self._store.take(key))
+        """Remove and return a value. Raises UnverifiedError, too; the value is gone even then."""
+        signed = await self._store.take(key)
+        if signed is None:
+            return None
+        value = self._verify("take", key, signed)
+        now = self._clock()
+        self._taken[signed[:MAC_BYTES]] = now + self._life
+        oldest = next(iter(self._taken))
+        while self._taken[oldest] <= now or len(self._taken) > MAX_REMEMBERED_TAKES:
+            del self._taken[oldest]
+            oldest = next(iter(self._taken))
+        return value
 
     async def read(self, key: str) -> bytes | None:
-        return await self._guarded("read", lambda: self._store.read(key))
+        """Return a value. Raises UnverifiedError, too."""
+        signed = await self._store.read(key)
+        return None if signed is None else self._verify("read", key, signed)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
-        return await self._guarded("put", lambda: self._store.put(key, value, seconds))
+        if len(value) > MAX_VALUE_BYTES:
+            return [value]
+        dropped = await self._store.put(key, self._signer.sign(key, value), seconds)
+        opened = [self._open("put", key, signed) for signed in dropped]
+        return [value for value in opened if value is not None]
 
     async def close(self) -> None:
         await self._store.close()
 
-    async def _guarded(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
-        now = self._clock()
-        if self._open_until is not None:
-            if now < self._open_until:
-                self._errors.labels(operation, "skipped").inc()
-                raise StoreError("the store failed a moment ago")
-            self._open_until = now + self._pause
-        try:
-            result = await call()
-        except StoreError as error:
-            self._errors.labels(operation, "failed").inc()
-            if self._open_until is None:
-                logger.warning("conversation store failed, turns are not reused: %s", error)
-            self._open_until = self._clock() + self._pause
-            raise
-        if self._open_until is not None:
-            logger.info("conversation store has recovered")
-            self._open_until = None
-        return result
+    def _verify(self, operation: str, key: str, signed: bytes) -> bytes:
+        value = self._open(operation, key, signed)
+        if value is None:
+            raise UnverifiedError("not signed with our keys, or taken before")
+        return value
+
+    def _open(self, operation: str, key: str, signed: bytes) -> bytes | None:
+        value = None
+        was_taken = self._taken.get(signed[:MAC_BYTES], 0.0) > self._clock()
+        if len(signed) <= MAX_VALUE_BYTES + MAC_BYTES and not was_taken:
+            value = self._signer.verify(key, signed)
+        if value is None:
+            self._errors.labels(operation, "unverified").inc()
+            self._throttle.warn(UNVERIFIED_WARNING, operation)
+        return value

@@ -21,8 +21,7 @@ from router.common.signature import ValueSigner
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import ConversationResolver, Conversations
-from router.conversations.signed_store import SignedStore
-from router.conversations.store import MemoryStore, Store, StoreBreaker
+from router.conversations.store import MemoryStore, SignedStore, Store
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.consistency import count_groups, find_duplicate_ids
 from router.fleet.engine import (
@@ -215,15 +214,12 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
     """Raises SettingsError."""
     from router.auth.redis_quota_ledger import RedisQuotaLedger  # slow to import, and seldom needed
 
-    def failed(operation: str, result: str) -> None:
-        metrics.key_limit_errors.labels(operation, result).inc()
-
     try:
         return RedisQuotaLedger(
             settings.limits_store,
             settings.limits_password(),
             settings.conversation_store_timeout,
-            failed,
+            metrics.key_limit_errors,
         )
     except ValueError as error:
         raise SettingsError([f"--key-limits-store: {error}"]) from error
@@ -243,11 +239,11 @@ def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
     address = settings.conversation_store
     password = read_secret(settings, "conversation_store_password")
     try:
-        redis = RedisStore(address, password, settings.conversation_store_timeout)
+        redis = RedisStore(address, password, settings.conversation_store_timeout, errors)
     except ValueError as error:
         raise SettingsError([f"--conversation-store: {error}"]) from error
     signer = ValueSigner(with_store_keys(settings).store_keys())
-    return SignedStore(StoreBreaker(redis, errors), signer, errors, settings.conversation_ttl)
+    return SignedStore(redis, signer, errors, settings.conversation_ttl)
 
 
 def _memory_store(settings: Settings) -> MemoryStore:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
-from router.conversations.signed_store import SignedStore
+from router.conversations.store import SignedStore
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry

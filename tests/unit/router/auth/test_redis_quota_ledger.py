@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from router.auth.api_keys import ApiKey, Keyring
 from router.auth.authenticator import Authenticator, QuotaPermit
@@ -37,16 +38,20 @@ def empty(redis: RedisServer) -> None:
     redis.cli("flushall")
 
 
+def failures() -> Counter:
+    return Counter("errors", "", ("operation", "result"), registry=None)
+
+
 @contextlib.asynccontextmanager
 async def ledger_at(
     server: RedisServer,
-    failures: list[Any] | None = None,
+    errors: Counter | None = None,
     scheme: str = "redis",
     lease: float = LEASE_S,
 ) -> AsyncIterator[RedisQuotaLedger]:
-    told = [] if failures is None else failures
     url = server.url.replace("redis", scheme, 1)
-    made = RedisQuotaLedger(url, PASSWORD, 2.0, lambda *what: told.append(what), lease=lease)
+    made = RedisQuotaLedger(url, PASSWORD, 2.0, errors or failures())
+    made.lease = lease
     yield made
     await made.close()
 
@@ -148,14 +153,14 @@ async def test_what_others_put_there_is_a_failure_and_no_fault(
         redis.cli("sadd", f"{name}:running", "x")
     else:
         redis.cli("hset", name, "r", "abc", "t", "nan")
-    failures: list[Any] = []
-    async with ledger_at(redis, failures) as ledger:
+    errors = failures()
+    async with ledger_at(redis, errors) as ledger:
         if kind == "nonsense":
             assert not (await ledger.take(held("1"), 1)).refused
         else:
             with pytest.raises(LedgerUnavailableError):
                 await ledger.take(held("1"), 1)
-            assert failures == [("take", "failed")]
+            assert errors.labels("take", "failed")._value.get() == 1
 
 
 async def test_a_cluster_does_it_too() -> None:

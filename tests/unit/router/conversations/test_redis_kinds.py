@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from router.conversations.redis_store import RedisStore
 from router.conversations.store import StoreError
 from tests.redis_server import (
     PASSWORD,
@@ -17,6 +16,7 @@ from tests.redis_server import (
     running_sentinel,
     running_tls_redis,
 )
+from tests.unit.router.conversations.test_stores import redis_store
 
 pytestmark = pytest.mark.slow  # a Redis server
 
@@ -38,7 +38,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 async def assert_keeps_once(url: str, password: str | None = PASSWORD) -> None:
     """Two clients with one URL: what one puts, one of many takers gets."""
-    one, two = RedisStore(url, password, SECONDS), RedisStore(url, password, SECONDS)
+    one, two = redis_store(url, password, SECONDS), redis_store(url, password, SECONDS)
     try:
         await one.put("key", b"value", 100)
         takers = [(one, two)[number % 2].take("key") for number in range(50)]
@@ -53,7 +53,7 @@ async def test_a_server_with_tls(certificate: tuple[Path, Path]) -> None:
     with running_tls_redis(*certificate) as server:
         url = f"rediss://127.0.0.1:{server.port}"
         await assert_keeps_once(f"{url}?ssl_ca_certs={certificate[0]}")
-        store = RedisStore(url, PASSWORD, SECONDS)
+        store = redis_store(url, PASSWORD, SECONDS)
         with pytest.raises(StoreError, match=r"(?i)certificate"):
             await store.take("key")
         await store.close()
@@ -70,7 +70,7 @@ async def test_a_sentinel_names_the_master_of_that_name(tmp_path: Path) -> None:
         with running_sentinel(tmp_path, masters) as sentinel:
             url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}"
             await assert_keeps_once(f"{url}/right")
-            store = RedisStore(f"{url}/right/3", PASSWORD, SECONDS)
+            store = redis_store(f"{url}/right/3", PASSWORD, SECONDS)
             await store.put("key", b"value", 100)
             await store.close()
             assert "db" not in wrong.cli("info", "keyspace")
@@ -83,7 +83,7 @@ async def test_a_sentinel_with_a_password(tmp_path: Path) -> None:
         with running_sentinel(tmp_path, {"main": master}, *options) as sentinel:
             url = f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
             await assert_keeps_once(f"{url}?sentinel_auth=true")
-            store = RedisStore(url, PASSWORD, SECONDS)
+            store = redis_store(url, PASSWORD, SECONDS)
             with pytest.raises(StoreError):
                 await store.take("key")
             await store.close()
@@ -91,7 +91,7 @@ async def test_a_sentinel_with_a_password(tmp_path: Path) -> None:
 
 async def test_a_sentinel_that_knows_no_such_master_is_a_store_error(tmp_path: Path) -> None:
     with running_redis() as master, running_sentinel(tmp_path, {"main": master}) as sentinel:
-        store = RedisStore(f"redis+sentinel://127.0.0.1:{sentinel.port}/other", PASSWORD, SECONDS)
+        store = redis_store(f"redis+sentinel://127.0.0.1:{sentinel.port}/other", PASSWORD, SECONDS)
         with pytest.raises(StoreError):
             await store.take("key")
         await store.close()
@@ -100,7 +100,7 @@ async def test_a_sentinel_that_knows_no_such_master_is_a_store_error(tmp_path: P
 @pytest.mark.slow
 async def test_a_cluster_that_comes_back_is_used_again() -> None:
     with running_cluster() as first:
-        store = RedisStore(f"redis+cluster://127.0.0.1:{first.port}", PASSWORD, SECONDS)
+        store = redis_store(f"redis+cluster://127.0.0.1:{first.port}", PASSWORD, SECONDS)
         await store.put("key", b"value", 100)
         port = first.port
     with pytest.raises(StoreError):

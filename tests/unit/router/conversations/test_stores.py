@@ -10,10 +10,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from prometheus_client import Counter
 
-from router.common.redis_url import create_redis_clients
+from router.common.redis_backend import create_redis_clients
 from router.conversations.redis_store import NAMESPACE, RedisStore
-from router.conversations.store import MemoryStore, Store, StoreBreaker, StoreError
+from router.conversations.store import MemoryStore, Store, StoreError
 from tests.redis_server import RedisServer, running_redis
+
+
+def redis_store(url: str, password: str | None, timeout: float) -> RedisStore:
+    errors = Counter("errors", "", ("operation", "result"), registry=None)
+    return RedisStore(url, password, timeout, errors, pause=0)
 
 
 class Clock:
@@ -35,7 +40,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     made: Store = MemoryStore(100, 10_000)
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis")
-        made = RedisStore(server.url, server.password, 20.0)
+        made = redis_store(server.url, server.password, 20.0)
     yield made
     await made.close()
 
@@ -57,7 +62,7 @@ async def test_what_is_read_stays(store: Store) -> None:
 async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
     redis: RedisServer,
 ) -> None:
-    store = RedisStore(redis.url, redis.password, 20.0)
+    store = redis_store(redis.url, redis.password, 20.0)
     client = create_redis_clients(redis.url, redis.password, 2.0).main
     await client.rpush(NAMESPACE + "list", "a")
     assert await store.read("list") == b""
@@ -80,7 +85,7 @@ async def test_of_fifty_takers_one_gets_it(store: Store) -> None:
 
 @pytest.mark.slow
 async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) -> None:
-    stores = [RedisStore(redis.url, redis.password, 20.0) for _ in range(2)]
+    stores = [redis_store(redis.url, redis.password, 20.0) for _ in range(2)]
     await stores[0].put("shared", b"x", 10)
     taken = await asyncio.gather(*(stores[i % 2].take("shared") for i in range(50)))
     assert [value for value in taken if value is not None] == [b"x"]
@@ -90,7 +95,7 @@ async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) ->
 
 @pytest.mark.slow
 async def test_redis_forgets_by_itself(redis: RedisServer) -> None:
-    store = RedisStore(redis.url, redis.password, 2.0)
+    store = redis_store(redis.url, redis.password, 2.0)
     await store.put("short", b"x", 7)
     client = create_redis_clients(redis.url, redis.password, 2.0).main
     assert 0 < await client.pttl(NAMESPACE + "short") <= 7000
@@ -137,50 +142,38 @@ async def test_memory_drops_what_has_expired() -> None:
 
 
 class Failing:
-    """A Store that fails until told otherwise."""
-
-    does_io = True
+    """A command that fails until `broken` is False."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.broken = True
 
-    async def take(self, key: str) -> bytes | None:
+    async def __call__(self) -> bytes:
         self.calls += 1
         if self.broken:
-            raise StoreError("no connection")
+            raise ConnectionError("no connection")
         return b"x"
-
-    async def read(self, key: str) -> bytes | None:
-        return await self.take(key)
-
-    async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
-        await self.take(key)
-        return []
-
-    async def close(self) -> None:
-        pass
 
 
 async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    clock, store = Clock(), Failing()
+    clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    breaker = StoreBreaker(store, errors, pause=5, clock=clock)
+    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, pause=5, clock=clock)
     for _ in range(20):
         with pytest.raises(StoreError):
-            await breaker.take("k")
-    assert store.calls == 1
+            await store.run("take", command)
+    assert command.calls == 1
     clock.now += 5
     with pytest.raises(StoreError):
-        await breaker.put("k", b"", 1)
-    assert store.calls == 2
-    store.broken = False
+        await store.run("put", command)
+    assert command.calls == 2
+    command.broken = False
     clock.now += 5
-    assert await breaker.take("k") == b"x"
-    assert await breaker.take("k") == b"x"
+    assert await store.run("take", command) == b"x"
+    assert await store.run("take", command) == b"x"
     said = [record.levelname for record in caplog.records]
     assert said == ["WARNING", "INFO"], "one line when it goes, one when it is back"
     assert errors.labels("take", "failed")._value.get() == 1
@@ -188,20 +181,22 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
 
 
 async def test_only_one_call_tries_a_store_that_may_be_back() -> None:
-    clock, store = Clock(), Failing()
+    clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    breaker = StoreBreaker(store, errors, pause=5, clock=clock)
+    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, pause=5, clock=clock)
     with pytest.raises(StoreError):
-        await breaker.take("k")
+        await store.run("take", command)
     clock.now += 5
-    outcomes = await asyncio.gather(*(breaker.take("k") for _ in range(10)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(store.run("take", command) for _ in range(10)), return_exceptions=True
+    )
     assert all(isinstance(outcome, StoreError) for outcome in outcomes)
-    assert store.calls == 2
+    assert command.calls == 2
 
 
 async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", None, 0.1)
+        store = redis_store(f"redis://127.0.0.1:{silent.getsockname()[1]}", None, 0.1)
         started = asyncio.get_running_loop().time()
         with pytest.raises(StoreError):
             await store.take("k")
@@ -212,7 +207,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
 @pytest.mark.slow
 async def test_a_redis_that_is_not_there_or_refuses_is_a_store_error(redis: RedisServer) -> None:
     for url, password in (("redis://127.0.0.1:1", None), (redis.url, "wrong")):
-        store = RedisStore(url, password, 2.0)
+        store = redis_store(url, password, 2.0)
         with pytest.raises(StoreError):
             await store.put("k", b"x", 1)
         await store.close()

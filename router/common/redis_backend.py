@@ -1,4 +1,4 @@
-"""URLs of a Redis store, and the clients for them.
+"""A Redis that the router can do without for a while, and the URLs that name one.
 
     redis://[user:password@]host[:6379][/db]        rediss:// for TLS
     redis+cluster://host[:6379]                     one node of a cluster; rediss+cluster://
@@ -10,18 +10,27 @@ the password as well: ?sentinel_auth=true.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from prometheus_client import Counter
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
 
 SENTINEL_PORT = 26379
 # Per server. A burst of requests shares them, because connections, above all with TLS, cost both
 # sides more than the commands.
 MAX_CONNECTIONS = 16
 SENTINEL_OPTIONS = ("socket_timeout", "socket_connect_timeout", "retry")
+# After a failure the router sends Redis nothing for this time.
+PAUSE_AFTER_FAILURE_S = 5.0
+T = TypeVar("T")
 
 
 class RedisClients(NamedTuple):
@@ -29,6 +38,73 @@ class RedisClients(NamedTuple):
 
     main: Redis | RedisCluster
     others: tuple[Redis, ...] = ()
+
+
+class RedisBackend:
+    """The base of what uses a Redis. It has a circuit breaker, so that a dead Redis costs one
+    timeout per `pause` seconds.
+
+    No operation lasts longer than `timeout` seconds, and none is retried. A failed one raises
+    `error`. While the breaker is open, every operation raises it at once. After `pause` seconds one
+    operation tries Redis again; the others do not wait for it. `errors` counts failed and skipped
+    operations. A subclass sets `error`, `logger` and what to log.
+    """
+
+    error: ClassVar[type[Exception]]
+    logger: ClassVar[logging.Logger]
+    failed_message: ClassVar[str]
+    recovered_message: ClassVar[str]
+
+    def __init__(
+        self,
+        url: str,
+        password: str | None,
+        timeout: float,
+        errors: Counter,
+        pause: float = PAUSE_AFTER_FAILURE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ValueError for an invalid URL."""
+        self._client, self._others = create_redis_clients(url, password, timeout)
+        self._timeout = timeout
+        self._errors = errors
+        self._pause = pause
+        self._clock = clock
+        self._open_until: float | None = None
+
+    async def run(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `call`, which sends commands. Raises `error`."""
+        now = self._clock()
+        if self._open_until is not None:
+            if now < self._open_until:
+                self._errors.labels(operation, "skipped").inc()
+                raise self.error("it failed a moment ago")
+            self._open_until = now + self._pause
+        try:
+            async with asyncio.timeout(self._timeout):
+                result = await call()
+        except TimeoutError as error:
+            raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
+        except (RedisError, RedisClusterException, OSError) as error:
+            raise self._failure(operation, f"{type(error).__name__}: {error}") from error
+        if self._open_until is not None:
+            self.logger.info(self.recovered_message)
+            self._open_until = None
+        return result
+
+    def _failure(self, operation: str, why: object) -> Exception:
+        self._errors.labels(operation, "failed").inc()
+        if self._open_until is None:
+            self.logger.warning("%s: %s", self.failed_message, why)
+        self._open_until = self._clock() + self._pause
+        return self.error(str(why))
+
+    async def close(self) -> None:
+        for client in (self._client, *self._others):
+            try:
+                await client.aclose()
+            except (RedisError, OSError) as error:
+                self.logger.debug("closing Redis: %s", error)
 
 
 def create_redis_clients(url: str, password: str | None, timeout: float) -> RedisClients:
