@@ -24,7 +24,7 @@ from router.proxy.run import Run
 # cache is quick, and a busy or frozen engine should not delay the prefill leg.
 OTHER_LEGS_TIMEOUT_S = 2.0
 # Label values of the metric for legs that did not win.
-REFUSED, FAILED, LEFT = "rejected", "failed", "left"
+REFUSED, FAILED, STOPPED = "rejected", "failed", "stopped"
 
 
 class Hedged(NamedTuple):
@@ -145,7 +145,7 @@ class HedgedLegs:
             if engine is self._winner:
                 outcome = "won"
             elif leg.cancelled():
-                outcome = LEFT
+                outcome = STOPPED
             elif leg.exception() is not None or isinstance(leg.result(), LegFailure | LegRefusal):
                 outcome = FAILED
             else:

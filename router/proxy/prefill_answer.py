@@ -153,13 +153,13 @@ class PrefillAnswer:
         except (msgspec.DecodeError, ValueError):  # not exactly one choice
             pass
         if params is None or not params.has_generated_tokens:
-            return "not_told"
+            return "no_token"
         if finish not in ("stop", "length") or not params.has_one_token:
             self.params = params.without_generated_tokens()
-            return "not_told"
+            return "no_token"
         self.is_whole_answer = finish == "stop"
         self.params = KvParams(params.raw, continues_tokens=True)
-        return "ended" if self.is_whole_answer else "went_on"
+        return "ended" if self.is_whole_answer else "continued"
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -250,7 +250,7 @@ def _record(buffer: ResumeBuffer, metrics: Metrics, inner: TurnTail | None) -> N
     buffer.start_leg(inner)
     cause, buffer.resume_cause = buffer.resume_cause, ""
     if cause:
-        metrics.resumes.add((cause, "gone_on"))
+        metrics.resumes.add((cause, "resumed"))
 
 
 def require_end(buffer: ResumeBuffer) -> None:

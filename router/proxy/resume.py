@@ -90,7 +90,7 @@ class ResumeState:
         if not can_hand_over(request.body) or asks_one_token(request.body):
             return False
         if not renders_alike(prefiller, decoder.capabilities.render_hashes):
-            gateway.metrics.handed_over.add(("differ",))
+            gateway.metrics.handed_over.add(("rendering_differs",))
             what = render_differences(prefiller, decoder)
             gateway.throttle.warn(
                 f"prefill engine {prefiller.name} and this decode engine differ in {what}, so the "
@@ -204,7 +204,7 @@ class ResumeState:
             is_free = isinstance(error, PreemptedError)
             self.buffer.note_resume(error.kind if started else "", is_free=is_free)
         if not started:
-            self._gateway.metrics.resumes.add((error.kind, "gone_on"))
+            self._gateway.metrics.resumes.add((error.kind, "resumed"))
 
     def take_back(self, error: PreemptedError, engine: Engine) -> None:
         """Keep the tokens of a returned answer of which the client has nothing. An answer that was
@@ -235,7 +235,7 @@ class ResumeState:
             return "not_offered"
         if self.buffer.is_full:
             return "no_room"
-        return "given_up" if self.buffer.num_resumes or self.buffer.can_resume else "not_told"
+        return "given_up" if self.buffer.num_resumes or self.buffer.can_resume else "no_token"
 
 
 def can_continue(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:

@@ -140,4 +140,4 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return "refused"
     # The event loop raises ConnectionAbortedError at the deadline.
-    return "late" if isinstance(error, ConnectionAbortedError) else "left"
+    return "timeout" if isinstance(error, ConnectionAbortedError) else "disconnected"

@@ -205,17 +205,17 @@ class Metrics:
             "resumes{kind,outcome}",
             "Streams whose decode engine failed in mid-stream, by kind of failure and outcome. "
             "preempted: answers of all kinds that a decode engine returned for lack of KV blocks.",
-            "gone_on: the client noticed nothing, but a decode engine failed, or had too few "
+            "resumed: the client noticed nothing, but a decode engine failed, or had too few "
             "blocks (preempted: add KV cache, or run fewer requests at once). Other outcomes ended "
             "with an error event; docs/mid-answer.md lists the reasons.",
         )
         self.handed_over = made.local_counter(
             "handed_over{outcome}",
             "First tokens that a prefill engine sampled and could hand over, by outcome.",
-            "In each of these cases the decode engine samples the token again. differ: the engines "
-            "of a pair render differently, see the log. not_told: a capable prefill engine "
-            "sent no token or an invalid one. refused: a decode engine rejected the token, and "
-            "the request starts again.",
+            "rendering_differs, no_token and refused: the decode engine samples the token again. "
+            "rendering_differs: the engines of a pair render differently, see the log. no_token: a "
+            "capable prefill engine sent no token or an invalid one. refused: a decode engine "
+            "rejected the token, and the request starts again.",
         )
         self.decode_first = made.local_counter(
             "decode_first{outcome}",
@@ -226,8 +226,8 @@ class Metrics:
         self.scattered = made.local_counter(
             "scattered{outcome}",
             "Legs of hedged requests, by outcome. All legs except won are additional load.",
-            "Many rejected and few won: caches hold less than the threshold. left: several engines "
-            "accepted, and the router stopped all but the first.",
+            "Many rejected and few won: caches hold less than the threshold. stopped: several "
+            "engines accepted, and the router stopped all but the first.",
         )
         self.releases = made.counter(
             "releases{outcome}",
@@ -245,8 +245,8 @@ class Metrics:
             "tls_failures{reason}",
             "Failed TLS handshakes of clients.",
             "refused, and many: clients do not trust the certificate's CA, present no certificate "
-            "of their own, or do not use TLS. late: they connect and send nothing. left: often the "
-            "health checks of a load balancer.",
+            "of their own, or do not use TLS. timeout: they connect and send nothing. "
+            "disconnected: often the health checks of a load balancer.",
         )
         self.rate_limited = made.counter(
             "rate_limited{key,limit}",

@@ -55,7 +55,7 @@ WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "b
 # Samples of /metrics that show what happened.
 REUSED = 'disagg_router_conversation_turns_total{outcome="hit",reason=""}'
 DECODED_ALONE = 'disagg_router_decode_first_total{outcome="answered"}'
-HANDED_OVER = 'disagg_router_handed_over_total{outcome="went_on"}'
+HANDED_OVER = 'disagg_router_handed_over_total{outcome="continued"}'
 FIRST_BYTES = "disagg_router_decode_first_byte_seconds_sum"
 WAITING = "disagg_engine_kv_pushes_active"
 EARLY_BLOCKS = "disagg_engine_kv_early_blocks_total"

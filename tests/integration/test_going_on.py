@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Say something long and strange, é ü 漢�
 SOON = ("--health-interval", "0.5", "--health-timeout", "2", "--prefill-timeout", "20")
 
 
-WENT_ON = r'disagg_router_handed_over_total\{outcome="went_on"\}'
+CONTINUED = r'disagg_router_handed_over_total\{outcome="continued"\}'
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def running(server: Server) -> float:
 
 
 def resumed(router: Server) -> float:
-    return metric(router, r'disagg_router_resumes_total\{.*outcome="gone_on".*\}')
+    return metric(router, r'disagg_router_resumes_total\{.*outcome="resumed".*\}')
 
 
 def test_the_first_token_is_the_prefillers(
@@ -66,7 +66,7 @@ def test_the_first_token_is_the_prefillers(
         assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
         assert differences(right, [streamed(router, one, LONG) for one in PROMPTS]) == []
         assert metric(d, computed) == before
-        assert metric(router, WENT_ON) == 2 * len(PROMPTS)
+        assert metric(router, CONTINUED) == 2 * len(PROMPTS)
         wait_for(lambda: metric(p, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
         assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
 
@@ -185,7 +185,7 @@ def test_what_is_sampled_without_a_seed_has_the_same_distribution(
     decoder. Pearson's statistic of two samples with eight cells; above 40 once in a million."""
     with launcher.router([p], [d]) as router:
         ours, theirs = _drawn(router, 400), _drawn(alone, 400)
-        assert metric(router, WENT_ON) == 400
+        assert metric(router, CONTINUED) == 400
     cells = ours.keys() | theirs.keys()
     assert len(cells) == 8
     assert sum((ours[one] - theirs[one]) ** 2 / (ours[one] + theirs[one]) for one in cells) < 40
@@ -247,7 +247,7 @@ def test_streams_in_other_dialects_and_forms_go_on_elsewhere(
             assert [answer.result(timeout=100) for answer in answers] == right
         assert resumed(router) > 3
         # And of those that were prefilled afresh, for the victim had said nothing of them.
-        assert metric(router, WENT_ON) >= 2 * len(asked)
+        assert metric(router, CONTINUED) >= 2 * len(asked)
 
 
 def _told(router: Server, path: str, fields: dict[str, Any], number: int) -> object:

@@ -45,7 +45,7 @@ def handed_back(servers: list[Server]) -> float:
 
 
 def moved(router: Server) -> float:
-    return metric(router, r"disagg_router_resumes_total\{.*preempted.*gone_on.*\}")
+    return metric(router, r"disagg_router_resumes_total\{.*preempted.*resumed.*\}")
 
 
 def ask(server: Server, number: int) -> Answer:

@@ -102,12 +102,12 @@ def test_of_two_that_hold_it_one_answers_and_the_other_keeps_no_block(
     for server in (decoder, others):
         complete_all(server, prompts)
     right = complete_all(alone, prompts, at_once=1, max_tokens=40)
-    won, left = legs(router, "won"), legs(router, "left")
+    won, left = legs(router, "won"), legs(router, "stopped")
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(lambda prompt: streamed(router, prompt, 40), prompts))
     assert differences(right, got) == []
     wait_for(lambda: legs(router, "won") == won + 8, "they are counted", 10)
-    assert legs(router, "left") == left + 8
+    assert legs(router, "stopped") == left + 8
     nothing_left(prefiller, decoder, others)
 
 

@@ -31,7 +31,7 @@ ROUTER = (
 )
 FROZEN = 6.0
 """Seconds: longer than it takes to be found out."""
-GONE_ON = r'disagg_router_resumes_total\{.*outcome="gone_on".*\}'
+RESUMED = r'disagg_router_resumes_total\{.*outcome="resumed".*\}'
 SEED = 200
 
 
@@ -45,7 +45,7 @@ def test_streams_that_move_at_random_moments(launcher: Launcher, alone: Server) 
         router = stack.enter_context(launcher.router([prefiller], decoders.running, *ROUTER))
         with decoders.disturbed(random.Random(SEED)), ThreadPoolExecutor(AT_ONCE) as pool:
             answers = list(pool.map(lambda number: _stream(router, *asked[number]), numbers))
-        moves = metric(router, GONE_ON)
+        moves = metric(router, RESUMED)
         found = differences([right[number] for number in numbers], answers)
         assert not found, "\n".join(one[:12] + one[-120:] for one in found)
         logger.info("%d streams, moved %d times: %s", STREAMS, moves, decoders.told())

@@ -34,8 +34,8 @@ def test_streams_go_on_at_another_decoder(
                 assert (
                     differences(right, all_streamed(router, PROMPTS, LONG, end, seconds=200)) == []
                 )
-                gone_on = r'disagg_router_resumes_total\{.*outcome="gone_on".*\}'
-                assert metric(router, gone_on) > 0
-                went_on = r'disagg_router_handed_over_total\{outcome="went_on"\}'
+                resumed = r'disagg_router_resumes_total\{.*outcome="resumed".*\}'
+                assert metric(router, resumed) > 0
+                continued = r'disagg_router_handed_over_total\{outcome="continued"\}'
                 # And of those whose decoder ended before it had said anything.
-                assert metric(router, went_on) >= len(PROMPTS)
+                assert metric(router, continued) >= len(PROMPTS)

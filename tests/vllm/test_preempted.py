@@ -61,7 +61,7 @@ def test_what_is_handed_back_goes_on(
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             got = list(pool.map(lambda number: through(router, number), range(len(PROMPTS))))
         assert differences(right, got) == []
-        moved = r"disagg_router_resumes_total\{.*preempted.*gone_on.*\}"
+        moved = r"disagg_router_resumes_total\{.*preempted.*resumed.*\}"
         assert metric(router, moved) > 0
 
 

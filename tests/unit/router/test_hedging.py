@@ -160,7 +160,7 @@ async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
         for engine in ds:
             engine.scripts = [at_once]
         assert await asked(router) == WORDS
-    assert await outcomes(router) == {"won": 20, "left": 40}
+    assert await outcomes(router) == {"won": 20, "stopped": 40}
 
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"cache_hit_threshold": 0}, {"n": 2}])
@@ -184,7 +184,7 @@ async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
         ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
         assert await asked(router) == WORDS
     assert not legs(ds[0])
-    assert await outcomes(router) == {"won": 4, "left": 4}
+    assert await outcomes(router) == {"won": 4, "stopped": 4}
 
 
 async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[MockEngine]) -> None:
@@ -291,7 +291,7 @@ async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
     ds[2].scripts = [is_silent]
     assert await asked(router) == WORDS
     assert len(legs(p)) == 1
-    assert await outcomes(router) == {"rejected": 2, "left": 1}
+    assert await outcomes(router) == {"rejected": 2, "stopped": 1}
 
 
 async def test_a_client_that_leaves_leaves_nobody_behind(
@@ -304,7 +304,7 @@ async def test_a_client_that_leaves_leaves_nobody_behind(
     answer = asyncio.create_task(router.client.post("/v1/completions", json=body))
     await eventually(lambda: all(engine.requests for engine in ds))
     answer.cancel()
-    assert await outcomes(router) == {"left": 3}
+    assert await outcomes(router) == {"stopped": 3}
     assert router.metric("client_disconnects_total", stage="decode") == 1
     assert router.metric("retries_total", role="decode", kind="disconnected") == 0
 
@@ -317,7 +317,7 @@ async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
     assert await asked(router) == WORDS
     (prefill,) = legs(p)
     assert prefill.json["kv_transfer_params"]["begun"]["spoken"] == 2
-    assert router.metric("resumes_total", kind="broken_answer", outcome="gone_on") == 1
+    assert router.metric("resumes_total", kind="broken_answer", outcome="resumed") == 1
     await router.settled()
     assert router.gateway.memory.resume_buffers.size == 0
 
@@ -341,7 +341,7 @@ async def test_engines_that_are_full_are_not_asked_besides(
     assert len(legs(ds[0])) == 1
     is_over.set()
     assert (await first).status_code == 200
-    assert await outcomes(router) == {"won": 1, "left": 1}
+    assert await outcomes(router) == {"won": 1, "stopped": 1}
     await router.settled()
     assert [router.engine(engine).admitted for engine in ds] == [0, 0, 0]
 

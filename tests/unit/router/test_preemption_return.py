@@ -167,7 +167,7 @@ async def test_another_decoder_goes_on(
     assert second.json["cache_hit_threshold"] == 0
     assert params_of(second)["hand_back"] is True
     assert params_of(second)["remote_host"], "where P has it"
-    assert router.metric("resumes_total", kind="preempted", outcome="gone_on") == 1
+    assert router.metric("resumes_total", kind="preempted", outcome="resumed") == 1
     assert router.metric("upstream_errors_total", role="decode", kind="preempted") == 0
     assert {engine.breaker.circuit for engine in router.gateway.fleet.engines} == {
         CircuitState.CLOSED
@@ -197,8 +197,8 @@ async def test_whoever_is_asked_last_is_to_find_room(
     asked = [params_of(one)["hand_back"] for one in legs(d, d2)]
     assert (asked.count(True), asked.count(False)) == (6, 3)
     # A stream has gone on where something came of it.
-    gone_on = router.metric("resumes_total", kind="preempted", outcome="gone_on")
-    assert gone_on == (3 if stream else 6)
+    resumed = router.metric("resumes_total", kind="preempted", outcome="resumed")
+    assert resumed == (3 if stream else 6)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -217,8 +217,8 @@ async def test_it_costs_neither_the_budget_nor_the_moves_of_real_failures(
         d3.scripts = d4.scripts = d.scripts
         router = await start(ds=[d, d2, d3, d4])
         assert texts_of((await router.stream()).text) == WORDS
-        assert router.metric("resumes_total", kind="preempted", outcome="gone_on") == 2
-        assert router.metric("resumes_total", kind="broken_answer", outcome="gone_on") == 2
+        assert router.metric("resumes_total", kind="preempted", outcome="resumed") == 2
+        assert router.metric("resumes_total", kind="broken_answer", outcome="resumed") == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -398,7 +398,7 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
     assert answer.status_code == 502
     assert "rejected a request that it was to answer" in answer.text
     assert len(legs(d, d2)) == 2
-    assert router.metric("resumes_total", kind="preempted", outcome="gone_on") == 0
+    assert router.metric("resumes_total", kind="preempted", outcome="resumed") == 0
 
 
 async def test_a_clients_own_stop_string_is_none(

@@ -194,7 +194,7 @@ async def test_another_decoder_goes_on(
     assert second.json["max_tokens"] == 7
     broken = dict.fromkeys(("reset", "half", "large"), "broken_answer")
     kind = {"frozen": "timeout", **broken}.get(how)
-    assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="gone_on") == 1
+    assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="resumed") == 1
     assert router.metric("requests_total", **_ended(router)) == 1
     assert router.gateway.memory.resume_buffers.size == 0
 
@@ -328,7 +328,7 @@ async def test_again_and_again_but_not_for_ever(
         assert error_in(answer.text)["code"] == 502
         assert answer.text.count('"text"') == 4
         outcomes = {"kind": "broken_answer"}
-        assert router.metric("resumes_total", outcome="gone_on", **outcomes) == 4
+        assert router.metric("resumes_total", outcome="resumed", **outcomes) == 4
         assert router.metric("resumes_total", outcome="given_up", **outcomes) == 1
         assert router.gateway.memory.resume_buffers.size == 0
 
@@ -341,7 +341,7 @@ async def test_only_who_goes_on_is_counted(
         router = await start(ds=[d, d2, d3])
         d.scripts = d2.scripts = d3.scripts = [dies_after(2), fails]
         assert texts_of((await router.stream()).text) == WORDS
-        outcomes = [router.metric("resumes_total", kind=kind, outcome="gone_on") for kind in KINDS]
+        outcomes = [router.metric("resumes_total", kind=kind, outcome="resumed") for kind in KINDS]
         assert sum(outcomes) == 1
 
 
@@ -423,7 +423,7 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
     first = next(one for one in (d, d2) if legs(one))
     router.gateway.fleet.remove(router.engine(first).name)
     assert texts_of((await asking).text) == WORDS
-    assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
+    assert router.metric("resumes_total", kind="engine_lost", outcome="resumed") == 1
 
 
 async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
@@ -439,7 +439,7 @@ async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
     assert first._server is not None
     first._server.close()
     assert texts_of((await asking).text) == WORDS
-    assert router.metric("resumes_total", kind="engine_lost", outcome="gone_on") == 1
+    assert router.metric("resumes_total", kind="engine_lost", outcome="resumed") == 1
 
 
 async def test_a_prefiller_that_fails_does_not_end_the_only_move(

@@ -80,7 +80,7 @@ async def test_decoder_continues_from_the_prefillers_token(
     assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (1, 1, 5)
     assert given(d)[-1] == HANDED
     assert (d.last.json["max_tokens"], d.last.json["min_tokens"]) == (7, 3)
-    assert router.metric("handed_over_total", outcome="went_on") == 1
+    assert router.metric("handed_over_total", outcome="continued") == 1
 
 
 async def test_clients_cannot_send_generated_tokens(
@@ -165,7 +165,7 @@ async def test_no_hand_over_between_engines_with_different_render_hashes(
     assert "hand_over" not in p.last.json["kv_transfer_params"]
     assert given(d)[-1] == PROVEN
     assert "differ in chat_template" in caplog.text
-    assert router.metric("handed_over_total", outcome="differ") == 1
+    assert router.metric("handed_over_total", outcome="rendering_differs") == 1
     assert len(generations(d)) == 2
 
 
@@ -202,7 +202,7 @@ async def test_prefiller_that_returns_no_tokens_is_decoded_as_usual(
     router = await start()
     assert (await router.complete()).status_code == 200
     assert given(d)[-1] == PROVEN
-    assert router.metric("handed_over_total", outcome="not_told") == 1
+    assert router.metric("handed_over_total", outcome="no_token") == 1
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ async def test_invalid_generated_tokens_are_removed(
     router = await start()
     assert (await router.complete()).status_code == 200
     assert given(d) == [PROVEN]
-    assert router.metric("handed_over_total", outcome="not_told") == 1
+    assert router.metric("handed_over_total", outcome="no_token") == 1
 
 
 async def test_generated_tokens_that_were_not_requested_are_removed(
