@@ -541,7 +541,7 @@ class PacedConnection(EngineConnection):
             await asyncio.sleep(interval * len(texts))
             self._end(whole(_answer("".join(texts))))
             return
-        from engine_ext.base.begun import told
+        from engine_ext.common.begun import told
 
         self.transport.write(STREAM_HEAD)
         for number in range(params.get("begun", {}).get("spoken", 0), len(texts)):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine_ext.base.seldom import Seldom
+from engine_ext.common.seldom import Seldom
 from scripts.benchmarks.common import free_ports_of
 
 # UCX otherwise looks for RDMA devices only.

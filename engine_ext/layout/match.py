@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.base.types import SHARED, CacheGeometry, Region
+from engine_ext.common.types import SHARED, CacheGeometry, Region
 from engine_ext.layout.blocks import BlockShape, Box, LayoutError, joint_axes, piece_length, pieces
 from engine_ext.layout.plan import (
     ALONE,

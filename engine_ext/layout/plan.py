@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.types import STATE, BlockIds, Region, first_seen
+from engine_ext.common.types import STATE, BlockIds, Region, first_seen
 from engine_ext.layout.ranks import TensorRank
 
 Indices = npt.NDArray[np.int32]

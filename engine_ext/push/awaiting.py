@@ -9,9 +9,9 @@ is wrong.
 import logging
 from dataclasses import dataclass, field
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import ConnectorStats, PushInquiry
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import ConnectorStats, PushInquiry
 from engine_ext.push.registration import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
 from engine_ext.transfer.agent import Agent, AgentError
 from engine_ext.transfer.heartbeats import HeartbeatTracker

@@ -8,10 +8,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from engine_ext.base.access import Networks
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.access import Networks
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import PeerAddress
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.replies import TOO_MANY, Replies

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from engine_ext.base.latest import keep_latest
+from engine_ext.common.latest import keep_latest
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT
 
 FRESH_WITHIN = 1.0

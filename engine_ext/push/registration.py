@@ -24,24 +24,23 @@ so that what comes late is not taken for an answer.
 Where P has more ranks than we do, several write: the registration has ended well when all have, and
 badly when one has not and the others can write no more.
 
-A registration whose blocks another request needs more is given back (see `engine_ext.core.room`):
-only when every rank of P has said that it has not written, and will not. Silence gives nothing
-back: it ends the request as ever. Where some ranks of P have written and others gave back, P holds
-the whole prompt: the blocks stay, and we register again with those others. So it is among our own
-ranks: the scheduler half hears when all have given back, and orders the end; a rank that waits for
-that order in vain registers again, for others may have been written.
-"""
+A registration whose blocks another request needs more is given back (see
+`engine_ext.scheduler.room`): only when every rank of P has said that it has not written, and will
+not. Silence gives nothing back: it ends the request as ever. Where some ranks of P have written and
+others gave back, P holds the whole prompt: the blocks stay, and we register again with those
+others. So it is among our own ranks: the scheduler half hears when all have given back, and orders
+the end; a rank that waits for that order in vain registers again, for others may have been written."""
 
 import enum
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.inspection import QuarantineSeen
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.states import after
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.states import after
+from engine_ext.common.types import (
     STATE,
     BlockIds,
     CacheGeometry,

@@ -2,8 +2,8 @@
 
 import logging
 
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import ConnectorStats
 from engine_ext.push.tables import Outcomes, Registered, RegistrationKey
 from engine_ext.transfer.readers import Readers
 from engine_ext.wire.notifications import PushDone, PushFailed

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.types import PeerAddress, PushOffer, num_blocks_in
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.types import PeerAddress, PushOffer, num_blocks_in
 from engine_ext.push.names import names_of, stock_names_of
 from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
 

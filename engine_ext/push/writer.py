@@ -19,17 +19,17 @@ generation, so that what comes again is answered again and never written again. 
 written by writes.py, and our blocks are kept until that has ended.
 
 D may ask for the blocks of a registration back, and may wait to hear that a prompt is whole before
-it registers at all: why, says `engine_ext.core.room`. A D that waits for a request that never comes
-to us is refused after a while.
+it registers at all: `engine_ext.scheduler.room` explains why. A D that waits for a request that
+never comes to us is refused after a while.
 """
 
 import logging
 from collections.abc import Callable
 from itertools import chain
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, PushOffer
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.checks import Checks
 from engine_ext.push.inquiries import Inquiries, Inquiry

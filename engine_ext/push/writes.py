@@ -18,10 +18,10 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.inspection import QuarantineSeen
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import Clock, ConnectorStats, num_blocks_in
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import Clock, ConnectorStats, num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.replies import DIFFERENT, TOO_LATE, WITHDRAWN

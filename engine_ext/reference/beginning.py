@@ -12,13 +12,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.base import begun as wire
-from engine_ext.base.begun import EngineResumeState, Logprob
-from engine_ext.core.admission import prefills
+from engine_ext.common import begun as wire
+from engine_ext.common.begun import EngineResumeState, Logprob
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.finish import Finish
 from engine_ext.reference.grammar import Constraint
 from engine_ext.reference.messages import SamplingParams, TokenLogprob
+from engine_ext.scheduler.admission import prefills
 
 
 class BeginningError(ValueError):

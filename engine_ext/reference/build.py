@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from engine_ext.base.types import CacheGeometry
+from engine_ext.common.types import CacheGeometry
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.core import EngineCore

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.serving import SIGNALS, bind
 from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig

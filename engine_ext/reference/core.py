@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.base.types import EMPTY_STEP, StepMetadata, TransferResults
+from engine_ext.common.types import EMPTY_STEP, StepMetadata, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.block_manager import BlockManager

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine_ext.base.inspection import Inspection
-from engine_ext.base.types import ConnectorStats, Region
+from engine_ext.common.inspection import Inspection
+from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.core import EngineCore, StepResult
 from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit

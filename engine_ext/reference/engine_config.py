@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_ext.core.admission import parse_threshold
+from engine_ext.scheduler.admission import parse_threshold
 
 _CPU_PREFILL = 256
 

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from engine_ext.base.short_hash import short_hash
+from engine_ext.common.short_hash import short_hash
 from engine_ext.reference.chat_template import chat_template_source
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.tokenizer import Tokenizer

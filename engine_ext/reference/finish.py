@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from engine_ext.base.begun import PREEMPTED
-from engine_ext.base.types import FinishStatus
-from engine_ext.core import admission
+from engine_ext.common.begun import PREEMPTED
+from engine_ext.common.types import FinishStatus
 from engine_ext.reference.messages import FinishReason
+from engine_ext.scheduler import admission
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
-from engine_ext.base.access import OPEN
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import CacheGeometry
-from engine_ext.core.connector import Connector, build_connector
-from engine_ext.pages import identity
+from engine_ext.common.access import OPEN
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import CacheGeometry
+from engine_ext.connector import Connector, build_connector
+from engine_ext.http import identity
 from engine_ext.reference.build import build_engine, max_model_len
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.engine import ReferenceEngine

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.common.types import CacheGeometry, Region
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.staging.host_buffer import HostBuffer
 

@@ -1,12 +1,12 @@
-"""What this engine needs of a KV connector; `engine_ext.core.connector.Connector` provides it."""
+"""What this engine needs of a KV connector; `engine_ext.connector.Connector` provides it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine_ext.base.config import LoadFailurePolicy
-from engine_ext.base.inspection import Inspection
-from engine_ext.base.load_failure import LoadFailures
-from engine_ext.base.types import (
+from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.inspection import Inspection
+from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.types import (
     BlockIds,
     ConnectorStats,
     EngineRequest,

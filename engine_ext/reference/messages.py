@@ -69,7 +69,7 @@ class RequestOutput:
     """Prompt tokens that were not computed here: prefix cache and remote KV together."""
     error: str | None = None
     load_failure: dict[str, Any] | None = None
-    """In its wire form, see engine_ext.base.load_failure."""
+    """In its wire form, see engine_ext.common.load_failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from engine_ext.base.config import LoadFailurePolicy
-from engine_ext.base.load_failure import LoadFailures
-from engine_ext.base.types import (
+from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.types import (
     EMPTY_STEP,
     BlockIds,
     ConnectorStats,

@@ -13,9 +13,8 @@ import enum
 import logging
 from collections import deque
 
-from engine_ext.base import begun
-from engine_ext.base.types import NO_RESULTS, FinishDecision, TransferResults
-from engine_ext.core.admission import FIELD, AdmissionVerdict, hands_back, judge, prefills
+from engine_ext.common import begun
+from engine_ext.common.types import NO_RESULTS, FinishDecision, TransferResults
 from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.counters import Counters
@@ -26,6 +25,7 @@ from engine_ext.reference.prefill_shares import shares
 from engine_ext.reference.queues import Queues
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
 from engine_ext.reference.step import SchedulerStep
+from engine_ext.scheduler.admission import FIELD, AdmissionVerdict, hands_back, judge, prefills
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from engine_ext.base.proof import Keys
-from engine_ext.base.types import BlockIds
+from engine_ext.common.proof import Keys
+from engine_ext.common.types import BlockIds
 from engine_ext.reference.beginning import Beginning, hands_over
 from engine_ext.reference.finish import Finish
 from engine_ext.reference.messages import GenerateRequest, SamplingParams, TokenLogprob
@@ -15,7 +15,7 @@ REMOTE_CACHED = "remote_prefill_cached_tokens"
 
 
 class Sequence:
-    """Satisfies `engine_ext.base.types.EngineRequest`. Where it stands is told by the scheduler's
+    """Satisfies `engine_ext.common.types.EngineRequest`. Where it stands is told by the scheduler's
     containers, never by a flag here."""
 
     def __init__(self, request: GenerateRequest, begun: Beginning | None = None) -> None:
@@ -54,7 +54,7 @@ class Sequence:
         self.finish: Finish | None = None
         self.kv_transfer_answer: dict[str, Any] | None = None
         self.load_failure: dict[str, Any] | None = None
-        """For its answer to say, see engine_ext.base.load_failure."""
+        """For its answer to say, see engine_ext.common.load_failure."""
 
     @property
     def num_prompt_tokens(self) -> int:

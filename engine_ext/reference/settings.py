@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from engine_ext.reference.engine_config import EngineConfig
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.base.types import Region
+from engine_ext.common.types import Region
 
 
 class DeviceBlocks:

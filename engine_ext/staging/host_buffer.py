@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine_ext.base.types import SHARED, BlockIds, Region
+from engine_ext.common.types import SHARED, BlockIds, Region
 
 
 class HostBuffer:

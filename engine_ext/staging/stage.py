@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from engine_ext.base.types import (
+from engine_ext.common.types import (
     BlockIds,
     PullOrder,
     PushRegistration,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
-from engine_ext.base.types import ConnectorStats, Region
+from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
 from engine_ext.wire.nixl_metadata import agent_name
 

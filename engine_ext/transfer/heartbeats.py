@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.types import PeerAddress
 from engine_ext.transfer.leases import NEVER
 
 CLOCK_DRIFT = 0.05

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from engine_ext.base.types import ConnectorStats, LeaseGrant
+from engine_ext.common.types import ConnectorStats, LeaseGrant
 from engine_ext.transfer.checksums import Checksums, to_wire
 from engine_ext.transfer.leases import LeaseTable
 from engine_ext.transfer.readers import Readers

@@ -35,8 +35,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine_ext.base.inspection import LeaseSeen, ReaderSeen
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.inspection import LeaseSeen, ReaderSeen
+from engine_ext.common.types import ConnectorStats
 
 NEVER = float("-inf")
 FOREVER = float("inf")

@@ -16,10 +16,16 @@ from functools import cached_property, partial
 
 import msgspec
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.inspection import PeerSeen
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress, Region
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import PeerSeen
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import (
+    CacheGeometry,
+    ConnectorStats,
+    EngineIdentity,
+    PeerAddress,
+    Region,
+)
 from engine_ext.layout.match import match_peer, one_by_one
 from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.inspection import QuarantineSeen
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.types import (
     Clock,
     ConnectorStats,
     LoadProblem,

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_ext.base.seldom import Seldom
+from engine_ext.common.seldom import Seldom
 from engine_ext.transfer.agent import Agent, AgentError
 from engine_ext.transfer.validator import TRUSTING, MetadataValidation, Validator
 from engine_ext.wire.nixl_metadata import agent_name

@@ -5,9 +5,9 @@ import logging
 from collections import OrderedDict, deque
 from typing import Literal
 
-from engine_ext.base.inspection import MovedSeen, TransferSeen
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.types import Clock
+from engine_ext.common.inspection import MovedSeen, TransferSeen
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.types import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from engine_ext.base.types import NO_RESULTS, LoadProblem, TransferResults
+from engine_ext.common.types import NO_RESULTS, LoadProblem, TransferResults
 
 
 class Results:

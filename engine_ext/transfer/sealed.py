@@ -15,10 +15,10 @@ import hmac
 import logging
 from collections import OrderedDict
 
-from engine_ext.base.access import Access, SharedSecret
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.access import Access, SharedSecret
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import ConnectorStats
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import Agent, PeerHandle, Transfer, TransferState
 from engine_ext.wire.notifications import (

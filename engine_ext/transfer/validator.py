@@ -32,10 +32,10 @@ from typing import Protocol
 
 from nixl._api import nixlBind
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.latest import keep_latest
-from engine_ext.base.seldom import Seldom
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.latest import keep_latest
+from engine_ext.common.seldom import Seldom
+from engine_ext.common.types import ConnectorStats
 from engine_ext.transfer import validator_process
 from engine_ext.transfer.agent import Agent, NixlAgent
 from engine_ext.transfer.validator_process import BAD, CHECK_SECONDS, LENGTH_BYTES, READY

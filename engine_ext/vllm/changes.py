@@ -7,9 +7,9 @@ buckets of a histogram.
 
 from typing import Any
 
-from engine_ext.base.types import ConnectorStats
-from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.pages.counted import COUNTED, DISTRIBUTED, Distributed
+from engine_ext.common.types import ConnectorStats
+from engine_ext.http.counted import COUNTED, DISTRIBUTED, Distributed
+from engine_ext.scheduler.scheduler import SchedulerConnector
 
 OF_SCHEDULER = ("leases_active", "proofs_unreadable", "engine_id_clashes")
 """Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests

@@ -29,8 +29,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from engine_ext.base.config import LoadFailurePolicy
-from engine_ext.base.types import (
+from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.types import (
     EMPTY_STEP,
     NO_RESULTS,
     STATE,
@@ -40,9 +40,8 @@ from engine_ext.base.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.core.worker import WorkerConnector
-from engine_ext.pages import leases
+from engine_ext.http import leases
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.vllm import describe
 from engine_ext.vllm.changes import Differences, of_scheduler, of_worker
 from engine_ext.vllm.compat import features, support
@@ -53,6 +52,7 @@ from engine_ext.vllm.owed import Owed
 from engine_ext.vllm.prompts import Prompts
 from engine_ext.vllm.request import RequestView, back_off
 from engine_ext.vllm.weights import Adapter, Weights
+from engine_ext.worker.worker import WorkerConnector
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(bool)
     def release(self, engine_id: str, request_id: str) -> bool:
-        """See engine_ext.pages.release; for our HTTP page, by way of vLLM's engine process."""
+        """See engine_ext.http.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
     @guarded(bool)
@@ -416,7 +416,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load_kv(metadata.step)
 
     def inspect(self, key: bytes, asked: str | None) -> dict[str, Any]:
-        """See engine_ext.pages.leases. Raises TimeoutError."""
+        """See engine_ext.http.leases. Raises TimeoutError."""
         return leases.rank(self.worker.inspect(asked), key)
 
     @guarded(nothing)

@@ -22,10 +22,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engine_ext.base.access import OPEN
-from engine_ext.base.config import CONNECTORS, ConnectorConfig
-from engine_ext.base.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region, chunked
-from engine_ext.pages import identity
+from engine_ext.common.access import OPEN
+from engine_ext.common.config import CONNECTORS, ConnectorConfig
+from engine_ext.common.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region, chunked
+from engine_ext.http import identity
 from engine_ext.vllm.compat import features, support
 
 SCHEDULERS = "engine_ext.vllm.scheduler"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, EngineResumeState
+from engine_ext.common.begun import KEY, EngineResumeState
 
 UNFIT = (
     "use_beam_search",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, MAX_ID, EngineResumeState, Logprob
+from engine_ext.common.begun import KEY, MAX_ID, EngineResumeState, Logprob
 
 FIELD = "disagg_begun"
 STAYS = "disagg_stays"

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from engine_ext.base.seldom import Seldom
+from engine_ext.common.seldom import Seldom
 
 logger = logging.getLogger(__name__)
 logger.addFilter(Seldom())

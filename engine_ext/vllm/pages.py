@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers import app as launcher
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.v1.engine.core import EngineCore
 
-from engine_ext.pages import identity, leases, release
+from engine_ext.http import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import features, support
 from engine_ext.vllm.connector import inspect_worker, ours_in

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from engine_ext.base.types import LoadProblem
+from engine_ext.common.types import LoadProblem
 
 
 @dataclass

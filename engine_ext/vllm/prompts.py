@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine_ext.base.types import BlockIds, EngineRequest
+from engine_ext.common.types import BlockIds, EngineRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from engine_ext.base.short_hash import short_hash
+from engine_ext.common.short_hash import short_hash
 
 logger = logging.getLogger(__name__)
 

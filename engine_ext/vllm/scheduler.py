@@ -20,9 +20,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.base.begun import HAND_BACK, KEY, PREEMPTED, EngineResumeState, fit_in
-from engine_ext.base.load_failure import KEY as LOAD_FAILURE
-from engine_ext.core.admission import (
+from engine_ext.common.begun import HAND_BACK, KEY, PREEMPTED, EngineResumeState, fit_in
+from engine_ext.common.load_failure import KEY as LOAD_FAILURE
+from engine_ext.scheduler.admission import (
     FIELD,
     AdmissionVerdict,
     hands_back,

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from engine_ext.pages.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
+from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
 from engine_ext.vllm.changes import told
 
 

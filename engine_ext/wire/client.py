@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from engine_ext.base.access import OPEN, Access, parse_address
+from engine_ext.common.access import OPEN, Access, parse_address
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.handshake import MAX_REPLY_BYTES, HandshakePayload, encode_request

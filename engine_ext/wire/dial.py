@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from engine_ext.base.access import OPEN, Access, parse_address
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.access import OPEN, Access, parse_address
+from engine_ext.common.types import PeerAddress
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import HandshakePayload

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine_ext.base.config import MOST_SECONDS
+from engine_ext.common.config import MOST_SECONDS
 
 CONNECTOR_VERSION = 14
 """Of stock's protocol, after which ours is made; what later ones add we can do without."""

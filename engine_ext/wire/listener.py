@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from engine_ext.base.access import OPEN, Access
-from engine_ext.base.seldom import Seldom
+from engine_ext.common.access import OPEN, Access
+from engine_ext.common.seldom import Seldom
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.secret_handshake import Asker, HandshakeAnswers, SideChannelAddress

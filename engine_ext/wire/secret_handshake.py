@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine_ext.base.access import Access, SharedSecret
+from engine_ext.common.access import Access, SharedSecret
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.handshake import (
     MAX_REFUSAL_BYTES,

@@ -94,7 +94,7 @@ class RequestTransfers(BaseModel):
 
 
 def hash_request_id(request_id: str) -> str:
-    """Return the hash by which engines report a request (see engine_ext.pages.leases)."""
+    """Return the hash by which engines report a request (see engine_ext.http.leases)."""
     return blake2b(FOREIGN_CHARACTERS.sub("-", request_id).encode(), digest_size=8).hexdigest()
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import FinishStatus, Region
-from engine_ext.core import room
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import FinishStatus, Region
 from engine_ext.layout.plan import Indices
+from engine_ext.scheduler import room
 from engine_ext.transfer.agent import PeerHandle, Transfer, TransferState
 from tests.integration.memory_engine import BLOCK_SIZE, BLOCKS, Memory, WatchedAgent, contents
-from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.scheduler.fakes import Request
 
 BLOCK_BYTES = 1 << 19
 """Sixteen megabytes in half a cache: more than the kernel's buffers of a young connection hold, so

@@ -7,11 +7,11 @@ import ctypes
 import sys
 from collections.abc import Sequence
 
-from engine_ext.base.types import Region, StepMetadata, TransferResults
-from engine_ext.core import connector
-from engine_ext.core.worker import WorkerConnector
+from engine_ext import connector
+from engine_ext.common.types import Region, StepMetadata, TransferResults
 from engine_ext.reference import cli
 from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.worker import WorkerConnector
 
 
 class CorruptingWorker(WorkerConnector):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
@@ -25,11 +25,11 @@ from engine_ext.base.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.core.connector import Connector, SchedulerConnector, WorkerConnector
+from engine_ext.connector import Connector, SchedulerConnector, WorkerConnector
 from engine_ext.layout.plan import Indices
 from engine_ext.transfer.agent import NixlAgent, PeerHandle, Transfer, TransferState
 from engine_ext.wire.errors import CONNECTOR_VERSION
-from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.scheduler.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16
 TOKENS = (BLOCKS - 1) * BLOCK_SIZE

@@ -7,7 +7,7 @@ Run as `python -m tests.integration.staging_engine`, with the options of `disagg
 import os
 import sys
 
-from engine_ext.base.types import BlockIds
+from engine_ext.common.types import BlockIds
 from engine_ext.reference import cli, host, kv_cache
 from engine_ext.staging.host_buffer import HostBuffer
 

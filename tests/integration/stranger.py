@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from engine_ext.base.types import Region
+from engine_ext.common.types import Region
 from engine_ext.transfer.agent import NixlAgent
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.client import HandshakeClient

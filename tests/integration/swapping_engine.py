@@ -6,10 +6,10 @@ Run as `python -m tests.integration.swapping_engine`, with the options of `disag
 import ctypes
 import sys
 
-from engine_ext.core import worker
 from engine_ext.layout.plan import Indices
 from engine_ext.reference import cli
 from engine_ext.transfer.agent import NixlAgent, PeerHandle, Transfer, TransferState
+from engine_ext.worker import worker
 
 
 class SwappingAgent(NixlAgent):

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import CacheGeometry, FinishStatus, Region, TransferResults
+from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import CacheGeometry, FinishStatus, Region, TransferResults
 from engine_ext.layout.match import match_peer
 from engine_ext.transfer.agent import NixlAgent, PeerHandle, TransferState
 from engine_ext.transfer.sealed import seal
@@ -44,7 +44,7 @@ from tests.integration.memory_engine import (
 from tests.integration.processes import wait_for
 from tests.integration.stranger import GARBAGE, agent_called, forged, handshake, registration
 from tests.integration.stranger import stranger as agent_of_a_stranger
-from tests.unit.engine_ext.core.fakes import Request, told
+from tests.unit.engine_ext.scheduler.fakes import Request, told
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import STATE, BlockIds, FinishStatus, TransferResults
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import STATE, BlockIds, FinishStatus, TransferResults
 from engine_ext.transfer.agent import Transfer, TransferState
 from tests.integration import memory_engine, test_plan_nixl
 from tests.integration.legs import decode, decode_body, prefill
@@ -27,7 +27,7 @@ from tests.integration.test_plan_nixl import (
     Launch,
     hand_over,
 )
-from tests.unit.engine_ext.core.fakes import Request
+from tests.unit.engine_ext.scheduler.fakes import Request
 
 BLOCK_BYTES = 1 << 17
 """32 MB in all: several slices of work, beside which the READ runs."""

@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_ext.base.config import ConnectorConfig, TransferMode
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig, TransferMode
+from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     FinishStatus,
     Region,
     TransferResults,
 )
-from engine_ext.core.connector import Connector, build_connector
-from tests.unit.engine_ext.core.fakes import Request
+from engine_ext.connector import Connector, build_connector
+from tests.unit.engine_ext.scheduler.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE = 4, 64, 4096, 16
 TOKENS = 100

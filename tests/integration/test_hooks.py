@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig, LoadFailurePolicy
-from engine_ext.base.types import CacheGeometry
-from engine_ext.core.connector import Connector, build_connector
+from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.common.types import CacheGeometry
+from engine_ext.connector import Connector, build_connector
 from engine_ext.reference.kv_connector import SchedulerHalf, WorkerHalf
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.model_config import ModelConfig

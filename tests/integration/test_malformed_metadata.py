@@ -21,7 +21,7 @@ from tests.integration.malformed import Honest, deadly, renamed, with_agent
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import Server, family, metric, wait_for
 from tests.integration.stranger import handshake
-from tests.unit.engine_ext.core.fakes import told
+from tests.unit.engine_ext.scheduler.fakes import told
 
 ACCEPTED = "disagg_engine_kv_metadata_accepted_total"
 REFUSED = "disagg_engine_kv_metadata_refused_total"

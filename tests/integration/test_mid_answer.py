@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import EngineResumeState, begun_in
+from engine_ext.common.begun import EngineResumeState, begun_in
 from tests.integration.legs import PREFILL, coordinates_in, prefill_body
 from tests.integration.oracle import (
     Answer,

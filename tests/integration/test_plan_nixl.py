@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import (
     BlockIds,
     EngineIdentity,
     FinishStatus,
     StepMetadata,
     TransferResults,
 )
-from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.core.worker import WorkerConnector
-from tests.unit.engine_ext.core.fakes import Request
+from engine_ext.scheduler.scheduler import SchedulerConnector
+from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
+from tests.unit.engine_ext.scheduler.fakes import Request
 
 TOKENS = 100
 MODEL = Model(layers=2, heads=4, head_bytes=64)

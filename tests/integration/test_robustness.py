@@ -39,7 +39,7 @@ from tests.integration.processes import (
     wait_for,
 )
 from tests.integration.stranger import GARBAGE, NUM_UNKNOWN, handshake, stranger
-from tests.unit.engine_ext.core.fakes import told
+from tests.unit.engine_ext.scheduler.fakes import told
 
 LEASE = 3
 """Seconds: what a request that is not followed leaves to expire."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_ext.base.access import Access, SharedSecret
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import ConnectorStats, Region
+from engine_ext.common.access import Access, SharedSecret
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.transfer import validator as validators
 from engine_ext.transfer.agent import AgentError, NixlAgent
 from engine_ext.transfer.validator import (
@@ -32,7 +32,7 @@ from engine_ext.transfer.validator import (
 from engine_ext.wire.nixl_metadata import parse
 from tests.integration.malformed import Honest, deadly, renamed
 from tests.integration.processes import wait_for
-from tests.unit.engine_ext.core.fakes import FakeAgent
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent
 
 
 class Validating:
@@ -208,7 +208,7 @@ def test_a_process_that_cannot_start_refuses_nothing_by_itself_and_says_so(
 def test_the_process_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     program = """
         import time
-        from engine_ext.base.types import ConnectorStats
+        from engine_ext.common.types import ConnectorStats
         from engine_ext.transfer.validator import ProcessValidator
         validator = ProcessValidator(("UCX",), ConnectorStats())
         validator.step(0)

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import ConnectorStats, Region
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.transfer.agent import NixlAgent
 from engine_ext.transfer.readers import Readers
 from engine_ext.transfer.validator import open_validator

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from router.settings import ADMIN_URL, Settings, load, read_secret, variable_of
 from tests.k8s.chart import (
     SETS,

@@ -16,8 +16,8 @@ import sys
 import time
 from collections import deque
 
-from engine_ext.base.access import OPEN, Access, read_secret
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.access import OPEN, Access, read_secret
+from engine_ext.common.types import PeerAddress
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.dial import PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError

@@ -8,10 +8,10 @@ import os
 import socket
 import sys
 
-from engine_ext.base.types import EngineRequest
-from engine_ext.core import connector
-from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext import connector
+from engine_ext.common.types import EngineRequest
 from engine_ext.reference import cli
+from engine_ext.scheduler.scheduler import SchedulerConnector
 
 EAR = "SOAK_EAR"
 

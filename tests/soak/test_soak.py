@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from engine_ext.pages.counted import PREFIX
+from engine_ext.http.counted import PREFIX
 from router.commands.bench.load import drive
 from tests.conftest import find_free_ports
 from tests.integration.oracle import Answer, complete_all, text_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base.begun import KEY, EngineResumeState, begun_in
+from engine_ext.common.begun import KEY, EngineResumeState, begun_in
 from tests.integration.oracle import NOISE
 from tests.integration.processes import Server
 

@@ -13,7 +13,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from engine_ext.base.proof import PrefixProof
+from engine_ext.common.proof import PrefixProof
 from engine_ext.vllm.request import RequestView
 
 TOKENS = [7] * 32

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from engine_ext.base.histogram import Bucket
+from engine_ext.common.histogram import Bucket
 from tests.integration.oracle import Prompt, tokens_of
 from tests.integration.processes import Server, cpu_seconds, family, metric, pause, wait_for
 

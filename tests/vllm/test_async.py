@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import EngineResumeState
+from engine_ext.common.begun import EngineResumeState
 from tests.integration.legs import Turn, decode, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import KEY, MAX_ID, EngineResumeState, begun_in
+from engine_ext.common.begun import KEY, MAX_ID, EngineResumeState, begun_in
 from engine_ext.reference.tiny_model import IM_END_ID
 from tests.integration.legs import take_turn
 from tests.integration.oracle import text_of, tokens_of

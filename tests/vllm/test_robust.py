@@ -20,7 +20,7 @@ from tests.integration.malformed import Honest, deadly, renamed, with_agent
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.integration.stranger import GARBAGE, NUM_UNKNOWN, handshake, stranger
-from tests.unit.engine_ext.core.fakes import told
+from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.measures import COMPUTED, counted, nothing_left
 from tests.vllm.servers import Fleet
 

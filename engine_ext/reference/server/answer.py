@@ -6,9 +6,8 @@ from typing import Any
 
 import orjson
 
-from engine_ext.base import load_failure
-from engine_ext.base.begun import ALL, KEY, PREEMPTED, told
-from engine_ext.core.admission import FINISH_REASON
+from engine_ext.common import load_failure
+from engine_ext.common.begun import ALL, KEY, PREEMPTED, told
 from engine_ext.reference.beginning import handed_back
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.output_stream import merge
@@ -17,6 +16,7 @@ from engine_ext.reference.server.errors import EngineFailureError
 from engine_ext.reference.server.generation import Outputs
 from engine_ext.reference.server.job import Job
 from engine_ext.reference.server.tally import JobTally
+from engine_ext.scheduler.admission import FINISH_REASON
 
 DONE = b"data: [DONE]\n\n"
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
-from engine_ext.pages import identity, leases, release
+from engine_ext.http import identity, leases, release
 from engine_ext.reference.server import answer, generation, tokenization
 from engine_ext.reference.server.body import json_object, read_body
 from engine_ext.reference.server.dialect import AnswerFormat, ChatDialect, CompletionDialect

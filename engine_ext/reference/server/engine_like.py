@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from engine_ext.base.inspection import Inspection
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.inspection import Inspection
+from engine_ext.common.types import ConnectorStats
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 

@@ -12,7 +12,7 @@ ApiError
 from http import HTTPStatus
 from typing import Any
 
-from engine_ext.base.load_failure import KEY
+from engine_ext.common.load_failure import KEY
 
 
 class ApiError(Exception):

@@ -13,9 +13,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine_ext.base.histogram import Histogram
-from engine_ext.base.types import ConnectorStats
-from engine_ext.pages.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
+from engine_ext.common.histogram import Histogram
+from engine_ext.common.types import ConnectorStats
+from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
 from engine_ext.reference.messages import EngineStats
 from engine_ext.reference.server.engine_like import EngineLike
 

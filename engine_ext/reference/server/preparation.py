@@ -2,7 +2,7 @@
 
 import time
 
-from engine_ext.base.begun import EngineResumeState
+from engine_ext.common.begun import EngineResumeState
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server import conversation, request_id
 from engine_ext.reference.server.errors import EngineBadRequestError

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Field
 
-from engine_ext.core.admission import parse_threshold
 from engine_ext.reference.server.body import json_object
 from engine_ext.reference.server.errors import EngineBadRequestError
+from engine_ext.scheduler.admission import parse_threshold
 
 INT64 = 2**63
 MAX_CHOICES = 128

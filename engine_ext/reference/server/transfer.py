@@ -4,9 +4,8 @@ another engine has made of the prompt, and what it has answered to it."""
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.base import begun as wire
-from engine_ext.base.begun import BegunError, EngineResumeState, begun_in
-from engine_ext.core.admission import prefills
+from engine_ext.common import begun as wire
+from engine_ext.common.begun import BegunError, EngineResumeState, begun_in
 from engine_ext.reference.beginning import Beginning, BeginningError, begin, hands_over
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server.body import json_object
@@ -14,6 +13,7 @@ from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.prompts import TokenIds, check_token_ids
 from engine_ext.reference.server.requests import GenerationBody
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.scheduler.admission import prefills
 
 PARAM = "kv_transfer_params"
 BEGUN = f"{PARAM}.{wire.KEY}"

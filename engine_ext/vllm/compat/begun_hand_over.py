@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
-from engine_ext.base.begun import KEY, written
+from engine_ext.common.begun import KEY, written
 
 MARK = "_disagg_begun"
 SPOKEN = "_disagg_spoken"

@@ -14,9 +14,9 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import has_non_text_content
 
-from engine_ext.base.begun import KEY, BegunError, EngineResumeState, begun_in
-from engine_ext.core.admission import FIELD as THRESHOLD
-from engine_ext.core.admission import prefills
+from engine_ext.common.begun import KEY, BegunError, EngineResumeState, begun_in
+from engine_ext.scheduler.admission import FIELD as THRESHOLD
+from engine_ext.scheduler.admission import prefills
 from engine_ext.vllm import describe
 from engine_ext.vllm.fit import RequestDemands, refusal, unfit
 

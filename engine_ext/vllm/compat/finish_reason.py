@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm.v1.engine as engine
 
-from engine_ext.core.admission import FINISH_REASON
+from engine_ext.scheduler.admission import FINISH_REASON
 
 MEMBER = "CACHE_THRESHOLD"
 

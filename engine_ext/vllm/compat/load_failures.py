@@ -1,5 +1,5 @@
 """What vLLM's HTTP server leaves out of an error: which engine a prompt's KV could not be loaded
-from, and why (see engine_ext.base.load_failure).
+from, and why (see engine_ext.common.load_failure).
 
 Our scheduler class puts it into the `kv_transfer_params` of a request's last result. vLLM takes
 those into an answer, and drops them where the result is an error, of which it says no more than
@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.completion import serving as completion
 from vllm.entrypoints.serve.exception_handling.handlers import vllm_error
 from vllm.exceptions import GenerationError
 
-from engine_ext.base.load_failure import KEY
+from engine_ext.common.load_failure import KEY
 from engine_ext.vllm.compat.wrapped import wrap, wrap_in
 
 MESSAGE = "the KV cache of this request could not be loaded from the remote engine"

@@ -3,7 +3,7 @@
 Both generators get their results from an async iterator, which is watched on its way in; what it
 brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
 client has already goes in like all results, and the chunks that come of it are kept back. Who asks
-for it is told the ids of the tokens that a chunk says, in comments (see engine_ext.base.begun).
+for it is told the ids of the tokens that a chunk says, in comments (see engine_ext.common.begun).
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
-from engine_ext.base import load_failure
-from engine_ext.base.begun import ALL, OUTPUT, TELL, told
-from engine_ext.core.admission import FINISH_REASON
+from engine_ext.common import load_failure
+from engine_ext.common.begun import ALL, OUTPUT, TELL, told
+from engine_ext.scheduler.admission import FINISH_REASON
 from engine_ext.vllm.compat.told import GivenTokenResults
 from engine_ext.vllm.compat.wrapped import wrap_in
 

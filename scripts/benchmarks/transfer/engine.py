@@ -14,21 +14,21 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.access import OPEN, Access
-from engine_ext.base.config import ConnectorConfig, TransferMode
-from engine_ext.base.proof import Keys
-from engine_ext.base.types import (
+from engine_ext.common.access import OPEN, Access
+from engine_ext.common.config import ConnectorConfig, TransferMode
+from engine_ext.common.proof import Keys
+from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
     Region,
     TransferResults,
 )
-from engine_ext.core.connector import Connector
-from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.core.worker import WorkerConnector, open_nixl
+from engine_ext.connector import Connector
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.transfer.agent import Agent
 from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.worker import WorkerConnector, open_nixl
 from scripts.benchmarks.common import BenchError, free_ports
 from scripts.benchmarks.transfer.memory import Memory, Shape, regions
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.types import Region
+from engine_ext.common.types import Region
 
 
 @dataclass(frozen=True, slots=True)

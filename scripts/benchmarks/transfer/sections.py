@@ -14,9 +14,9 @@ from typing import Any
 
 from nixl._api import nixl_agent, nixl_agent_config
 
-from engine_ext.base.access import OPEN, Access, SharedSecret
-from engine_ext.base.config import ConnectorConfig, TransferMode
-from engine_ext.base.types import (
+from engine_ext.common.access import OPEN, Access, SharedSecret
+from engine_ext.common.config import ConnectorConfig, TransferMode
+from engine_ext.common.types import (
     CacheGeometry,
     FinishStatus,
     PeerAddress,

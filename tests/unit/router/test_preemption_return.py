@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import EngineResumeState, packed, unpacked
+from engine_ext.common.begun import EngineResumeState, packed, unpacked
 from router.fleet.engine import CircuitState
 from router.http_client.answer_memory import MemoryBudget
 from router.openai.answers import read_generated_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import packed, told, unpacked
+from engine_ext.common.begun import packed, told, unpacked
 from router.fleet import probes
 from router.http_client.answer_memory import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine_ext.base.begun import packed
+from engine_ext.common.begun import packed
 from router.http_client.answer_memory import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router import test_resume

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from engine_ext.base.begun import KEY, EngineResumeState
+from engine_ext.common.begun import KEY, EngineResumeState
 from engine_ext.vllm import given
 from engine_ext.vllm.compat import begun_answer, begun_hand_over
 from engine_ext.vllm.compat.streams import StreamResults

@@ -34,15 +34,15 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from engine_ext.base.types import CacheGeometry, Region
-from engine_ext.core.support import refuse_unsupported_memory
+from engine_ext.common.support import refuse_unsupported_memory
+from engine_ext.common.types import CacheGeometry, Region
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import finish_reason
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
 from engine_ext.vllm.owed import Owed
-from tests.unit.engine_ext.core.fakes import told
+from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside import (
     begun_cases,
     compat_cases,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from engine_ext.vllm import describe, scheduler
 from engine_ext.vllm.compat import features, support
 from engine_ext.vllm.compat.features import Feature

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from vllm import __version__
 
-from engine_ext.core.admission import FINISH_REASON
+from engine_ext.scheduler.admission import FINISH_REASON
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import finish_reason, support
 from engine_ext.vllm.compat.features import OPTIONAL, REQUIRED

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from engine_ext.base.begun import MAX_LOGPROBS, begun_in
+from engine_ext.common.begun import MAX_LOGPROBS, begun_in
 from engine_ext.vllm.compat import finish_reason, request_field
 from engine_ext.vllm.given import STAYS, stays
 from tests.vllm.inside.in_process import Ended, Engine

@@ -22,9 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_ext.base.types import CacheGeometry, EngineIdentity, StepMetadata
-from engine_ext.core.worker import WorkerConnector
+from engine_ext.common.types import CacheGeometry, EngineIdentity, StepMetadata
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.worker.worker import WorkerConnector
 from tests.vllm.inside.planted import Fault, Planted
 
 BLOCK = 16

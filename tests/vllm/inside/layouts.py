@@ -51,13 +51,13 @@ try:
 except ImportError:  # 0.32
     from vllm.v1.core import kv_cache_utils as planning
 
-from engine_ext.base.types import CacheGeometry, Region
-from engine_ext.core.worker import WorkerConnector
+from engine_ext.common.types import CacheGeometry, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import PlanError, Rows
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.vllm import describe
 from engine_ext.wire.handshake import AgentMetadata
+from engine_ext.worker.worker import WorkerConnector
 
 RIGHT, WRONG = "right", "wrong"
 LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in (2, 9, 10, 11))

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from engine_ext.core.scheduler import SchedulerConnector
-from engine_ext.core.worker import WorkerConnector
+from engine_ext.scheduler.scheduler import SchedulerConnector
+from engine_ext.worker.worker import WorkerConnector
 
 RECOVERY = {"fail_load", "fail_finish", "fail_loads"}
 """Called when another has raised."""

@@ -11,7 +11,7 @@ from vllm.v1.engine.core import EngineCore
 
 from engine_ext.vllm.connector import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
-from tests.unit.engine_ext.core.fakes import told
+from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside.in_process import Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"

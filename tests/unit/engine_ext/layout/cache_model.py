@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.base.types import CacheGeometry, Region
+from engine_ext.common.types import CacheGeometry, Region
 from engine_ext.wire.handshake import AgentMetadata
 
 Bytes = npt.NDArray[np.uint8]

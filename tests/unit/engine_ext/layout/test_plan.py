@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.types import SHARED, STATE, CacheGeometry, Region, chunked, first_seen
+from engine_ext.common.types import SHARED, STATE, CacheGeometry, Region, chunked, first_seen
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -21,8 +21,8 @@ from engine_ext.layout.plan import (
 )
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.wire.handshake import AgentMetadata
-from tests.unit.engine_ext.core.fakes import regions
 from tests.unit.engine_ext.layout.cache_model import Bytes, Model, RankCache
+from tests.unit.engine_ext.scheduler.fakes import regions
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_ext.base.access import Access, parse_networks
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity
-from engine_ext.core.loop import TransferLoop
+from engine_ext.common.access import Access, parse_networks
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.push.checks import RECHECK_SECONDS
 from engine_ext.push.inquiries import Inquiries
 from engine_ext.push.tables import Outcomes, RegisteredByKey, RegistrationKey
@@ -34,7 +33,8 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_registration,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent, metadata_of, regions
+from engine_ext.worker.loop import TransferLoop
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, metadata_of, regions
 
 
 @dataclass

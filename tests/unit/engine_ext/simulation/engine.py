@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.proof import VERSION, Keys
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.proof import VERSION, Keys
+from engine_ext.common.types import (
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
@@ -21,14 +21,14 @@ from engine_ext.base.types import (
     Region,
     TransferResults,
 )
-from engine_ext.core.loop import TransferLoop
-from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.worker.loop import TransferLoop
 from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
@@ -52,7 +52,7 @@ Then = Callable[[dict[str, Any] | None], None]
 
 @dataclass(eq=False)
 class SimRequest:
-    """`engine_ext.base.types.EngineRequest`."""
+    """`engine_ext.common.types.EngineRequest`."""
 
     request_id: str
     prompt_token_ids: list[int]

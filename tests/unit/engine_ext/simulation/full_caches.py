@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import FinishStatus
-from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import FinishStatus
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.simulation.engine import GEOMETRY, SimEngine, SimRequest
 from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE, NUM_BLOCKS, num_blocks_of
 from tests.unit.engine_ext.simulation.network import Network

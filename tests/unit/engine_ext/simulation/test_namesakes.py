@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from tests.unit.engine_ext.simulation.engine import SimEngine, SimRequest
 from tests.unit.engine_ext.simulation.pair import tokens
 from tests.unit.engine_ext.simulation.world import World

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import (
     ConnectorStats,
     EngineIdentity,
     LeaseCancel,
@@ -27,7 +27,6 @@ from engine_ext.base.types import (
     TrackOrder,
     TransferResults,
 )
-from engine_ext.core.loop import TransferLoop
 from engine_ext.push.registration import RETURNED_SECONDS
 from engine_ext.transfer.agent import TransferState
 from engine_ext.transfer.heartbeats import CLOCK_DRIFT
@@ -35,8 +34,9 @@ from engine_ext.transfer.results import Results
 from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.listener import HandshakeServer
-from tests.unit.engine_ext.core.fakes import FakeAgent, FakeTransfer
+from engine_ext.worker.loop import TransferLoop
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
 
 MODEL = Model(layers=1, heads=4, head_bytes=8)
 OK = TransferResults(finished_recving=frozenset(["d-1"]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base import proof
+from engine_ext.common import proof
 from engine_ext.wire.errors import EXTENSION_VERSION
 from tests.unit.engine_ext.simulation import engine as engines
 from tests.unit.engine_ext.simulation.engine import SimRequest

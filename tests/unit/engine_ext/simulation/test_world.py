@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.types import (
+from engine_ext.common.types import (
     FinishDecision,
     PeerAddress,
     StepMetadata,

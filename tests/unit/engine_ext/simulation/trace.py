@@ -4,7 +4,7 @@ the same lines wherever it runs."""
 from dataclasses import fields
 from typing import NamedTuple
 
-from engine_ext.base.types import StepMetadata
+from engine_ext.common.types import StepMetadata
 from engine_ext.wire.notifications import decode_notification
 
 

@@ -18,7 +18,7 @@ and, once the weather is good again and time has passed (`settle`):
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext.base.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig
 from tests.unit.engine_ext.simulation.engine import (
     GEOMETRY,
     NEWER,

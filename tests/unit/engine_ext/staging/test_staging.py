@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import (
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.support import UnsupportedError
+from engine_ext.common.types import (
     SHARED,
     BlockIds,
     CacheGeometry,
@@ -20,11 +21,10 @@ from engine_ext.base.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.core.support import UnsupportedError
-from engine_ext.core.worker import WorkerConnector
 from engine_ext.staging.host_buffer import HostBuffer
 from engine_ext.staging.stage import SavePlanner, StagedTransfers
-from tests.unit.engine_ext.core.fakes import FakeAgent, regions
+from engine_ext.worker.worker import WorkerConnector
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions
 
 IDS = ((10, 11, 12, 13), (20, 21, 22, 23))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext.base.types import (
+from engine_ext.common.types import (
     SHARED,
     STATE,
     BlockIds,

@@ -1,6 +1,6 @@
 import pytest
 
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.types import PeerAddress
 from engine_ext.transfer.heartbeats import (
     CLOCK_DRIFT,
     LONGEST_INTERVAL,

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.types import ConnectorStats
 from engine_ext.transfer.leases import MAX_READERS, NEXT, LeaseEvent, LeaseState, LeaseTable
 
 EXTENSION = 20

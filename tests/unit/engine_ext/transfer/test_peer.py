@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine_ext.base.access import OPEN, Access, SharedSecret
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
+from engine_ext.common.access import OPEN, Access, SharedSecret
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
 from engine_ext.transfer import peer as peers_module
 from engine_ext.transfer.agent import PeerHandle
 from engine_ext.transfer.peer import MAX_CONNECTING_THERE, PeerError, Peers
@@ -19,7 +19,7 @@ from engine_ext.wire.handshake import (
     decode_payload,
     encode_payload,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent, SlowValidator, metadata_of, regions
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator, metadata_of, regions
 
 FACTORS = {"model": "m"}
 TTL = 3600.0

@@ -4,7 +4,7 @@ import pytest
 
 from engine_ext.transfer.readers import MAX_DELAYED, Readers
 from engine_ext.wire.notifications import Gone, encode_extension
-from tests.unit.engine_ext.core.fakes import FakeAgent, SlowValidator
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator
 
 TTL = 100.0
 GONE = Gone(("p-1",))

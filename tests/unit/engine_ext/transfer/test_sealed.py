@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.access import OPEN, Access, SharedSecret
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.access import OPEN, Access, SharedSecret
+from engine_ext.common.types import ConnectorStats
 from engine_ext.transfer.agent import Agent
 from engine_ext.transfer.sealed import SealedAgent, open_seal, seal, sealed
 from engine_ext.wire.notifications import (
@@ -19,7 +19,7 @@ from engine_ext.wire.notifications import (
     encode_read_done,
     encode_registration,
 )
-from tests.unit.engine_ext.core.fakes import FakeAgent
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent
 
 SECRET, OTHER = (
     SharedSecret.of(b"a secret of the fleet"),

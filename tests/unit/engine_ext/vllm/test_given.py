@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.begun import MAX_ID, EngineResumeState
+from engine_ext.common.begun import MAX_ID, EngineResumeState
 from engine_ext.vllm.fit import RequestDemands, refusal
 from engine_ext.vllm.given import FIELD, STAYS, Given, carried, given_in, stays, token_ids_in
 

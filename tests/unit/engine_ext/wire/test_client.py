@@ -12,8 +12,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.access import OPEN, Access, parse_networks
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.access import OPEN, Access, parse_networks
+from engine_ext.common.types import PeerAddress
 from engine_ext.wire.client import CHUNK, REPLY, HandshakeClient
 from engine_ext.wire.dial import PeerRank, TcpDialer
 from engine_ext.wire.errors import WireError

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_ext.base.access import Access, parse_networks
-from engine_ext.base.types import PeerAddress
+from engine_ext.common.access import Access, parse_networks
+from engine_ext.common.types import PeerAddress
 from engine_ext.wire.dial import MAX_LOOKUPS, PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import encode_payload

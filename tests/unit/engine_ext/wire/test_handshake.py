@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_ext.base.access import Access, SharedSecret
+from engine_ext.common.access import Access, SharedSecret
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import (
     MAX_FACTORS,

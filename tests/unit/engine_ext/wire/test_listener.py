@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import zmq
 
-from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
-from engine_ext.base.seldom import Seldom
+from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
+from engine_ext.common.seldom import Seldom
 from engine_ext.wire import listener as listener_module
 from engine_ext.wire import visitors as visitors_module
 from engine_ext.wire.channel import Channel

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.access import OPEN, Access, SharedSecret, parse_networks
+from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.wire.client import HandshakeClient
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (

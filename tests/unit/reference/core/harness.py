@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.base.config import LoadFailurePolicy
-from engine_ext.base.load_failure import LoadFailures
-from engine_ext.base.types import (
+from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.types import (
     BlockIds,
     ConnectorStats,
     EngineRequest,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine_ext.base.begun import EngineResumeState, begun_in
+from engine_ext.common.begun import EngineResumeState, begun_in
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.beginning import Beginning, BeginningError, begin
 from engine_ext.reference.grammar import GrammarCompiler

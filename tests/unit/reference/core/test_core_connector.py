@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine_ext.base.types import LoadProblem, PeerAddress
+from engine_ext.common.types import LoadProblem, PeerAddress
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine_ext.base.types import StepMetadata
+from engine_ext.common.types import StepMetadata
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from engine_ext.base.begun import MAX_LOGPROBS, EngineResumeState
+from engine_ext.common.begun import MAX_LOGPROBS, EngineResumeState
 from engine_ext.reference.beginning import begin
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.output_stream import merge

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine_ext.base.config import ConnectorConfig
-from engine_ext.base.proof import PrefixProof
-from engine_ext.base.types import CacheGeometry, EngineIdentity, Region
-from engine_ext.core.scheduler import SchedulerConnector
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.proof import PrefixProof
+from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.reference.model.decoder import Decoder
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.staging.stage import StagingFactory
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 import httpx
 import uvicorn
 
-from engine_ext.base.inspection import Inspection
-from engine_ext.base.types import ConnectorStats
+from engine_ext.common.inspection import Inspection
+from engine_ext.common.types import ConnectorStats
 from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_ext.base.begun import EngineResumeState, packed
+from engine_ext.common.begun import EngineResumeState, packed
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.base.inspection import Inspection, MovedSeen, TransferSeen
-from engine_ext.pages import leases
+from engine_ext.common.inspection import Inspection, MovedSeen, TransferSeen
+from engine_ext.http import leases
 from router.fleet.engine import EngineRole
 from router.ui.live_requests import Origin, RequestSummary, summarize_request
 from router.ui.transfers import (

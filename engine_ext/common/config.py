@@ -1,0 +1,270 @@
+"""`--kv-transfer-config`: vLLM's JSON, checked once, as a frozen value."""
+
+import difflib
+import logging
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine_ext.common.access import OPEN, Access, parse_networks, read_secret
+from engine_ext.common.proof import MAX_TOKENS
+
+logger = logging.getLogger(__name__)
+
+LoadFailurePolicy = Literal["fail", "recompute"]
+
+TransferMode = Literal["pull", "push"]
+
+LEAST_SECONDS, MOST_SECONDS = 0.01, 1e6
+"""Of any setting: what a peer is told of, it believes no longer than this."""
+
+CONNECTORS: dict[str, TransferMode] = {"DisaggConnector": "pull", "DisaggPushConnector": "push"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Times are in seconds."""
+
+    engine_id: str
+    transfer_mode: TransferMode = "pull"
+    load_failure_policy: LoadFailurePolicy = "fail"
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 0
+    """Worker threads of the UCX backend. With any, an error of a large transfer does not say that
+    it has ended, and its blocks are in quarantine until the engine is."""
+    lease_duration: float = 30.0
+    bidirectional: bool = False
+    """A decode engine keeps a turn's KV when asked to, a prefill engine pulls it."""
+    retain_seconds: float = 480.0
+    """How long a turn's KV waits for the next turn."""
+    quarantine_share: float = 0.25
+    """Of the cache; where more is in quarantine, nothing is read before some of it has ended."""
+    retain_share: float = 0.5
+    """Most of the cache that waiting turns may hold; the oldest make room."""
+    recompute_threshold: int = 64
+    """Fewer tokens than this are computed rather than pulled from a decode engine."""
+    trust_unproven_prefix: bool = False
+    """Pull from a decode engine that does not say which tokens it holds."""
+    trust_request_ids: bool = False
+    """Push to stock decode engines by `X-Request-Id`: clients cannot choose it here."""
+    global_cache_hit_threshold: float = 0.0
+    """For the host's scheduler: see engine_ext.scheduler.admission."""
+    hand_back: bool = False
+    """For the host's scheduler, of requests that do not say: end what it would have to preempt."""
+    enforce_handshake_compat: bool = True
+    permute_layout: bool = False
+    """Read and write peers whose blocks order heads and tokens the other way round."""
+    cross_layers_blocks: bool = False
+    """The host lays out all layers of a block together; without it, one that does not may start."""
+    buffer_device: Literal["cpu", "cuda"] | None = None
+    """Where the operator takes the KV memory to be."""
+    handshake_timeout: float = 5.0
+    registration_timeout: float | None = None
+    """How long D waits for P's WRITE; None: as long as it would keep a turn."""
+    writes_early: bool = True
+    """As P in push mode: what is computed of a prompt is written while the rest is."""
+    write_bound: float = 1200.0
+    """What we promise as P: the longest from the beginning of a WRITE until it has landed, or never
+    will, if only because our machine is gone. RDMA gives up within seconds; TCP after 15 minutes
+    (`net.ipv4.tcp_retries2`), and sends until then what it has."""
+    landing_seconds: float = 120.0
+    """How long what a WRITE that failed had sent may be on its way
+    (`net.ipv4.tcp_orphan_retries`)."""
+    transfer_timeout: float = 120.0
+    """Bound on one READ or WRITE: past it, the transfer has failed."""
+    confirm_timeout: float = 2.0
+    """Bound on the holder's answer to a READ."""
+    revoke_grace: float = 0.5
+    """How long a revoked lease's blocks stay for a READ that is on its way."""
+    checksums: bool = False
+    """Make a checksum of each leased block, and compare what was read with the holder's."""
+    engine_ttl: float = 3600.0
+    """An engine that nothing was done with for so long is forgotten."""
+    access: Access = OPEN
+    """Who may use the side channel, and with whom."""
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """A sixth of the lease in whole seconds; a short lease keeps the fraction, never zero."""
+        return float(self.lease_duration // 6) or self.lease_duration / 6
+
+    @property
+    def lease_extension(self) -> float:
+        """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
+        return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
+
+    @property
+    def unused_ttl(self) -> float:
+        """Longer than between two heartbeats: by these an engine that holds something is used."""
+        return max(self.engine_ttl, 2 * self.lease_duration)
+
+    @property
+    def push_deadline(self) -> float:
+        return self.registration_timeout or self.retain_seconds
+
+    @classmethod
+    def from_kv_transfer_config(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":
+        """Reads vLLM's JSON. Raises ValueError, one line, for what is wrong or not supported."""
+        if not isinstance(raw, Mapping):
+            raise ValueError("kv-transfer-config is not a JSON object")
+        _warn_unknown(raw, (*_TOP_LEVEL, "kv_connector_extra_config"), "kv-transfer-config")
+        top = {key: check(key, raw[key]) for key, check in _TOP_LEVEL.items() if key in raw}
+        if "kv_connector" not in top:
+            raise ValueError("kv-transfer-config: kv_connector is missing")
+        extra = _extra(raw.get("kv_connector_extra_config"))
+        given = {
+            "engine_id": top.get("engine_id"),
+            "transfer_mode": CONNECTORS[top["kv_connector"]],
+            "load_failure_policy": top.get("kv_load_failure_policy"),
+            "backends": extra.get("backends"),
+            "num_threads": extra.get("num_threads"),
+            "lease_duration": extra.get("kv_lease_duration"),
+            "permute_layout": top.get("enable_permute_local_kv"),
+            "cross_layers_blocks": extra.get("enable_cross_layers_blocks"),
+            "buffer_device": top.get("kv_buffer_device"),
+            "registration_timeout": extra.get("push_registration_timeout"),
+            "writes_early": extra.get("push_while_computing"),
+            "write_bound": extra.get("push_write_bound"),
+            "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
+            "bidirectional": extra.get("bidirectional_kv_xfer"),
+            "retain_seconds": extra.get("decoder_kv_blocks_ttl"),
+            "retain_share": extra.get("retained_blocks_share"),
+            "recompute_threshold": extra.get("kv_recompute_threshold"),
+            "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
+            "trust_request_ids": extra.get("trust_request_ids"),
+            "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
+            "hand_back": extra.get("hand_back"),
+            "checksums": extra.get("kv_checksum"),
+            "engine_ttl": extra.get("engine_ttl"),
+            "access": _access(extra),
+        }
+        chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
+        chosen |= {key: value for key, value in given.items() if value is not None}
+        return cls(**chosen)
+
+
+def _extra(raw: Any) -> dict[str, Any]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise ValueError("kv_connector_extra_config is not a JSON object")
+    _warn_unknown(raw, tuple(_EXTRA), "kv_connector_extra_config")
+    return {key: check(key, raw[key]) for key, check in _EXTRA.items() if key in raw}
+
+
+def _access(extra: Mapping[str, Any]) -> Access:
+    secret, mode = extra.get("side_channel_secret_file"), extra.get("side_channel_mode")
+    if mode is not None and secret is None:
+        raise ValueError(f"side_channel_mode: {mode} needs a side_channel_secret_file")
+    return Access(secret, mode == "mixed", extra.get("allowed_peers", OPEN.peers))
+
+
+def _warn_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            logger.warning("%s: unknown key %r is ignored%s", where, key, hint)
+
+
+Check = Callable[[str, Any], Any]
+
+
+def _one_of(*allowed: str) -> Check:
+    def check(key: str, value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{key}: {value!r} is not one of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or not value.isascii() or not value.isprintable():
+        raise ValueError(f"{key}: {value!r} is not a printable ASCII string")
+    return value
+
+
+def _switch(key: str, value: Any) -> bool:
+    """vLLM's documentation writes some of these as the string "True"."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(f"{key}: {value!r} is not true or false")
+
+
+def _seconds(key: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not LEAST_SECONDS <= value <= MOST_SECONDS:
+        raise ValueError(
+            f"{key}: {value!r:.40} is not a number of seconds "
+            f"from {LEAST_SECONDS} to {MOST_SECONDS:.0f}"
+        )
+    return float(value)
+
+
+def _seconds_or_never(key: str, value: Any) -> float:
+    """As stock: zero or less is never."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return math.inf if number and value <= 0 else _seconds(key, value)
+
+
+def _share(key: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:
+        raise ValueError(f"{key}: {value!r} is not a number from 0 to 1")
+    return float(value)
+
+
+def _count(most: int) -> Check:
+    def check(key: str, value: Any) -> int:
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{key}: {value!r:.40} is not an integer from 0 to {most}")
+        return value
+
+    return check
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+        raise ValueError(f"{key}: {value!r} is not a list of backend names")
+    return tuple(value)
+
+
+_TOP_LEVEL: dict[str, Check] = {
+    "kv_connector": _one_of(*CONNECTORS),
+    "kv_connector_module_path": _text,
+    "kv_role": _one_of("kv_producer", "kv_consumer", "kv_both"),
+    "kv_buffer_device": _one_of("cpu", "cuda"),
+    "kv_load_failure_policy": _one_of("fail", "recompute"),
+    "engine_id": _text,
+    "enable_permute_local_kv": _switch,
+}
+
+_EXTRA: dict[str, Check] = {
+    "backends": _names,
+    "num_threads": _count(256),
+    "kv_lease_duration": _seconds,
+    "enforce_handshake_compat": _switch,
+    "bidirectional_kv_xfer": _switch,
+    "decoder_kv_blocks_ttl": _seconds,
+    "retained_blocks_share": _share,
+    "kv_recompute_threshold": _count(MAX_TOKENS),
+    "trust_unproven_prefix": _switch,
+    "trust_request_ids": _switch,
+    # Read by the scheduler class; checked here so that a typo is found at start.
+    "global_cache_hit_threshold": _share,
+    "hand_back": _switch,
+    "enable_cross_layers_blocks": _switch,
+    "push_registration_timeout": _seconds,
+    "push_while_computing": _switch,
+    "push_write_bound": _seconds,
+    "side_channel_secret_file": read_secret,
+    "side_channel_mode": _one_of("required", "mixed"),
+    "allowed_peers": parse_networks,
+    "kv_checksum": _switch,
+    "engine_ttl": _seconds_or_never,
+}

@@ -1,0 +1,72 @@
+"""The two halves an engine talks to. The host calls them where vLLM's v1 engine calls a connector.
+
+Scheduler half, in the engine's scheduler, in this order for one request:
+`on_new_request` once; `get_num_new_matched_tokens` whenever a waiting request with no computed
+tokens is considered; `update_state_after_alloc` after its blocks were allocated; then
+`build_connector_meta` once per step, `update_connector_output` after each step's results, and
+`request_finished` before its blocks are freed.
+
+Worker half, where the KV memory is: `register_kv_caches` once; per step `start_load_kv`, then the
+forward pass, `wait_for_save` and `get_transfer_results`. With host buffers, and where prompts are
+pushed while they are computed (`wants_steps`), the scheduler half is told by `on_step` of each
+request in a step, before `build_connector_meta`, and by `on_preempted` of each that lost its
+blocks.
+
+An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
+metadata goes to all of them, and the host makes one of what they report: an id counts once every
+rank has reported it, as failed if it failed on any.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.scheduler.scheduler import SchedulerConnector
+from engine_ext.staging.stage import StagingFactory
+from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.worker import WorkerConnector
+
+__all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector"]
+
+
+class Connector(NamedTuple):
+    """Both halves, for a host that runs them in one process."""
+
+    scheduler: SchedulerConnector
+    worker: WorkerConnector
+
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
+        """Registers the KV memory and starts to answer handshakes. `stage` makes host buffers.
+
+        Raises AgentError when NIXL refuses, OSError when the side channel is taken.
+        """
+        self.worker.register_kv_caches(regions, stage)
+        self.scheduler.set_handshake_metadata({(0, 0): self.worker.get_handshake_payload()})
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def build_connector(
+    config: ConnectorConfig,
+    geometry: CacheGeometry,
+    *,
+    host: str,
+    port: int,
+    model_factors: Mapping[str, str],
+) -> Connector:
+    """`host` and `port` are the side channel's; `model_factors` what must be equal on both ends.
+
+    Raises UnsupportedError for what `support` refuses.
+    """
+    factors = {
+        **model_factors,
+        "connector_version": str(CONNECTOR_VERSION),
+        "transfer_mode": config.transfer_mode,
+    }
+    identity = EngineIdentity(config.engine_id, host, port, compat_factors=factors)
+    return Connector(
+        SchedulerConnector(config, identity, geometry), WorkerConnector(config, geometry, identity)
+    )

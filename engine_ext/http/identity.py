@@ -1,0 +1,150 @@
+"""What an engine says of itself at `GET /disagg/identity`, so that nobody writes it down by hand.
+
+What other engines need to know of each data-parallel rank is asked of the rank itself, by the same
+handshake that they use: what the page says is what they are told.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from engine_ext.common.access import EVERYWHERE, OPEN, Access
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import PeerAddress
+from engine_ext.wire.dial import PeerRank, TcpDialer
+from engine_ext.wire.errors import CONNECTOR_VERSION, EXTENSION_VERSION, WireError
+from engine_ext.wire.handshake import HandshakePayload, decode_metadata
+
+PATH = "/disagg/identity"
+ANSWER_SECONDS = 2.0
+POLL_SECONDS = 0.005
+
+
+class IdentityError(Exception):
+    """A rank does not answer; the message says which."""
+
+
+class SideChannel(NamedTuple):
+    """Where a data-parallel rank answers handshakes."""
+
+    dp_rank: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What the host knows without asking its ranks."""
+
+    name: str
+    side_channels: Sequence[SideChannel] = ()
+    """Of the ranks behind this HTTP server; none without a connector."""
+    transfer_modes: Sequence[str] = ()
+    capabilities: Sequence[str] = ()
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    versions: Mapping[str, str]
+    """Of the host."""
+    renders: Mapping[str, str] = field(default_factory=dict)
+    """Short hashes of what two engines must share to read token ids and to render messages alike:
+    `model`, `tokenizer`, `chat_template`."""
+    features: Sequence[str] = ()
+    """What of ours fits the host's version, where that is not certain."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What does not, and why."""
+    access: Access = OPEN
+    """To the side channels: the page asks them as another engine would."""
+
+
+def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
+    """What our connector adds to any host. Nothing without one."""
+    if config is None:
+        return ()
+    turns = ("turns",) if config.bidirectional else ()
+    return ("prefix_proof", "acknowledged_leases", "release", *turns)
+
+
+def identity(engine: EngineDescription) -> dict[str, Any]:
+    """The page, as JSON. Blocks while the ranks answer, at most ANSWER_SECONDS.
+
+    Raises IdentityError.
+    """
+    return {
+        "engine": engine.name,
+        "versions": {
+            "disagg_router": installed_version("disagg-router"),
+            "nixl": installed_version("nixl"),
+            "connector": str(CONNECTOR_VERSION),
+            "extension": str(EXTENSION_VERSION),
+            **engine.versions,
+        },
+        "capabilities": list(engine.capabilities),
+        **({"renders": dict(engine.renders)} if engine.renders else {}),
+        **_fitting(engine),
+        "transfer_modes": list(engine.transfer_modes),
+        "tp_size": engine.tp_size,
+        "pp_size": engine.pp_size,
+        "dp_size": engine.dp_size,
+        "ranks": _ranks(engine),
+    }
+
+
+def _fitting(engine: EngineDescription) -> dict[str, Any]:
+    if not engine.features:
+        return {}
+    return {"features": list(engine.features), "missing": dict(engine.missing)}
+
+
+def installed_version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _ranks(engine: EngineDescription) -> list[dict[str, Any]]:
+    dialer = TcpDialer(access=replace(engine.access, peers=EVERYWHERE))
+    deadline = time.monotonic() + ANSWER_SECONDS
+    try:
+        return [_rank(engine, each, dialer, deadline) for each in engine.side_channels]
+    except WireError as error:
+        raise IdentityError(f"handshake with this engine's own side channel: {error}") from None
+    finally:
+        dialer.close()
+
+
+def _rank(
+    engine: EngineDescription, at: SideChannel, dialer: TcpDialer, deadline: float
+) -> dict[str, Any]:
+    """The names are those of `kv_transfer_params`, where these have one."""
+    payload = _shake_hands(at, dialer, deadline)
+    metadata = decode_metadata(payload)
+    return {
+        "dp_rank": at.dp_rank,
+        "remote_engine_id": metadata.engine_id,
+        "remote_host": at.host,
+        "remote_port": at.port,
+        "tp_size": engine.tp_size,
+        "pp_size": engine.pp_size,
+        "compatibility_hash": payload.fits,
+        "compatibility_factors": payload.compat_factors,
+        "block_size": metadata.block_size,
+        "num_blocks": metadata.num_blocks,
+        "kv_cache_layout": metadata.kv_cache_layout,
+        "attn_backend": metadata.attn_backend_name,
+    }
+
+
+def _shake_hands(at: SideChannel, dialer: TcpDialer, deadline: float) -> HandshakePayload:
+    handshake = dialer.dial(PeerRank(PeerAddress("self", at.host, at.port), 0))
+    try:
+        while (payload := handshake.receive()) is None:
+            if time.monotonic() >= deadline:
+                raise IdentityError(f"no answer on the side channel {at.host}:{at.port}")
+            time.sleep(POLL_SECONDS)
+        return payload
+    finally:
+        handshake.close()

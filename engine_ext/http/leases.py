@@ -1,0 +1,130 @@
+"""`GET /disagg/leases`: what an engine holds for others, what it cannot let go of, whom it knows,
+and what it has lately moved.
+
+A request's name entitles to release its blocks, and the part of it that nobody can guess is short:
+names are shown hashed with a key of the engine's process. Who knows a name may ask for it alone,
+with `?request_id=`. Transfers that have ended are found by the client's part of the name, which
+entitles to nothing: hashed, too, but without a key, so that a router can tell which were its
+requests', and nobody whose the others were.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from engine_ext.common.inspection import (
+    Inspection,
+    LeaseSeen,
+    MovedSeen,
+    PeerSeen,
+    QuarantineSeen,
+    TransferSeen,
+)
+
+PATH = "/disagg/leases"
+ASKED = "request_id"
+ANSWER_SECONDS = 10.0
+"""That an engine has to answer in, which it does between two steps."""
+
+_NAME = re.compile(
+    # Which choice, kind, the client's part, our router's attempt, which prompt, the engine's.
+    r"(?:(?:\d+_)?(?:chat)?cmpl-)?(.+?)(?:\.[0-9a-f]{10}\d+)?(?:-\d+)?(?:-[0-9a-f]{8})?"
+)
+_FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+"""What engines may replace in a client's id."""
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def hashed(request_id: str, key: bytes) -> str:
+    return blake2b(request_id.encode(), digest_size=8, key=key).hexdigest()
+
+
+def found_by(request_id: str) -> str:
+    """The client's `X-Request-Id`, which is in an engine's name of the request, hashed."""
+    name = _NAME.fullmatch(request_id)
+    own = _FOREIGN.sub("-", name[1] if name else request_id)
+    return blake2b(own.encode(), digest_size=8).hexdigest()
+
+
+def page(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"ranks": list(ranks)}
+
+
+def rank(seen: Inspection, key: bytes, dp_rank: int = 0) -> dict[str, Any]:
+    """One tensor rank's part of the page, as JSON."""
+    return {
+        "dp_rank": dp_rank,
+        "tp_rank": seen.tp_rank,
+        "leases": [_lease(one, key) for one in seen.leases],
+        "num_leases": seen.num_leases,
+        "quarantined": [_quarantined(one, key) for one in seen.quarantined],
+        "num_quarantined": seen.num_quarantined,
+        "peers": [_peer(one) for one in seen.peers],
+        "num_peers": seen.num_peers,
+        "engine_id": seen.engine_id,
+        "transfers": [_transfer(one) for one in seen.transfers],
+        "moved": [_moved(one) for one in seen.moved],
+    }
+
+
+def _lease(lease: LeaseSeen, key: bytes) -> dict[str, Any]:
+    return {
+        "request": hashed(lease.request_id, key),
+        "state": lease.state,
+        "age_seconds": _rounded(lease.age),
+        "seconds_left": _rounded(lease.seconds_left),
+        "readers": [
+            {"agent": reader.agent, "seconds_left": _rounded(reader.seconds_left)}
+            for reader in lease.readers
+        ],
+    }
+
+
+def _quarantined(one: QuarantineSeen, key: bytes) -> dict[str, Any]:
+    return {
+        "request": hashed(one.request_id, key),
+        "engine_id": one.engine_id,
+        "num_blocks": one.num_blocks,
+        "overdue_seconds": _rounded(one.overdue),
+    }
+
+
+def _peer(peer: PeerSeen) -> dict[str, Any]:
+    return {
+        "engine_id": peer.engine_id,
+        "host": peer.host,
+        "port": peer.port,
+        "rank": peer.rank,
+        "connected_seconds": _rounded(peer.age),
+        "in_use": peer.is_in_use,
+    }
+
+
+def _transfer(one: TransferSeen) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "found_by": found_by(one.request_id),
+        "engine_id": one.engine_id,
+        "blocks": one.num_blocks,
+        "bytes": one.num_bytes,
+        "seconds": round(one.seconds, 6),
+        "age_seconds": _rounded(one.age),
+    }
+
+
+def _moved(one: MovedSeen) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "engine_id": one.engine_id,
+        "transfers": one.num_transfers,
+        "bytes": one.num_bytes,
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

@@ -1,0 +1,385 @@
+"""What is loaded for our requests, and how far each load is.
+
+    OFFERED --(blocks allocated, tokens to load)--> LOADING --(reported)--> USED
+       |                                               +------(reported as failed)--> FAILED
+       +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
+
+`engine_ext.scheduler.room` limits the blocks of pushes whose prompts P has not computed yet. A push
+that was given back is offered again.
+
+A request that finishes while it is loading, or because its load failed, is fenced: a transfer may
+still write into its blocks, which the host keeps until the worker half says that nothing does. What
+is reported of its load in the meantime is not for the host.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.common.load_failure import UNKNOWN, LoadFailures
+from engine_ext.common.proof import digest
+from engine_ext.common.states import after
+from engine_ext.common.types import (
+    BlockIds,
+    EngineRequest,
+    LoadProblem,
+    PeerAddress,
+    PullOrder,
+    PushInquiry,
+    PushRegistration,
+    PushTarget,
+    PushWithdrawal,
+    RemoteSource,
+    TrackOrder,
+)
+from engine_ext.push.names import base_id
+from engine_ext.scheduler.orders import Orders
+from engine_ext.scheduler.params import TransferRole
+from engine_ext.scheduler.room import EarlyBlocks
+from engine_ext.scheduler.siblings import RequestFamilies
+
+
+class LoadState(enum.Enum):
+    OFFERED = "offered"
+    LOADING = "loading"
+    FAILED = "failed"
+    USED = "used"
+
+
+class LoadEvent(enum.Enum):
+    LOAD = "load"
+    DECLINE = "decline"
+    REPORT = "report"
+    FAIL = "fail"
+
+
+_NEXT = {
+    (LoadState.OFFERED, LoadEvent.LOAD): LoadState.LOADING,
+    (LoadState.OFFERED, LoadEvent.DECLINE): LoadState.USED,
+    (LoadState.LOADING, LoadEvent.REPORT): LoadState.USED,
+    (LoadState.LOADING, LoadEvent.FAIL): LoadState.FAILED,
+}
+
+
+@dataclass(slots=True)
+class KVLoad:
+    origin: RemoteSource | PushTarget
+    """Whom we read from, or who writes to us."""
+    role: TransferRole
+    num_tokens: int
+    """Leading tokens whose KV can be had, proven or trusted."""
+    is_proven: bool = False
+    """Of what is read: the remote has told which content it holds."""
+    state: LoadState = LoadState.OFFERED
+    is_stale: bool = False
+    """The engine's weights have changed since the load began: whatever it brings is not used."""
+    is_ready: bool = False
+    """A push whose prompt P holds, or never will hold; or P does not answer inquiries."""
+    is_inquired: bool = False
+    """D has asked P whether it holds the prompt."""
+    is_reclaimed: bool = False
+    """D has asked P to give its blocks back."""
+    is_given_back: bool = False
+    """Every rank of this engine has reported that its blocks were given back."""
+    is_withdrawn: bool = False
+    """Its registration ends as failed, for want of blocks."""
+
+    @property
+    def is_early(self) -> bool:
+        """It has blocks for a prompt that P is not known to hold."""
+        is_push = isinstance(self.origin, PushTarget)
+        return is_push and self.state is LoadState.LOADING and not self.is_ready
+
+    def on(self, event: LoadEvent) -> None:
+        """Raises IllegalEventError."""
+        self.state = after(_NEXT, self.state, event)
+
+
+class Loads:
+    """One per engine. Writes into `orders` what the worker half is to do."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        block_size: int,
+        config: ConnectorConfig,
+        early: EarlyBlocks | None = None,
+    ) -> None:
+        self._orders = orders
+        self._block_size = block_size
+        self._early = early or EarlyBlocks(block_size)
+        self._recompute_threshold = config.recompute_threshold
+        self._policy = config.load_failure_policy
+        self._loads: dict[str, KVLoad] = {}
+        self._fenced: dict[str, PeerAddress] = {}
+        """And which engine each was loaded from."""
+        self.failures = LoadFailures()
+        """A host takes each with the request's next output."""
+        self._siblings = RequestFamilies()
+
+    def failure_policy(self, request_id: str) -> LoadFailurePolicy:
+        """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
+        load = self._loads.get(request_id)
+        return self._policy if load is None else self._policy_of(load)
+
+    def is_left_to_sibling(self, request_id: str) -> bool:
+        """Another answer to the same prompt loads, or has."""
+        self._siblings.join(request_id)
+        return self._siblings.first_of(request_id) != request_id
+
+    def waits_for_sibling(self, request_id: str) -> bool:
+        if request_id in self._loads:
+            return False
+        load = self._loads.get(self._siblings.first_of(request_id))
+        return load is not None and load.state in (LoadState.OFFERED, LoadState.LOADING)
+
+    def offer(
+        self,
+        request_id: str,
+        source: RemoteSource,
+        role: TransferRole,
+        num_tokens: int,
+        is_proven: bool,
+    ) -> None:
+        """A remote holds the KV of the request's first `num_tokens` tokens."""
+        load = self._loads[request_id] = KVLoad(source, role, num_tokens, is_proven)
+        if num_tokens < self._least_tokens(role):
+            self._decline(request_id, load)
+        elif role is TransferRole.DECODE:
+            self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
+
+    def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
+        """`target` will write the KV of the request's first `num_tokens` tokens."""
+        load = self._loads[request_id] = KVLoad(target, TransferRole.DECODE, num_tokens)
+        if not num_tokens:
+            self._decline(request_id, load)
+            return
+        name = target.transfer_id or base_id(request_id)
+        self._orders.tracks.append(TrackOrder(request_id, target.address, name))
+
+    def awaits_prompt(self, request: EngineRequest, *, is_short: bool) -> bool:
+        """Return True if this push may not take blocks yet, because P does not hold its prompt and
+        few blocks are free."""
+        load = self._offered(request.request_id)
+        if load is None or not isinstance(load.origin, PushTarget) or load.is_ready:
+            return False
+        if load.is_inquired:
+            return True
+        if not (is_short or load.is_reclaimed) and self._may_be_early(load):
+            return False
+        load.is_inquired = True
+        content = digest(request.token_ids, request.content_keys or (), load.origin.num_tokens)
+        self._orders.inquiries.append(PushInquiry(request.request_id, load.origin, content))
+        return True
+
+    def is_passed_over(self, request_id: str) -> bool:
+        """Return True while the request waits for P's answer. Until then it takes no blocks, and
+        the host can skip it."""
+        load = self._offered(request_id)
+        return load is not None and load.is_inquired and not load.is_ready
+
+    def _may_be_early(self, load: KVLoad) -> bool:
+        taken = sum(self._early.of(one.num_tokens) for one in self._loads.values() if one.is_early)
+        return self._early.may_grow(taken, self._early.of(load.num_tokens))
+
+    def ready(self, request_id: str) -> None:
+        """Note that P holds the prompt, or never will, or cannot give the blocks back."""
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.is_ready, load.is_reclaimed = True, False
+
+    def reclaim(self, num_tokens: int) -> bool:
+        """Reclaim early registrations for a request of `num_tokens` tokens. Returns False if there
+        is none to reclaim."""
+        early = [(name, load) for name, load in self._loads.items() if load.is_early]
+        if not early or not self._early.host_takes_back:
+            return False
+        needed = self._early.of(num_tokens)
+        needed -= sum(self._early.of(load.num_tokens) for _, load in early if load.is_reclaimed)
+        for name, load in reversed(early):
+            if needed > 0 and not load.is_reclaimed:
+                load.is_reclaimed = True
+                self._orders.reclaims.append(name)
+                needed -= self._early.of(load.num_tokens)
+        return True
+
+    def take_back(self) -> None:
+        """The host puts a request whose load was given back among those that wait for blocks,
+        whatever its load-failure policy."""
+        self._early.host_takes_back = True
+
+    def give_back(self, request_id: str) -> None:
+        """Note that P will not write the registered blocks. Once no transfer touches them,
+        the load is reported as failed. The host then frees the blocks, and the request waits for
+        blocks again."""
+        load = self._loads.get(request_id)
+        if load is not None and load.state is LoadState.LOADING:
+            load.is_given_back = True
+            self._orders.give_backs.append(request_id)
+
+    def is_given_back(self, request_id: str) -> bool:
+        """Return True if the load is reported as failed only because its blocks were given back."""
+        load = self._loads.get(request_id)
+        return load is not None and load.is_given_back
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a decode request has no blocks yet."""
+        return any(
+            load.role is TransferRole.DECODE and load.state is LoadState.OFFERED
+            for load in self._loads.values()
+        )
+
+    def withdraw_newest_push(self) -> str | None:
+        """Withdraw the newest registration, so that another request gets its blocks. Returns its
+        request id, or None."""
+        for request_id, load in reversed(self._loads.items()):
+            is_push = load.state is LoadState.LOADING and isinstance(load.origin, PushTarget)
+            if is_push and not load.is_withdrawn:
+                load.is_withdrawn = True
+                self._tell_holder(request_id, load.origin)
+                return request_id
+        return None
+
+    def missing(self, request_id: str, num_computed_tokens: int) -> int:
+        """Tokens to load beyond those that are computed; 0 where there are none worth it."""
+        load = self._offered(request_id)
+        if load is None:
+            return 0
+        missing = load.num_tokens - num_computed_tokens
+        return 0 if missing < self._least_tokens(load.role) else missing
+
+    def allocated(self, request: EngineRequest, block_ids: BlockIds, num_tokens: int) -> None:
+        """The last `num_tokens` of what was offered are loaded into `block_ids`, which cover the
+        request from position 0; nothing is, where `num_tokens` is 0."""
+        load = self._offered(request.request_id)
+        if load is None:
+            return
+        if num_tokens <= 0:
+            self._decline(request.request_id, load)
+            return
+        load.on(LoadEvent.LOAD)
+        first_token = load.num_tokens - num_tokens
+        first_token -= first_token % self._block_size
+        self._order(request, load, block_ids, first_token)
+
+    def fail(self, request_id: str) -> None:
+        """`allocated` raised, and the host waits for a load: it is reported as failed, unless it
+        was ordered all the same."""
+        ordered = (self._orders.pulls, self._orders.registrations)
+        if any(order.request_id == request_id for orders in ordered for order in orders):
+            return
+        self._orders.failures.append(request_id)
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.state = LoadState.LOADING
+            self._orders.untracks.append(request_id)
+            self._tell_holder(request_id, load.origin)
+
+    def drop(self, request_id: str) -> None:
+        """Give up the KV on offer, because the request will be computed with other weights."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.state is LoadState.OFFERED:
+            self._decline(request_id, load)
+        elif load.state is LoadState.LOADING:
+            load.is_stale = True
+            if isinstance(load.origin, PushTarget):
+                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+
+    def is_stale(self, request_id: str) -> bool:
+        """Return True if the load in progress must be reported as failed."""
+        load = self._loads.get(request_id)
+        return load is not None and load.is_stale and load.state is LoadState.LOADING
+
+    def reported(
+        self, request_id: str, *, failed: bool, problem: LoadProblem | None = None
+    ) -> None:
+        """The worker half is done with the load, well or badly."""
+        load = self._loads.get(request_id)
+        if load is None or load.state is not LoadState.LOADING:
+            if problem is not None and request_id in self._fenced:
+                # It ended because its load had failed, in a host that ends it first (vLLM).
+                self.failures.note(request_id, self._fenced[request_id], problem)
+            return
+        if failed and load.is_given_back:
+            origin, role = load.origin, load.role
+            self._loads[request_id] = KVLoad(origin, role, load.num_tokens, is_reclaimed=True)
+            return
+        if failed:
+            self.failures.note(request_id, load.origin.address, problem or UNKNOWN)
+        is_over = failed and self._policy_of(load) == "fail"
+        load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
+        self._orders.untracks.append(request_id)
+
+    def finish(self, request_id: str) -> bool:
+        """The request has ended, wherever its load was. True: it is fenced, the host keeps its
+        blocks until the fence is answered."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return False
+        if load.state is LoadState.OFFERED:
+            self._decline(request_id, load)
+        elif load.state is LoadState.LOADING:
+            self._orders.untracks.append(request_id)
+            if isinstance(load.origin, PushTarget):
+                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+        if load.state not in (LoadState.LOADING, LoadState.FAILED):
+            return False
+        self._fenced[request_id] = load.origin.address
+        self._orders.fences.append(request_id)
+        return True
+
+    def fence_answered(self, request_id: str) -> None:
+        """Nothing touches the request's blocks any more."""
+        self._fenced.pop(request_id, None)
+
+    def is_fenced(self, request_id: str) -> bool:
+        """The host hears of this request by its fence alone."""
+        return request_id in self._fenced
+
+    def _policy_of(self, load: KVLoad) -> LoadFailurePolicy:
+        if (
+            load.role is TransferRole.PREFILL
+            or load.is_given_back
+            or load.state is LoadState.OFFERED
+        ):
+            return "recompute"
+        return self._policy
+
+    def _least_tokens(self, role: TransferRole) -> int:
+        """Fewer are computed: a prefill engine is there for that."""
+        return max(1, self._recompute_threshold if role is TransferRole.PREFILL else 1)
+
+    def _offered(self, request_id: str) -> KVLoad | None:
+        load = self._loads.get(request_id)
+        return None if load is None or load.state is not LoadState.OFFERED else load
+
+    def _order(
+        self, request: EngineRequest, load: KVLoad, block_ids: BlockIds, first_token: int
+    ) -> None:
+        name, origin = request.request_id, load.origin
+        where = block_ids, first_token, load.num_tokens
+        recomputes = self._policy_of(load) == "recompute"
+        if isinstance(origin, RemoteSource):
+            self._orders.pulls.append(
+                PullOrder(name, origin, *where, recomputes=recomputes, is_proven=load.is_proven)
+            )
+            return
+        # Without keys no token is offered, so nothing is registered.
+        content = digest(request.token_ids, request.content_keys or (), origin.num_tokens)
+        self._orders.registrations.append(
+            PushRegistration(name, origin, *where, content, recomputes)
+        )
+
+    def _decline(self, request_id: str, load: KVLoad) -> None:
+        load.on(LoadEvent.DECLINE)
+        self._orders.untracks.append(request_id)
+        self._tell_holder(request_id, load.origin)
+
+    def _tell_holder(self, request_id: str, origin: RemoteSource | PushTarget) -> None:
+        if isinstance(origin, PushTarget):
+            self._orders.withdrawals.append(PushWithdrawal(request_id, origin))
+        else:
+            self._orders.declines.append(origin)

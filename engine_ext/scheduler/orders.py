@@ -1,0 +1,64 @@
+"""What the scheduler half has decided and the worker half has not heard yet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+from engine_ext.common.types import (
+    EMPTY_STEP,
+    LeaseCancel,
+    LeaseGrant,
+    PullOrder,
+    PushInquiry,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    RemoteSource,
+    SaveOrder,
+    StepMetadata,
+    TrackOrder,
+)
+
+
+@dataclass(slots=True)
+class Orders:
+    """The fields of `StepMetadata`, while they are being filled."""
+
+    expects: list[str] = field(default_factory=list)
+    transfer_names: list[tuple[str, str]] = field(default_factory=list)
+    drafts: list[PushOffer] = field(default_factory=list)
+    cancels: list[LeaseCancel] = field(default_factory=list)
+    grants: list[LeaseGrant] = field(default_factory=list)
+    revokes: list[str] = field(default_factory=list)
+    tracks: list[TrackOrder] = field(default_factory=list)
+    inquiries: list[PushInquiry] = field(default_factory=list)
+    pulls: list[PullOrder] = field(default_factory=list)
+    untracks: list[str] = field(default_factory=list)
+    offers: list[PushOffer] = field(default_factory=list)
+    registrations: list[PushRegistration] = field(default_factory=list)
+    withdrawals: list[PushWithdrawal] = field(default_factory=list)
+    reclaims: list[str] = field(default_factory=list)
+    give_backs: list[str] = field(default_factory=list)
+    declines: list[RemoteSource] = field(default_factory=list)
+    fences: list[str] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(map(len, _contents(self)))
+
+    def take(self) -> StepMetadata:
+        """All of it, for the next step; nothing is left."""
+        if not self:
+            return EMPTY_STEP
+        contents = _contents(self)
+        meta = StepMetadata(*map(tuple, contents))
+        for content in contents:
+            content.clear()
+        return meta
+
+
+# Asked several times per engine step: reflection at each would cost more than all the rest. The
+# fields are those of `StepMetadata`, in its order.
+_contents: Callable[[Orders], tuple[list[Any], ...]] = attrgetter(*(f.name for f in fields(Orders)))

@@ -1,0 +1,297 @@
+"""The worker half: one thread that owns the NIXL agent and everything that moves.
+
+The engine's thread hands over a `StepMetadata` and takes `TransferResults`; all else happens in
+the owner thread, so that leases, heartbeats and reads go on while the engine computes or sleeps.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from engine_ext.common.clock import boottime
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import Inspection
+from engine_ext.common.support import (
+    UnsupportedError,
+    refuse_unsupported,
+    refuse_unsupported_memory,
+)
+from engine_ext.common.types import (
+    CacheGeometry,
+    Clock,
+    ConnectorStats,
+    EngineIdentity,
+    Region,
+    StepMetadata,
+    TransferResults,
+)
+from engine_ext.staging.stage import StagedTransfers, StagingFactory
+from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
+from engine_ext.transfer.checksums import BlockMemory
+from engine_ext.transfer.results import Results
+from engine_ext.transfer.sealed import sealed
+from engine_ext.transfer.validator import open_validator
+from engine_ext.wire.errors import EXTENSION_VERSION
+from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.worker.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
+
+logger = logging.getLogger(__name__)
+
+AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
+
+FAREWELL_SECONDS = 2.0
+"""For what other engines must know: a connection made for it takes until its metadata
+is validated."""
+LINGER_SECONDS = 0.2
+"""After the last of it: NIXL sends on a new connection only while it is polled."""
+MAX_QUESTIONS = 16
+"""Who asks when more wait for an answer takes the oldest one's place, which times out."""
+
+
+def open_nixl(
+    regions: Sequence[Region], config: ConnectorConfig, stats: ConnectorStats | None = None
+) -> Agent:
+    return NixlAgent(regions, config.backends, config.num_threads, stats)
+
+
+class InspectionRequest(NamedTuple):
+    asked: str | None
+    answer: "Future[Inspection]"
+
+
+class WorkerConnector:
+    """See engine_ext.connector for who calls what when. One per tensor rank.
+
+    Raises UnsupportedError for a model or a parallelism whose KV we cannot move.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        geometry: CacheGeometry,
+        identity: EngineIdentity,
+        open_agent: AgentFactory | None = None,
+        clock: Clock = boottime,
+    ) -> None:
+        refuse_unsupported(config, geometry, identity)
+        self._config = config
+        self._geometry = geometry
+        self._identity = identity
+        self._clock = clock
+        self._results = Results()
+        self._stats = ConnectorStats()
+        self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
+        self._inbox: deque[StepMetadata] = deque()
+        self._questions: deque[InspectionRequest] = deque(maxlen=MAX_QUESTIONS)
+        self._accepted: StepMetadata | None = None
+        """The last that was handed over."""
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._staged: StagedTransfers | None = None
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from the owner thread whenever there are new results."""
+        self._results.set_wake(wake)
+
+    def register_kv_caches(
+        self, regions: Sequence[Region], stage: StagingFactory | None = None
+    ) -> None:
+        """Registers the memory and starts the owner thread. `stage` makes the host buffers, where
+        the geometry asks for them.
+
+        Raises AgentError, and UnsupportedError for memory that does not go with the configuration.
+        """
+        if self._geometry.is_staged:
+            if stage is None:
+                raise UnsupportedError("this engine has no host buffers to stage its KV in")
+            staging = stage(regions)
+            self._staged = StagedTransfers(staging, self._geometry.block_size)
+            regions = staging.regions
+        self._regions = tuple(regions)
+        refuse_unsupported_memory(self._config, self._geometry, self._regions)
+        opened = self._open_agent(self._regions, self._config)
+        validator = open_validator(opened, self._config, self._stats)
+        agent = sealed(opened, self._config.access, self._stats)
+        self._payload = encode_payload(
+            self._metadata(agent.metadata()),
+            self._identity.compat_factors,
+            self._identity.compat_hash,
+            # A stock engine of as many stages would read the first one's layers into each of its.
+            is_for_stock=self._identity.pp_size == 1,
+        )
+        loop = TransferLoop(
+            agent,
+            self._config,
+            self._geometry,
+            self._identity,
+            self._regions,
+            self._results,
+            self._stats,
+            self._clock,
+            validator=validator,
+            blocks=self._device_blocks(),
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(loop,), name="kv-transfer", daemon=True
+        )
+        self._thread.start()
+
+    def get_handshake_payload(self) -> bytes:
+        """What the listener answers for this rank; after `register_kv_caches`."""
+        return self._payload
+
+    def start_load_kv(self, meta: StepMetadata) -> None:
+        if meta:
+            self._inbox.append(self._staged.begin(meta) if self._staged else meta)
+            self._accepted = meta
+            self._wake.set()
+
+    def fail_loads(self, meta: StepMetadata) -> None:
+        """`start_load_kv` raised: the loads in it have failed, unless it had got through; all else
+        is carried out."""
+        if meta and meta is not self._accepted:
+            self._inbox.append(meta.without_loads())
+            self._accepted = meta
+        self._wake.set()
+
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        """After the step's forward pass, before its tokens leave the engine."""
+        if self._staged and meta.saves:
+            self._staged.save(meta.saves)
+
+    def get_transfer_results(self) -> TransferResults:
+        results = self._results.take()
+        if not self._staged or not results:
+            return results
+        try:
+            return self._staged.arrived(results)
+        except Exception:
+            logger.exception("loads did not get from host memory")
+            return replace(results, failed_recving=results.finished_recving)
+
+    def stats(self) -> ConnectorStats:
+        return self._stats.snapshot()
+
+    def inspect(self, asked: str | None = None, seconds: float = 1.0) -> Inspection:
+        """What it holds and waits for, as the owner thread sees it between two steps; leases and
+        quarantine of request `asked` only, if one is named. Any thread may ask.
+
+        Raises TimeoutError where the owner thread does not come to it.
+        """
+        question = InspectionRequest(asked, Future())
+        self._questions.append(question)
+        self._wake.set()
+        return question.answer.result(seconds)
+
+    def shutdown(self) -> None:
+        """Tells other engines what they must know, for two seconds at most, and ends the thread."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+            self._thread = None
+
+    def _run(self, loop: TransferLoop) -> None:
+        while not self._stop.is_set():
+            try:
+                wait = self._step(loop)
+            except Exception:
+                logger.exception("transfer loop")
+                wait = IDLE_WAIT
+            if wait < RECENT_WAIT:
+                time.sleep(wait)
+            else:
+                self._wake.wait(wait)
+                self._wake.clear()
+        self._say_farewell(loop)
+        self._close(loop)
+
+    def _step(self, loop: TransferLoop) -> float:
+        now = self._clock()
+        while self._inbox:
+            loop.apply(self._inbox.popleft(), now)
+        while self._questions:
+            self._answer(loop, self._questions.popleft(), now)
+        return loop.step(now)
+
+    @staticmethod
+    def _answer(loop: TransferLoop, question: InspectionRequest, now: float) -> None:
+        try:
+            question.answer.set_result(loop.inspect(now, question.asked))
+        except Exception as error:
+            question.answer.set_exception(error)
+
+    def _say_farewell(self, loop: TransferLoop) -> None:
+        deadline = self._clock() + FAREWELL_SECONDS
+        try:
+            self._step(loop)
+            is_owed = loop.owes_messages
+            while loop.owes_messages and self._clock() < deadline:
+                time.sleep(RECENT_WAIT)
+                self._step(loop)
+            lingers_until = self._clock() + LINGER_SECONDS if is_owed else 0.0
+            while self._clock() < lingers_until:
+                time.sleep(RECENT_WAIT)
+                self._step(loop)
+            loop.revoke_all(self._clock())
+        except Exception:
+            logger.exception("farewell to other engines")
+
+    def _close(self, loop: TransferLoop) -> None:
+        try:
+            loop.close()
+        except AgentError as error:
+            logger.warning("%s", error)
+
+    def _device_blocks(self) -> BlockMemory | None:
+        """Return how to read blocks that are not in host memory, for their checksums. Raises
+        UnsupportedError where they cannot be."""
+        first = self._regions[0]
+        if not self._config.checksums or first.mem_type == "DRAM":
+            return None
+        try:
+            from engine_ext.staging.device_memory import DeviceBlocks
+
+            blocks = DeviceBlocks(first.device_id)
+            blocks.read(first, 0)
+        except Exception as error:
+            raise UnsupportedError(
+                f"kv_checksum: this engine's KV memory cannot be read: {error}"
+            ) from error
+        return blocks
+
+    def _metadata(self, agent_metadata: bytes) -> AgentMetadata:
+        regions = self._regions
+        return AgentMetadata(
+            engine_id=self._identity.engine_id,
+            agent_metadata=agent_metadata,
+            kv_caches_base_addr=[region.base_addr for region in regions],
+            device_id=regions[0].device_id,
+            num_blocks=self._geometry.num_blocks,
+            block_lens=[region.block_len for region in regions],
+            block_strides=[region.block_stride for region in regions],
+            kv_cache_layout=self._geometry.kv_cache_layout,
+            block_size=self._geometry.block_size,
+            attn_backend_name=self._geometry.attn_backend_name,
+            region_num_blocks=[region.num_blocks for region in regions],
+            region_group_ids=[region.group for region in regions],
+            region_names=[region.name for region in regions],
+            region_mem_types=[region.mem_type for region in regions],
+            region_members=msgspec.Raw(msgspec.msgpack.encode([[r.name] for r in regions])),
+            disagg_ext=EXTENSION_VERSION,
+            lease_extension=self._config.lease_extension,
+            write_bound=self._config.write_bound,
+            returns_blocks=True,
+            block_layers=[list(region.layers) for region in regions],
+            region_tenants=[list(region.tenants) for region in regions],
+            tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
+        )
