@@ -29,7 +29,9 @@ A registration whose blocks another request needs more is given back (see
 not. Silence gives nothing back: it ends the request as ever. Where some ranks of P have written and
 others gave back, P holds the whole prompt: the blocks stay, and we register again with those
 others. So it is among our own ranks: the scheduler half hears when all have given back, and orders
-the end; a rank that waits for that order in vain registers again, for others may have been written."""
+the end; a rank that waits for that order in vain registers again, for others may have been
+written.
+"""
 
 import enum
 import logging
