@@ -1,8 +1,7 @@
 """Changes by operators at run time: the admin API, SIGHUP, and how they reach every process.
 
 * `control.Control` checks a change, remembers it and publishes the new state;
-* `desired_state.DesiredState` is that state: one value, which is always sent whole;
-* `processes` applies it: in this process (`SingleProcess`), or over a Unix socket in each worker
-  process (`ControlChannel` and `follow_control`);
+* `processes.DesiredState` is that state: one value, which is always sent whole, and applied in this
+  process, or over a Unix socket in each worker process (`ControlChannel` and `follow_control`);
 * `endpoints` is the HTTP API, and `hosting` serves it beside a router or on a thread of its own.
 """

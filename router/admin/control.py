@@ -9,29 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from pydantic import BaseModel
 
-from router.admin.desired_state import (
-    RELOADABLE,
-    TUNABLE,
-    DesiredState,
-    Tunables,
-    changed_settings,
-)
+from router.admin.processes import RELOADABLE, TUNABLE, DesiredState, Tunables
 from router.auth.api_keys import Keyring
 from router.fleet.engine import Intent
-from router.fleet.reconcile import (
-    OVERRIDES_SOURCE,
-    OperatorOverrides,
-)
-from router.fleet.sources.file import (
-    address_of,
-    parse_entry,
-)
+from router.fleet.reconcile import OVERRIDES_SOURCE, OperatorOverrides
+from router.fleet.sources.file import address_of, parse_entry
 from router.fleet.sources.source import SourceError
 from router.fleet.views import (
     EngineView,
@@ -49,17 +36,9 @@ MAX_ADDED_ENGINES = 4096
 MAX_GROUP_WEIGHTS = 1024
 SETTINGS_READ_TIMEOUT_S = 5.0
 DRAIN_CHECK_INTERVAL_S = 1.0
-
-
-class WorkerProcesses(Protocol):
-    """The processes of one router."""
-
-    async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
-        """Make every process apply the state, and return what each one sees then.
-
-        The view of a process that does not answer in time is None; that process gets the state as
-        soon as it answers.
-        """
+# Makes every process of the router apply the state, and returns what each one sees then. The view
+# of a process that does not answer in time is None; it gets the state as soon as it answers.
+Publish = Callable[[DesiredState], Awaitable[Sequence[FleetView | None]]]
 
 
 class AdminRequestError(Exception):
@@ -100,10 +79,10 @@ class Control:
     """
 
     def __init__(
-        self, settings: Settings, processes: WorkerProcesses, read_again: Callable[[], Settings]
+        self, settings: Settings, publish: Publish, read_again: Callable[[], Settings]
     ) -> None:
         self._started = settings
-        self._processes = processes
+        self._publish = publish
         self._read_again = read_again
         self._keys = _store_keys(settings)
         self._lock = asyncio.Lock()
@@ -126,7 +105,7 @@ class Control:
         if not self.state.overrides.draining:
             return
         async with self._lock:
-            views = await self._processes.publish(self.state)
+            views = await self._publish(self.state)
             if not has_all_listings(views):
                 return
             listed = {address_of(e.url) for e in merge_engine_views(views) if e.sources}
@@ -137,7 +116,7 @@ class Control:
     # Questions.
 
     async def engines(self) -> EngineList:
-        views = await self._processes.publish(self.state)
+        views = await self._publish(self.state)
         answered = sum(view is not None for view in views)
         workers = WorkerCounts(answered=answered, known=len(views))
         return EngineList(engines=merge_engine_views(views), workers=workers)
@@ -147,7 +126,7 @@ class Control:
         return _find(name, (await self.engines()).engines)
 
     async def groups(self) -> list[GroupView]:
-        return merge_group_views(await self._processes.publish(self.state))
+        return merge_group_views(await self._publish(self.state))
 
     # Changes. Each raises AdminRequestError.
 
@@ -232,8 +211,12 @@ class Control:
                 self.token, applied = token, [*applied, "admin_token"]
             self.state = replace(self.state, tunables=new, reloads=self.state.reloads + 1)
             logs.set_level(new.log_level)
-            await self._processes.publish(self.state)
-        late = [n for n in changed_settings(self._started, settings) if n not in RELOADABLE]
+            await self._publish(self.state)
+        late = [
+            name
+            for name in Settings.model_fields
+            if getattr(settings, name) != getattr(self._started, name) and name not in RELOADABLE
+        ]
         if applied:
             logger.info("settings changed: %s", " ".join(map(flag_of, applied)))
         else:

@@ -1,6 +1,6 @@
 """The admin API: engines, groups, reload. A FastAPI application for a port of its own.
 
-`AdminGate` stands before the application: it checks the admin token and bounds the body.
+`AdminGate` stands before the endpoints: it checks the admin token.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.admin.control import AdminRequestError, Control, EngineList, ReloadResult
 from router.auth.credentials import Headers, has_bearer_token
 from router.fleet.engine import EngineRole
 from router.fleet.sources.file import EngineFileEntry
-from router.fleet.views import (
-    EngineView,
-    GroupView,
-)
+from router.fleet.views import EngineView, GroupView
 from router.openai import fastapi_errors
 from router.openai.errors import error_body, type_of_status
 from router.settings import GROUP_NAME, MAX_GROUP_WEIGHT, SettingsError
@@ -79,7 +77,7 @@ async def engines(control: TheControl) -> EngineList:
     "/engines", status_code=201, summary="Add an engine", openapi_extra=_body(EngineFileEntry)
 )
 async def add(request: Request, control: TheControl) -> EngineView:
-    return await control.add(_read(await request.body(), Any))
+    return await control.add(await _read(request, Any))
 
 
 @router.get("/engines/{name}", summary="Show one engine")
@@ -114,8 +112,7 @@ async def groups(control: TheControl) -> GroupList:
 
 @router.put("/groups/{group}", summary="Give a group a weight", openapi_extra=_body(GroupWeight))
 async def weigh(group: GroupName, request: Request, control: TheControl) -> GroupView:
-    weight = _read(await request.body(), GroupWeight).weight
-    return await control.weigh(group, weight)
+    return await control.weigh(group, (await _read(request, GroupWeight)).weight)
 
 
 @router.delete(
@@ -133,8 +130,8 @@ async def reload(control: TheControl) -> ReloadResult:
     return await control.reload()
 
 
-def application(control: Control) -> AdminGate:
-    """Return the admin API of a control, as an ASGI application."""
+def application(control: Control) -> FastAPI:
+    """Return the admin API of a control."""
     app = FastAPI(
         title="disagg-router admin",
         version=version("disagg-router"),
@@ -145,16 +142,27 @@ def application(control: Control) -> AdminGate:
     )
     app.state.control = control
     app.include_router(router)
+    app.add_middleware(AdminGate, token=lambda: control.token)
     fastapi_errors.install(app)
     app.add_exception_handler(AdminRequestError, _rejected)
     app.add_exception_handler(SettingsError, _unusable)
-    return AdminGate(app, lambda: control.token)
+    return app
 
 
-def _read(body: bytes, kind: type[T]) -> T:
-    """Raises AdminRequestError."""
+async def _read(request: Request, kind: type[T]) -> T:
+    """Return the body's JSON, with a bound on its size and its time. Raises AdminRequestError."""
+    body = bytearray()
     try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise AdminRequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         return msgspec.json.decode(body, type=kind)
+    except TimeoutError:
+        raise AdminRequestError(408, "the body was not received in time") from None
+    except ClientDisconnect:
+        raise AdminRequestError(400, "the client has disconnected") from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise AdminRequestError(400, str(error)) from None
 
@@ -169,17 +177,13 @@ async def _unusable(_: Request, error: Exception) -> Response:
     return _error(400, "settings are unchanged: " + "; ".join(error.problems))
 
 
-def _error(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+def _error(status: int, text: str) -> Response:
     kind = ERROR_TYPES.get(status) or type_of_status(status)
-    return Response(error_body(status, kind, text), status, headers, "application/json")
-
-
-class AdminBodyTooLargeError(Exception):
-    pass
+    return Response(error_body(status, kind, text), status, None, "application/json")
 
 
 class AdminGate:
-    """Authentication before an ASGI application, which gets each request with its whole body.
+    """Authentication before an ASGI application.
 
     `token` returns the admin token in force. Without one the API is for loopback alone, and
     requests of browsers are rejected: any page that a browser on this machine shows could send one.
@@ -190,64 +194,17 @@ class AdminGate:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        rejection = _reject(scope["headers"], self._token())
-        if rejection is None:
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body = await _whole_body(scope["headers"], receive)
-            except AdminBodyTooLargeError:
-                rejection = _close(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-            except TimeoutError:
-                rejection = _close(408, "the body was not received in time")
-            else:
-                if body is not None:
-                    await self._app(scope, _replay(body, receive), send)
-                return
-        await rejection(scope, receive, send)
+        rejection = _reject(scope["headers"], self._token()) if scope["type"] == "http" else None
+        await (rejection or self._app)(scope, receive, send)
 
 
 def _reject(headers: Headers, token: str | None) -> Response | None:
     if token is None:
         if any(name == b"origin" for name, _ in headers):
-            return _close(403, "requests of browsers need an admin token")
+            return _error(403, "requests of browsers need an admin token")
         return None
     if has_bearer_token(headers, token):
         return None
-    rejection = _close(401, "the admin API needs its token: Authorization: Bearer ...")
+    rejection = _error(401, "the admin API needs its token: Authorization: Bearer ...")
     rejection.headers["www-authenticate"] = "Bearer"
     return rejection
-
-
-def _close(status: int, text: str) -> Response:
-    return _error(status, text, {"connection": "close"})
-
-
-async def _whole_body(headers: Headers, receive: Receive) -> bytes | None:
-    """Return the body, None where the client has disconnected. Raises AdminBodyTooLargeError."""
-    announced = dict(headers).get(b"content-length", b"0")
-    if not announced.isdigit() or len(announced) > 18 or int(announced) > MAX_BODY_BYTES:
-        raise AdminBodyTooLargeError
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise AdminBodyTooLargeError
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that begins with the body."""
-    left = [body]
-
-    async def receive_again() -> Message:
-        if left:
-            return {"type": "http.request", "body": left.pop(), "more_body": False}
-        return await receive()
-
-    return receive_again

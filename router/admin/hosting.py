@@ -14,9 +14,8 @@ from typing import Any
 import uvicorn
 
 from router.admin.control import Control
-from router.admin.desired_state import DesiredState, Tunables
 from router.admin.endpoints import application
-from router.admin.processes import ControlChannel
+from router.admin.processes import ControlChannel, DesiredState, Tunables
 from router.settings import Settings
 
 logger = logging.getLogger("disagg_router.admin")
@@ -96,7 +95,7 @@ class ControlThread:
         listener: socket.socket | None,
     ) -> None:
         self._channel = ControlChannel(DesiredState(Tunables.of(settings)), settings.workers)
-        self._control = Control(settings, self._channel, read_again)
+        self._control = Control(settings, self._channel.publish, read_again)
         self._path = directory / SOCKET_NAME
         self._listener = listener
         self._is_open = threading.Event()

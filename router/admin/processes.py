@@ -1,10 +1,10 @@
-"""The processes of a router, to which the control publishes its state.
+"""The state that operators want in every process of a router, and how each process gets it.
 
-Without worker processes, the control applies the state here (`SingleProcess`). With them, each
-worker connects once to a Unix socket in a private directory and keeps the connection. The control
-sends a state as one line of JSON, the first one as soon as a worker connects. The worker answers
-with one line: what it sees once it has applied the state. There are no other messages, so a worker
-can be late with changes but cannot miss one.
+A state is one value, which is always sent whole. Without worker processes, the control applies it
+here. With them, each worker connects once to a Unix socket in a private directory and keeps the
+connection. The control sends a state as one line of JSON, the first one as soon as a worker
+connects. The worker answers with one line: what it sees once it has applied the state. There are no
+other messages, so a worker can be late with changes but cannot miss one.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from router.admin.desired_state import DesiredState, Tunables
 from router.common.signature import ValueSigner
 from router.common.watched_file import WatchedFiles
 from router.conversations.store import SignedStore
+from router.fleet.reconcile import OperatorOverrides
 from router.fleet.registry import EngineRegistry
-from router.fleet.views import (
-    FleetView,
-    build_fleet_view,
-)
+from router.fleet.views import FleetView, build_fleet_view
 from router.proxy.gateway import Gateway
 from router.settings import Settings
 from router.telemetry import logs
 
 logger = logging.getLogger("disagg_router.admin")
+STORE_KEY_SETTINGS = ("conversation_store_key", "conversation_store_key_file")
+TOKEN_SETTINGS = ("admin_token", "admin_token_file")
 ANSWER_TIMEOUT_S = 2.0
 # How long a worker that has just started waits for its first state before it serves without.
 FIRST_STATE_TIMEOUT_S = 10.0
@@ -39,6 +39,63 @@ RECONNECT_DELAY_S = 0.2
 MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Tunables:
+    """The settings that processes take over at run time, with their names in Settings."""
+
+    group_weights: tuple[str, ...]
+    log_level: str
+    max_body_size: int
+    max_connections: int
+    max_engine_prefill_tokens: int
+    max_engine_requests: int
+    max_held_answers: int
+    max_held_bodies: int
+    queue_priorities: bool
+    queue_size: int
+    queue_timeout: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> Tunables:
+        return cls(**{name: getattr(settings, name) for name in TUNABLE})
+
+    def over(self, settings: Settings) -> Settings:
+        """Return settings with these values in place of their own."""
+        return settings.model_copy(update=asdict(self))
+
+
+TUNABLE = tuple(one.name for one in fields(Tunables))
+RELOADABLE = frozenset((*TUNABLE, *STORE_KEY_SETTINGS, *TOKEN_SETTINGS))
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """The state that every process applies.
+
+    `store_keys` sign entries in a shared conversation store; None for the keys that the process
+    started with. `reloads` counts reloads: a process that sees it rise reads its watched files
+    again at once.
+    """
+
+    tunables: Tunables
+    overrides: OperatorOverrides = field(default_factory=OperatorOverrides)
+    store_keys: tuple[str, ...] | None = None
+    reloads: int = 0
+
+    def to_json(self) -> bytes:
+        """Return one line of JSON, without its end."""
+        return _ADAPTER.dump_json(self)
+
+    @staticmethod
+    def from_json(raw: bytes) -> DesiredState:
+        """Raises ValueError."""
+        return _ADAPTER.validate_json(raw)
+
+
+_ADAPTER = TypeAdapter(DesiredState)
+
+
+@dataclass(slots=True)
 class WorkerProcess:
     """This process, to which a state can be applied.
 
@@ -46,53 +103,38 @@ class WorkerProcess:
     it has one, and `watched` are the files that it reloads, by name.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        gateway: Gateway,
-        registry: EngineRegistry,
-        store: SignedStore | None,
-        watched: dict[str, WatchedFiles],
-    ) -> None:
-        self._settings = settings
-        self._gateway = gateway
-        self._registry = registry
-        self._store = store
-        self._watched = watched
-        self._tunables = Tunables.of(settings)
-        self._keys: tuple[str, ...] | None = None
-        self._reloads = 0
+    settings: Settings
+    gateway: Gateway
+    registry: EngineRegistry
+    store: SignedStore | None
+    watched: dict[str, WatchedFiles]
+    _applied: DesiredState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._applied = DesiredState(Tunables.of(self.settings))
 
     def apply(self, state: DesiredState) -> FleetView:
         """Apply a state, and return what this process sees then. Idempotent."""
-        settings = state.tunables.over(self._settings)
-        if state.tunables != self._tunables:
-            self._gateway.tune(settings)
+        before, fleet = self._applied, self.gateway.fleet
+        settings = state.tunables.over(self.settings)
+        if state.tunables != before.tunables:
+            self.gateway.tune(settings)
             logs.set_level(settings.log_level)
-            self._tunables = state.tunables
         weights = {**settings.weights, **state.overrides.weights}
-        if weights != self._gateway.fleet.group_weights:
-            self._gateway.fleet.set_group_weights(weights)
-        self._registry.set_overrides(state.overrides)
-        if state.store_keys != self._keys:
-            self._keys = state.store_keys
-            if self._keys and self._store is not None:
-                self._store.use_signer(ValueSigner([key.encode() for key in self._keys]))
-        if state.reloads != self._reloads:
-            self._reloads = state.reloads
-            for file in self._watched.values():
+        if weights != fleet.group_weights:
+            fleet.set_group_weights(weights)
+        self.registry.set_overrides(state.overrides)
+        if state.store_keys and state.store_keys != before.store_keys and self.store is not None:
+            self.store.use_signer(ValueSigner([key.encode() for key in state.store_keys]))
+        if state.reloads != before.reloads:
+            for file in self.watched.values():
                 file.check_soon()
-        return build_fleet_view(self._gateway.fleet, self._registry)
-
-
-class SingleProcess:
-    """A router's only process, which is this one."""
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self._process = process
+        self._applied = state
+        return build_fleet_view(fleet, self.registry)
 
     async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
-        return [self._process.apply(state)]
+        """Apply a state as the only process of a router."""
+        return [self.apply(state)]
 
 
 class ControlChannel:

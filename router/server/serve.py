@@ -28,7 +28,7 @@ from fastapi import FastAPI
 
 from router.admin.control import Control
 from router.admin.hosting import SOCKET_NAME, EmbeddedServer, serve_control
-from router.admin.processes import SingleProcess, WorkerProcess, follow_control
+from router.admin.processes import WorkerProcess, follow_control
 from router.common.tls import TlsContext
 from router.fleet.sources.factory import describe_sources
 from router.proxy.gateway import Gateway
@@ -146,7 +146,7 @@ async def _serve_alone(
 ) -> None:
     app = build(settings)
     state = state_of(app)
-    control = Control(settings, SingleProcess(_worker_process(settings, state)), read_again)
+    control = Control(settings, _worker_process(settings, state).publish, read_again)
     with watched(settings, state.exposition):
         announce(settings, listeners)
         async with serve_control(control, admin):

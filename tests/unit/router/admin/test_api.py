@@ -15,7 +15,7 @@ import pytest
 
 from router.admin.control import Control
 from router.admin.endpoints import application
-from router.admin.processes import SingleProcess, WorkerProcess
+from router.admin.processes import WorkerProcess
 from router.fleet.engine import Health, Intent
 from router.settings import Settings
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
@@ -68,7 +68,7 @@ async def administered(
         process = WorkerProcess(
             settings, state.gateway, state.registry, state.signed_store, state.watched_files
         )
-        control = Control(settings, SingleProcess(process), read_again)
+        control = Control(settings, process.publish, read_again)
         tidying = asyncio.create_task(control.run())
         app = application(control)
         async with httpx.AsyncClient(

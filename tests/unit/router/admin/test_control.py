@@ -11,7 +11,7 @@ import pytest
 
 from router.admin import control as control_module
 from router.admin.control import AdminRequestError, Control, ReloadResult, WorkerCounts
-from router.admin.desired_state import RELOADABLE, DesiredState
+from router.admin.processes import RELOADABLE, DesiredState
 from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.reconcile import (
     OperatorOverrides,
@@ -74,7 +74,7 @@ def control_of(
     """And what settings are read from the next time."""
     given: dict[str, Any] = ENGINES | (flags or {})
     processes = FakeProcesses(*of)
-    return Control(load(given), processes, lambda: load(given)), processes, given
+    return Control(load(given), processes.publish, lambda: load(given)), processes, given
 
 
 async def refused(awaitable: Any) -> tuple[int, str]:
@@ -278,7 +278,7 @@ async def test_settings_that_hang_are_not_waited_for(monkeypatch: pytest.MonkeyP
         assert go_on.wait(10)
         return load(ENGINES)
 
-    control = Control(load(ENGINES), FakeProcesses([A]), hang)
+    control = Control(load(ENGINES), FakeProcesses([A]).publish, hang)
     try:
         with pytest.raises(SettingsError, match="within"):
             await control.reload()

@@ -12,8 +12,13 @@ from typing import Any, cast
 import pytest
 
 from router.admin import processes as processes_module
-from router.admin.desired_state import DesiredState, Tunables
-from router.admin.processes import ControlChannel, WorkerProcess, follow_control
+from router.admin.processes import (
+    ControlChannel,
+    DesiredState,
+    Tunables,
+    WorkerProcess,
+    follow_control,
+)
 from router.fleet.engine import EngineRole, EngineSpec
 from router.fleet.reconcile import OperatorOverrides
 from router.fleet.views import FleetView
