@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.settings import Address
 
-T = TypeVar("T")
 # The name of the source of engines that operators add.
 OVERRIDES_SOURCE = "admin"
 
@@ -134,29 +133,16 @@ def _merge_descriptions(
 ) -> ListedEngine:
     roles = {listed.spec.role for _, listed in descriptions}
     drains = any(listed.intent is Intent.DRAINING for _, listed in descriptions)
-
-    def choose(name: str, default: T) -> T:
-        given: list[tuple[str, Any]] = [
-            (source, value)
-            for source, listed in descriptions
-            if (value := getattr(listed.spec, name)) != default
-        ]
-        if not given:
-            return default
-        source, value = given[0]
-        chosen: T = value
-        if other := next((other for other, one in given if one != value), ""):
-            conflicts.append(
-                f"{address}: {source} and {other} disagree on its {name}: {source} wins"
-            )
-        return chosen
-
-    spec = EngineSpec(
-        roles.pop() if len(roles) == 1 else EngineRole.BOTH,
-        address,
-        choose("models", frozenset()),
-        choose("group", DEFAULT_GROUP),
-        choose("weight", 1.0),
-        choose("tls", False),
-    )
-    return ListedEngine(spec, Intent.DRAINING if drains else Intent.SERVING)
+    spec = EngineSpec(roles.pop() if len(roles) == 1 else EngineRole.BOTH, address)
+    explicit: dict[str, Any] = {}
+    for name in ("models", "group", "weight", "tls"):
+        given = [(source, getattr(listed.spec, name)) for source, listed in descriptions]
+        given = [one for one in given if one[1] != getattr(spec, name)]
+        if given:
+            source, explicit[name] = given[0]
+            if other := next((other for other, value in given if value != explicit[name]), ""):
+                conflicts.append(
+                    f"{address}: {source} and {other} disagree on its {name}: {source} wins"
+                )
+    intent = Intent.DRAINING if drains else Intent.SERVING
+    return ListedEngine(replace(spec, **explicit), intent)

@@ -70,11 +70,9 @@ def build_fleet_view(fleet: Fleet, registry: EngineRegistry) -> FleetView:
         groups=[
             GroupView(
                 name=name,
-                weight=group.weight,
                 weighed_by=origin(name),
-                prefillers=group.prefillers,
-                decoders=group.decoders,
                 complete=group.is_complete,
+                **group._asdict(),
             )
             for name, group in count_groups(fleet).items()
         ],

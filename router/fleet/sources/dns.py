@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import dns.asyncresolver
 import dns.exception
@@ -24,12 +26,7 @@ import dns.rdatatype
 import dns.resolver
 
 from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
-from router.fleet.sources.source import (
-    Backoff,
-    SourceReport,
-    one_line,
-    run_in_own_loop,
-)
+from router.fleet.sources.source import Backoff, SourceReport, one_line
 from router.settings import TLS_SCHEME, Address, canonical
 
 MakeResolver = Callable[[], dns.asyncresolver.Resolver]
@@ -90,7 +87,7 @@ class DnsSource:
         """Return a report and the seconds until the next look."""
         try:
             # Dnspython takes a tenth of a second to parse a thousand addresses.
-            found = await run_in_own_loop(self._look_up)
+            found = await _run_in_own_loop(self._look_up)
         except TimeoutError:
             return self._failed(f"no answer within {LOOKUP_TIMEOUT_S:g} s")
         except (dns.exception.DNSException, OSError) as error:
@@ -133,25 +130,19 @@ async def _look_up_service(resolver: dns.asyncresolver.Resolver, name: str) -> D
     first_priority = min(record.priority for record in answer)
     targets = [(r.target, r.port) for r in answer if r.priority == first_priority]
     known = {target: _addresses_in(answer, target) for target, _ in targets}
-    missing = [target for target, (hosts, _) in known.items() if not hosts]
     # The root as target means "decidedly not available" (RFC 2782).
-    known |= await _look_up_hosts(resolver, [name for name in missing if name != dns.name.root])
+    missing = [name for name, (hosts, _) in known.items() if not hosts and name != dns.name.root]
+    slots = asyncio.Semaphore(MAX_QUERIES)
+
+    async def look_up_target(name: dns.name.Name) -> HostAddresses:
+        async with slots:
+            return await _look_up_host(resolver, name)
+
+    known |= zip(missing, await asyncio.gather(*map(look_up_target, missing)), strict=True)
     addresses = {
         Address(canonical(host), port) for target, port in targets for host in known[target].hosts
     }
     return DnsLookup(frozenset(addresses), min([_ttl(answer), *(ttl for _, ttl in known.values())]))
-
-
-async def _look_up_hosts(
-    resolver: dns.asyncresolver.Resolver, names: Iterable[dns.name.Name]
-) -> dict[dns.name.Name, HostAddresses]:
-    slots = asyncio.Semaphore(MAX_QUERIES)
-
-    async def look_up_one(name: dns.name.Name) -> tuple[dns.name.Name, HostAddresses]:
-        async with slots:
-            return name, await _look_up_host(resolver, name)
-
-    return dict(await asyncio.gather(*map(look_up_one, names)))
 
 
 async def _look_up_host(
@@ -187,3 +178,20 @@ def _addresses_in(answer: dns.resolver.Answer, target: dns.name.Name) -> HostAdd
 def _ttl(answer: dns.resolver.Answer) -> float:
     """Return the least TTL on the way, aliases included."""
     return float(answer.chaining_result.minimum_ttl)
+
+
+async def _run_in_own_loop(make: Callable[[], Coroutine[Any, Any, DnsLookup]]) -> DnsLookup:
+    """Run a coroutine in a thread and an event loop of its own, because its work would delay
+    requests. The coroutine must end without help: neither a cancelled caller nor the end of the
+    process waits for it."""
+    outcome: Future[DnsLookup] = Future()
+    outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
+
+    def run() -> None:
+        try:
+            outcome.set_result(asyncio.run(make()))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="source", daemon=True).start()
+    return await asyncio.wrap_future(outcome)

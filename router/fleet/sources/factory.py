@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 
 from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
 from router.fleet.sources.file import FileSource
-from router.fleet.sources.saved_listing import SavedListing
-from router.fleet.sources.source import (
-    EngineSource,
-    SourceReport,
-)
+from router.fleet.sources.source import EngineSource, SavedListing, SourceReport
 from router.settings import Address, Settings, SettingsError, canonical
 
 
@@ -73,10 +70,8 @@ def describe_sources(settings: Settings) -> list[str]:
 def _dns_sources(settings: Settings) -> Iterator[EngineSource]:
     if not (settings.prefiller_dns or settings.decoder_dns):
         return
-    try:
+    with _extra("dns", "--prefiller-dns and --decoder-dns"):
         from router.fleet.sources.dns import DnsSource
-    except ImportError as error:
-        raise _missing_extra("--prefiller-dns and --decoder-dns", "dns", error) from None
     for role, names in (
         (EngineRole.PREFILL, settings.prefiller_dns),
         (EngineRole.DECODE, settings.decoder_dns),
@@ -92,11 +87,9 @@ def _kubernetes_sources(settings: Settings) -> Iterator[EngineSource]:
     }
     if not any(selectors.values()):
         return
-    try:
+    with _extra("kubernetes", "--kubernetes-...-selector"):
         from router.fleet.sources.kubernetes import KubernetesSource
         from router.fleet.sources.pod_api import PodApi
-    except ImportError as error:
-        raise _missing_extra("--kubernetes-...-selector", "kubernetes", error) from None
     for role, selector in selectors.items():
         if selector is not None:
             api = PodApi(settings.kubernetes_config, settings.kubernetes_namespace, selector)
@@ -104,10 +97,11 @@ def _kubernetes_sources(settings: Settings) -> Iterator[EngineSource]:
             yield KubernetesSource(role, settings.kubernetes_port, api, scheme=scheme)
 
 
-def _missing_extra(flags: str, extra: str, error: ImportError) -> SettingsError:
-    return SettingsError(
-        [
-            f"{flags} need a package that is not installed ({error}): "
-            f"pip install 'disagg-router[{extra}]'"
-        ]
-    )
+@contextlib.contextmanager
+def _extra(extra: str, flags: str) -> Iterator[None]:
+    """Import what an extra brings. Raises SettingsError if it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        problem = f"{flags} need a package that is not installed ({error}): "
+        raise SettingsError([problem + f"pip install 'disagg-router[{extra}]'"]) from None

@@ -23,10 +23,7 @@ import yaml
 from router.common.watched_file import POLL_INTERVAL_S, FileReader, UnreadableError
 from router.common.yaml_list import MissingListError, parse_yaml_list
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.sources.source import (
-    SourceError,
-    SourceReport,
-)
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

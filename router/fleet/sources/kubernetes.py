@@ -13,6 +13,7 @@ import random
 import time
 from asyncio import sleep
 from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
@@ -25,8 +26,6 @@ WATCHES_PER_LIST = 10
 # A watch that lasted this long is no failure, whatever ended it.
 MIN_WATCH_S = 5.0
 MAX_REPORTED_PODS = 3
-
-
 # Labels and annotations of a pod that describe its engine; annotations take precedence.
 PREFIX = "disagg-router.io/"
 LLM_D_ROLE = "llm-d.ai/role"
@@ -73,9 +72,7 @@ class KubernetesSource:
     ) -> None:
         self.name = f"kubernetes:{role}"
         self.first = SourceReport()
-        self._role = role
-        self._port = port
-        self._scheme = scheme
+        self._read = partial(read_pod, role=role, port=port, scheme=scheme)
         self._api = api
         self._min_watch = min_watch
         self._backoff = Backoff(random_share)
@@ -124,9 +121,6 @@ class KubernetesSource:
         if after != none:
             self._pods[name] = after
         return after != before
-
-    def _read(self, pod: Pod) -> PodEngine:
-        return read_pod(pod, self._role, self._port, self._scheme)
 
     def _report(self) -> SourceReport:
         problems = sorted(one.problem for one in self._pods.values() if one.problem)

@@ -20,10 +20,7 @@ import msgspec
 from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig
 
-from router.fleet.sources.source import (
-    SourceError,
-    one_line,
-)
+from router.fleet.sources.source import SourceError, one_line
 from router.settings import SettingsError
 
 # One page is about a megabyte, which takes a few milliseconds to parse.

@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
-from router.fleet.sources import saved_listing
-from router.fleet.sources.saved_listing import (
-    SavedListing,
-    load_listing,
-    save_listing,
-)
-from router.fleet.sources.source import SourceReport
+from router.fleet.sources import source as source_module
+from router.fleet.sources.source import SavedListing, SourceReport, load_listing, save_listing
 from router.settings import Address
 from tests.unit.router.harness import eventually
 
@@ -120,8 +115,8 @@ async def test_a_stuck_disk_delays_no_report(file: Path, monkeypatch: pytest.Mon
         gate.wait(10)
         write(file, listed)
 
-    monkeypatch.setattr(saved_listing, "SAVE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(saved_listing, "save_listing", stuck)
+    monkeypatch.setattr(source_module, "SAVE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(source_module, "save_listing", stuck)
     said = [SourceReport((P,)), SourceReport((D,)), SourceReport((P, D)), SourceReport((P, D))]
     async with contextlib.aclosing(SavedListing(FakeSource(*said), file).watch()) as reports:
         async with asyncio.timeout(5):
