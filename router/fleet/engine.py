@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
+import msgspec
+
+from router.common.structs import FrozenStruct
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -76,15 +78,15 @@ class ListedEngine:
         return self.spec.address
 
 
-class RankEndpoint(NamedTuple):
+class RankEndpoint(FrozenStruct, frozen=True):
     """Where a rank of a prefill engine takes registrations for push; fields of
     kv_transfer_params."""
 
     remote_engine_id: str
     remote_host: str
     remote_port: int
-    tp_size: int
-    pp_size: int
+    tp_size: int = 1
+    pp_size: int = 1
 
 
 def strip_dp_rank(engine_id: str) -> str:
@@ -124,12 +126,11 @@ class EngineCapabilities:
     """It neither retains an answer's KV nor pulls another engine's: by its own page."""
     is_lack_logged: bool = False
     """`lacks_turns` was logged."""
-    transfer_modes: frozenset[str] | None = None
+    transfer_modes: frozenset[str] = frozenset()
     compatibility: str = ""
     """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
     the connector's version, plus the version of our extension if the engine has it. Empty if
     unknown, or if the engine's ranks differ."""
-    supports_push: bool = False
     supports_hand_over: bool = False
     """It can hand over a first token that it sampled."""
     supports_resume: bool = False
@@ -148,6 +149,10 @@ class EngineCapabilities:
     """By data-parallel rank."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
+
+    @property
+    def supports_push(self) -> bool:
+        return "push" in self.transfer_modes
 
     def note_engine_id(self, params: dict[str, object]) -> None:
         """Take the engine's id from the kv_transfer_params of its answer."""
@@ -206,7 +211,7 @@ class EngineCapabilities:
             self.render_hashes = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
-            self._set_transfer_modes(mode for mode in modes if isinstance(mode, str))
+            self.transfer_modes = frozenset([mode for mode in modes if isinstance(mode, str)])
         if isinstance(ranks, list):
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
@@ -221,25 +226,18 @@ class EngineCapabilities:
         identity page."""
         mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
         if isinstance(mode, str):
-            self._set_transfer_modes((mode,))
+            self.transfer_modes = frozenset([mode])
         if at is not None:
             rank = dp_rank_of(at.remote_engine_id) or 0
             self.rank_endpoints = {**self.rank_endpoints, rank: at}
 
-    def _set_transfer_modes(self, modes: Iterable[str]) -> None:
-        self.transfer_modes = frozenset(modes)
-        self.supports_push = "push" in self.transfer_modes
-
 
 def rank_endpoint_in(params: object) -> RankEndpoint | None:
     """Return the endpoint if `params` has all of its fields with the right types."""
-    if not isinstance(params, Mapping):
+    try:
+        return msgspec.convert(params, RankEndpoint)
+    except msgspec.ValidationError:
         return None
-    given = [params.get(name) for name in ("remote_engine_id", "remote_host", "remote_port")]
-    match given, params.get("tp_size", 1), params.get("pp_size", 1):
-        case [str() as engine_id, str() as host, int() as port], int() as tp, int() as pp:
-            return RankEndpoint(engine_id, host, port, tp, pp)
-    return None
 
 
 def _texts_in(given: object) -> dict[str, str]:

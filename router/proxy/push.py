@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from uuid import uuid4
 
+from msgspec import structs
+
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine, RankEndpoint
 from router.proxy.messages import new_leg_id
@@ -54,7 +56,7 @@ def make_push(
         "do_remote_decode": False,
         "remote_request_id": leg_id,
         "transfer_id": transfer_id,
-        **at._asdict(),
+        **structs.asdict(at),
     }
     if prefiller.capabilities.verifies_prefix:
         # Without this the decode engine takes the prefill engine for stock vLLM. It would then
