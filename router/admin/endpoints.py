@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.admin.control import AdminRequestError, Control, EngineList, ReloadResult
-from router.auth.credentials import Headers, has_bearer_token
+from router.auth.api_keys import Headers, has_bearer_token
 from router.fleet.engine import EngineRole
 from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView

@@ -1,4 +1,6 @@
-"""API keys and the watched file that lists their digests.
+"""API keys: in the headers of requests, and in the watched file that lists their digests.
+
+A client sends its key as Authorization: Bearer, or as Anthropic's x-api-key.
 
     keys:
     - {name: team-a, sha256: 9f86d081..., tenant: a, requests_per_minute: 600}
@@ -12,10 +14,11 @@ compares digests, which an attacker cannot choose, so its time reveals nothing a
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import secrets
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +26,6 @@ import msgspec
 import yaml
 
 from router.common.watched_file import (
-    POLL_INTERVAL_S,
     WatchedFiles,
     read_regular_file,
 )
@@ -36,10 +38,51 @@ MAX_FILE_BYTES = 2 * 1024 * 1024
 PREFIX = "sk-disagg-"
 RANDOM_BYTES = 32
 
+Header = tuple[bytes, bytes]
+Headers = Iterable[Header]
+AUTHORIZATION, X_API_KEY = b"authorization", b"x-api-key"
+CREDENTIALS = frozenset((AUTHORIZATION, X_API_KEY))
+# Longer keys are never valid and need not be hashed.
+MAX_KEY_BYTES = 512
+
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+
+
+def read_key(headers: Sequence[Header]) -> bytes | None:
+    """Return the API key, None if there is none, or b"" for a credential that is never valid.
+
+    Two credentials of the same kind are invalid, because a gateway in front of the router may have
+    checked either of them.
+    """
+    found = [header for header in headers if header[0] in CREDENTIALS]
+    if not found:
+        return None
+    if len(found) == 2 and found[0][0] != found[1][0]:
+        found = [header for header in found if header[0] == AUTHORIZATION]
+    if len(found) > 1:
+        return b""
+    name, value = found[0]
+    if name == AUTHORIZATION:
+        scheme, _, value = value.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return b""
+    key = value.strip()
+    return key if len(key) <= MAX_KEY_BYTES else b""
+
+
+def without_credentials(headers: Sequence[Header]) -> list[Header]:
+    return [header for header in headers if header[0] not in CREDENTIALS]
+
+
+def has_bearer_token(headers: Headers, token: str) -> bool:
+    """Return True for exactly one Authorization header with `token`. Compares in constant time."""
+    values = [value for name, value in headers if name == AUTHORIZATION]
+    scheme, _, rest = (values[0] if len(values) == 1 else b"").partition(b" ")
+    is_right = hmac.compare_digest(rest.strip(), token.encode())
+    return is_right and scheme.lower() == b"bearer"
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,7 +120,6 @@ class Keyring:
         self,
         path: Path,
         check: Callable[[KeysByDigest], None] = lambda keys: None,
-        interval: float = POLL_INTERVAL_S,
     ) -> None:
         """`check` raises ValueError for keys that this router cannot serve.
 
@@ -87,7 +129,7 @@ class Keyring:
         self.keys: KeysByDigest = {}
         self.on_change: Callable[[], None] = lambda: None
         self._check = check
-        self.file = WatchedFiles((path,), MAX_FILE_BYTES, self._replace_keys, self._log, interval)
+        self.file = WatchedFiles((path,), MAX_FILE_BYTES, self._replace_keys, self._log)
 
     @staticmethod
     def check_file(path: Path) -> None:

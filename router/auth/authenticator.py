@@ -18,14 +18,8 @@ from dataclasses import dataclass
 from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
-from router.auth.api_keys import ApiKey, Keyring
-from router.auth.credentials import Header, read_key, without_credentials
-from router.auth.quota_ledger import (
-    LedgerUnavailableError,
-    QuotaDecision,
-    QuotaLedger,
-    SharedPermit,
-)
+from router.auth.api_keys import ApiKey, Header, Keyring, read_key, without_credentials
+from router.auth.quota_ledger import LedgerUnavailableError, QuotaDecision, QuotaLedger
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
@@ -43,14 +37,14 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 class QuotaPermit:
     """A running request's share of its key's limits.
 
-    `taken` is the estimated number of tokens that was charged. `shared` is set if Redis may have
+    `taken` is the estimated number of tokens that was charged. `redis_id` is set if Redis may have
     the request, `is_charged_in_redis` if Redis surely charged it. `events` counts stream events.
     """
 
     key: ApiKey
     taken: int
     decision: QuotaDecision
-    shared: SharedPermit | None = None
+    redis_id: str = ""
     is_charged_in_redis: bool = False
     events: int = 0
 
@@ -71,7 +65,7 @@ class Authenticator:
         self._shared = shared
         self._clock = clock
         self._ledger = QuotaLedger()
-        self._unreported: deque[tuple[SharedPermit, int]] = deque(maxlen=MAX_UNREPORTED_ENDS)
+        self._unreported: deque[tuple[ApiKey, str, int]] = deque(maxlen=MAX_UNREPORTED_ENDS)
         # Running requests with a lease in Redis, by id, and the renewal in progress.
         self._leases: dict[str, ApiKey] = {}
         self._renewal: asyncio.Task[None] | None = None
@@ -111,8 +105,8 @@ class Authenticator:
         permit = QuotaPermit(key, taken, decision)
         if self._shared is None:
             return permit
-        permit.shared = SharedPermit(key, f"{getrandbits(96):024x}")
-        taking = asyncio.ensure_future(self._shared.take(permit.shared, taken))
+        permit.redis_id = f"{getrandbits(96):024x}"
+        taking = asyncio.ensure_future(self._shared.take(key, permit.redis_id, taken))
         try:
             decision = await asyncio.shield(taking)
         except LedgerUnavailableError:
@@ -124,7 +118,7 @@ class Authenticator:
         if self._unreported:
             self.spawn(self._report_ends())
         if decision.refused:
-            self._ledger.undo(key, taken, self._clock())
+            self._ledger.end(key, -taken, self._clock(), requests=-1)
             return decision
         permit.decision, permit.is_charged_in_redis = decision, True
         self._add_lease(permit)
@@ -134,10 +128,10 @@ class Authenticator:
         """End a request that used `used` tokens. Call it once for each permit."""
         difference = 0 if permit.key.tokens_per_minute is None else used - permit.taken
         self._ledger.end(permit.key, difference, self._clock())
-        if permit.shared is not None:
-            self._leases.pop(permit.shared.id, None)
+        if permit.redis_id:
+            self._leases.pop(permit.redis_id, None)
             charged = difference if permit.is_charged_in_redis else 0
-            self._unreported.append((permit.shared, charged))
+            self._unreported.append((permit.key, permit.redis_id, charged))
             self.spawn(self._report_ends())
 
     async def renew_leases(self) -> None:
@@ -154,8 +148,8 @@ class Authenticator:
             await self._shared.close()
 
     def _add_lease(self, permit: QuotaPermit) -> None:
-        if permit.shared is not None and permit.key.concurrency is not None:
-            self._leases[permit.shared.id] = permit.key
+        if permit.key.concurrency is not None:
+            self._leases[permit.redis_id] = permit.key
 
     async def _renew(self, shared: RedisQuotaLedger) -> None:
         by_key: dict[ApiKey, list[str]] = {}

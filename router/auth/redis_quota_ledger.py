@@ -2,7 +2,7 @@
 
 All times are of Redis' clock. A running request has a lease in a sorted set, which its router
 renews: if the router dies, the slot is free within half a minute. The arithmetic is that of
-`rate_limit`, written again in Lua, because only a script reads and writes in one step.
+`quota_ledger`, written again in Lua, because only a script reads and writes in one step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import Any
 
 from router.auth.api_keys import ApiKey
 from router.auth.quota_ledger import (
+    MAX_DEBT_S,
     REQUESTS,
     KeyUsage,
     LedgerUnavailableError,
     QuotaDecision,
-    SharedPermit,
-    charge,
-    decide,
 )
-from router.auth.rate_limit import MAX_DEBT_S
 from router.common.redis_backend import RedisBackend
 
 NAMESPACE = "disagg-router:limits:"
@@ -90,31 +87,29 @@ class RedisQuotaLedger(RedisBackend):
     recovered_message = "Redis counts keys' limits again"
     lease = LEASE_S
 
-    async def take(self, permit: SharedPermit, tokens: int) -> QuotaDecision:
+    async def take(self, key: ApiKey, id: str, tokens: int) -> QuotaDecision:
         """Decide about a request, and charge it if it is granted. Raises LedgerUnavailableError."""
-        key = permit.key
         limits = key.requests_per_minute or 0, key.tokens_per_minute or 0, key.concurrency or 0
-        answer = await self._run_script("take", TAKE, key, *limits, tokens, permit.id, self.lease)
+        answer = await self._run_script("take", TAKE, key, *limits, tokens, id, self.lease)
         try:
             granted, requests, used, running = answer
             before = KeyUsage(float(requests), float(used), int(running))
         except (TypeError, ValueError) as error:
             raise self._failure("take", error) from error
         if not granted:
-            decision = decide(key, before, tokens, 0.0)
+            decision = before.decide(key, tokens, 0.0)
             # Rounding may differ here; Redis has the last word.
             return decision if decision.refused else decision._replace(refused=REQUESTS, wait=0.001)
-        left = decide(key, charge(key, before, tokens, 0.0), 0, 0.0)
-        return QuotaDecision(left.requests, left.tokens)
+        return before.charge(key, tokens, 0.0)
 
-    async def end(self, permit: SharedPermit, difference: int) -> bool:
+    async def end(self, key: ApiKey, id: str, difference: int) -> bool:
         """End a request that used `difference` more tokens than it was charged.
 
         Returns False if Redis did not answer.
         """
-        limit = permit.key.tokens_per_minute or 0
+        limit = key.tokens_per_minute or 0
         try:
-            await self._run_script("end", END, permit.key, limit, difference, permit.id, MAX_DEBT_S)
+            await self._run_script("end", END, key, limit, difference, id, MAX_DEBT_S)
         except LedgerUnavailableError as error:
             self.logger.debug("the end of a request is not recorded in Redis: %s", error)
             return False

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from router.auth.api_keys import without_credentials
 from router.auth.authenticator import QuotaPermit
-from router.auth.credentials import without_credentials
 from router.conversations.conversations import Conversations, Turn
 from router.conversations.reuse import find_reuse
 from router.http_client.deadlines import now

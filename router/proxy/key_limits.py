@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
-from router.auth.quota_ledger import CONCURRENCY, QuotaDecision
-from router.auth.rate_limit import format_duration
+from router.auth.quota_ledger import CONCURRENCY, QuotaDecision, format_duration
 from router.http_client.sse import data_in
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
 from router.proxy.exchange import (

@@ -22,7 +22,7 @@ from random import getrandbits
 
 import orjson
 
-from router.auth.credentials import CREDENTIALS
+from router.auth.api_keys import CREDENTIALS
 from router.common.exact_json import dumps
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS

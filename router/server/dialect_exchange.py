@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from router.auth.credentials import AUTHORIZATION, X_API_KEY
+from router.auth.api_keys import AUTHORIZATION, X_API_KEY
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_memory import Reservation

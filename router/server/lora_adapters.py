@@ -11,8 +11,7 @@ import logging
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from router.auth.api_keys import ApiKey
-from router.auth.credentials import without_credentials
+from router.auth.api_keys import ApiKey, without_credentials
 from router.fleet.engine import Engine
 from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from router.auth.credentials import has_bearer_token
+from router.auth.api_keys import has_bearer_token
 from router.openai.errors import error_body
 from router.ui.hub import MAX_VIEWERS, DashboardHub, TooManyViewersError, Viewer
 

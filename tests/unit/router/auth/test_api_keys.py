@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from router.auth.api_keys import ApiKey, digest_of, file_entry, new_key, parse_keys
-from router.auth.credentials import read_key, without_credentials
+from router.auth.api_keys import (
+    ApiKey,
+    digest_of,
+    file_entry,
+    new_key,
+    parse_keys,
+    read_key,
+    without_credentials,
+)
 from router.commands.key import main
 
 A, B = "a" * 64, "b" * 64

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.auth.api_keys import ApiKey
-from router.auth.quota_ledger import QuotaLedger
-from router.auth.rate_limit import MAX_DEBT_S, format_duration, limit_status, settle, take
+from router.auth.quota_ledger import (
+    MAX_DEBT_S,
+    QuotaLedger,
+    format_duration,
+    limit_status,
+    settle,
+    take,
+)
 
 KEY = ApiKey("a", "0" * 64, None, 60, 600, 2)
 
@@ -102,7 +108,7 @@ def test_what_is_undone_was_never_taken() -> None:
     ledger, fresh = QuotaLedger(), QuotaLedger()
     for _ in range(200):
         assert not ledger.take(KEY, 600, 7.0).refused
-        ledger.undo(KEY, 600, 7.0)
+        ledger.end(KEY, -600, 7.0, requests=-1)
     for one in (ledger, fresh):
         one.take(KEY, 5, 8.0)
     assert ledger.take(KEY, 5, 8.0) == fresh.take(KEY, 5, 8.0)

@@ -13,7 +13,7 @@ from prometheus_client import Counter
 
 from router.auth.api_keys import ApiKey, Keyring
 from router.auth.authenticator import Authenticator, QuotaPermit
-from router.auth.quota_ledger import LedgerUnavailableError, SharedPermit
+from router.auth.quota_ledger import LedgerUnavailableError
 from router.auth.redis_quota_ledger import LEASE_S, RedisQuotaLedger
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
@@ -56,40 +56,36 @@ async def ledger_at(
     await made.close()
 
 
-def held(name: str, key: ApiKey = LIMITED) -> SharedPermit:
-    return SharedPermit(key, name)
-
-
 async def until_granted(ledger: RedisQuotaLedger, key: ApiKey = LIMITED) -> None:
     async with asyncio.timeout(10):
-        while (await ledger.take(held("late", key), 0)).refused:  # noqa: ASYNC110
+        while (await ledger.take(key, "late", 0)).refused:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def test_two_routers_count_as_one(redis: RedisServer) -> None:
     async with ledger_at(redis) as one, ledger_at(redis) as other:
-        first = await one.take(held("1"), 1000)
-        second = await other.take(held("2"), 1000)
+        first = await one.take(LIMITED, "1", 1000)
+        second = await other.take(LIMITED, "2", 1000)
         assert first.requests is not None
         assert second.requests is not None
         assert second.tokens is not None
         assert (first.requests.remaining, second.requests.remaining) == (59, 58)
         assert 4000 <= second.tokens.remaining <= 4010
-        assert (await one.take(held("3"), 1000)).refused == "concurrency"
-        assert await other.end(held("2"), 1000)
-        third = await one.take(held("3"), 1000)
+        assert (await one.take(LIMITED, "3", 1000)).refused == "concurrency"
+        assert await other.end(LIMITED, "2", 1000)
+        third = await one.take(LIMITED, "3", 1000)
         assert not third.refused
         assert third.tokens is not None
         assert 2000 <= third.tokens.remaining <= 2020
-        await one.end(held("1"), 0)
-        assert (await one.take(held("4"), 6000)).refused == "tokens"
+        await one.end(LIMITED, "1", 0)
+        assert (await one.take(LIMITED, "4", 6000)).refused == "tokens"
 
 
 async def test_a_limit_is_kept_to_the_one_however_many_ask_at_once(redis: RedisServer) -> None:
     key = ApiKey("b", "0" * 64, None, 10)
     async with ledger_at(redis) as one, ledger_at(redis) as other:
         told = await asyncio.gather(
-            *(ledger.take(held(f"{n}", key), 0) for n in range(40) for ledger in (one, other))
+            *(ledger.take(key, f"{n}", 0) for n in range(40) for ledger in (one, other))
         )
     assert sum(not verdict.refused for verdict in told) == 10
     assert all(0 < verdict.wait <= 6.1 for verdict in told if verdict.refused)
@@ -97,8 +93,8 @@ async def test_a_limit_is_kept_to_the_one_however_many_ask_at_once(redis: RedisS
 
 async def test_what_is_kept_ends_by_itself_and_has_no_key_in_it(redis: RedisServer) -> None:
     async with ledger_at(redis, lease=0.05) as ledger:
-        await ledger.take(held("1"), 6000)
-        await ledger.take(held("2"), 0)
+        await ledger.take(LIMITED, "1", 6000)
+        await ledger.take(LIMITED, "2", 0)
         names = redis.keys()
         assert len(names) == 2
         assert all(0 < int(redis.cli("ttl", name)) <= 121 for name in names)
@@ -108,8 +104,8 @@ async def test_what_is_kept_ends_by_itself_and_has_no_key_in_it(redis: RedisServ
 async def test_an_end_that_comes_twice_or_too_late_harms_nobody(redis: RedisServer) -> None:
     async with ledger_at(redis) as ledger:
         for more in (10**15, -(10**15), 0):
-            assert await ledger.end(held("never"), more)
-        verdict = await ledger.take(held("1"), 0)
+            assert await ledger.end(LIMITED, "never", more)
+        verdict = await ledger.take(LIMITED, "1", 0)
         assert verdict.tokens is not None
         assert verdict.tokens.reset <= 3600
 
@@ -127,11 +123,11 @@ async def test_a_place_lasts_as_long_as_its_router_lives_and_its_request_runs(
         lives = asyncio.create_task(authenticator.renew_leases())
         first = redis.scores(places)
         await eventually(lambda: min(redis.scores(places)) > max(first) + 0.6)
-        assert (await other.take(held("late"), 0)).refused == "concurrency"
+        assert (await other.take(LIMITED, "late", 0)).refused == "concurrency"
 
         redis.cli("flushall")
         await eventually(lambda: len(redis.scores(places)) == 2)
-        assert (await other.take(held("late"), 0)).refused == "concurrency"
+        assert (await other.take(LIMITED, "late", 0)).refused == "concurrency"
 
         assert isinstance(stays[0], QuotaPermit)
         authenticator.release(stays[0], 0)
@@ -156,18 +152,18 @@ async def test_what_others_put_there_is_a_failure_and_no_fault(
     errors = failures()
     async with ledger_at(redis, errors) as ledger:
         if kind == "nonsense":
-            assert not (await ledger.take(held("1"), 1)).refused
+            assert not (await ledger.take(LIMITED, "1", 1)).refused
         else:
             with pytest.raises(LedgerUnavailableError):
-                await ledger.take(held("1"), 1)
+                await ledger.take(LIMITED, "1", 1)
             assert errors.labels("take", "failed")._value.get() == 1
 
 
 async def test_a_cluster_does_it_too() -> None:
     with running_cluster() as server:
         async with ledger_at(server, scheme="redis+cluster") as ledger:
-            assert not (await ledger.take(held("1"), 1)).refused
-            assert await ledger.end(held("1"), 1)
+            assert not (await ledger.take(LIMITED, "1", 1)).refused
+            assert await ledger.end(LIMITED, "1", 1)
 
 
 # In whole routers.
