@@ -45,7 +45,7 @@ from router.telemetry.metrics_server import (
 )
 from router.telemetry.tracing import warn_if_missing
 from router.ui.hub import DashboardHub
-from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_socket
+from router.ui.snapshot import OtherWorkers, serve_snapshots, snapshot_socket
 
 logger = logging.getLogger("disagg_router")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -6,8 +6,8 @@ one ends it:
 * `live_requests.LiveRequests` learns of each request of this process from `proxy`;
 * `engine_polling.EnginePoller` asks engines for their KV usage and for the transfers that they made
   (`transfers`);
-* `snapshot.SnapshotSource` makes a snapshot of this process, `other_workers` exchanges snapshots
-  with the other worker processes;
+* `snapshot.SnapshotSource` makes a snapshot of this process, and `snapshot.OtherWorkers` exchanges
+  snapshots with the other worker processes;
 * `hub.DashboardHub` merges them four times a second and sends the changes to all viewers;
 * `site.dashboard_routes` serves the event feed, and the files of `static/` that show it.
 """

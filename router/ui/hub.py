@@ -9,18 +9,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
 from router.fleet.registry import EngineRegistry
 from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller
-from router.ui.other_workers import OtherWorkers
-from router.ui.snapshot import Json, ProcessSnapshot, SnapshotSource, changes, merge_snapshots
+from router.ui.snapshot import (
+    Json,
+    OtherWorkers,
+    ProcessSnapshot,
+    SnapshotSource,
+    changes,
+    merge_snapshots,
+)
 from router.ui.transfers import TransferMatcher
 
 logger = logging.getLogger("disagg_router.ui")
@@ -189,7 +195,7 @@ class DashboardHub:
         settings = self._gateway.settings
         about = {
             "version": version("disagg-router"),
-            "settings": [one.model_dump(mode="json") for one in visible_settings(settings)],
+            "settings": [one._asdict() for one in visible_settings(settings)],
             "ended": list(self._ended),
             "conversations": {"store": settings.conversation_store.partition("://")[0]},
             "ttl": settings.conversation_ttl,
@@ -202,7 +208,7 @@ def encode_event(name: str, content: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(content))
 
 
-class VisibleSetting(BaseModel):
+class VisibleSetting(NamedTuple):
     group: str
     flag: str
     value: str

@@ -21,32 +21,14 @@ RATE_WINDOW_S = 4.0
 EngineLink = tuple[str, str, str]
 
 
-class LinkRates:
-    """Requests per second over each link, in the last seconds. The caller passes the time in."""
-
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, Counter[EngineLink]]] = deque()
-
-    def add(self, at: float, links: Counter[EngineLink]) -> None:
-        self._counts.append((at, links))
-        while self._counts[0][0] <= at - RATE_WINDOW_S:
-            self._counts.popleft()
-
-    def now(self) -> dict[EngineLink, float]:
-        sums: Counter[EngineLink] = Counter()
-        for _, links in self._counts:
-            sums.update(links)
-        return {link: count / RATE_WINDOW_S for link, count in sums.items()}
-
-
 class RequestFeed:
     """The ended requests for one reader. Beyond MAX_ENDED, older ones are only counted."""
 
     def __init__(self) -> None:
         self._ended: deque[Record] = deque(maxlen=MAX_ENDED)
         self._links: Counter[EngineLink] = Counter()
+        self._latest: deque[tuple[float, Counter[EngineLink]]] = deque()
         self._missed = 0
-        self.rates = LinkRates()
 
     def note(self, record: Record) -> None:
         self._missed += len(self._ended) == MAX_ENDED
@@ -57,9 +39,18 @@ class RequestFeed:
         """Return what ended since the last call, oldest first, and how many more there were."""
         ended, self._ended = self._ended, deque(maxlen=MAX_ENDED)
         missed, self._missed = self._missed, 0
-        links, self._links = self._links, Counter()
-        self.rates.add(at, links)
+        self._latest.append((at, self._links))
+        self._links = Counter()
+        while self._latest[0][0] <= at - RATE_WINDOW_S:
+            self._latest.popleft()
         return list(ended), missed
+
+    def rates(self) -> dict[EngineLink, float]:
+        """Return requests per second over each link, in the seconds before the last `take`."""
+        sums: Counter[EngineLink] = Counter()
+        for _, links in self._latest:
+            sums.update(links)
+        return {link: count / RATE_WINDOW_S for link, count in sums.items()}
 
 
 class LiveRequests:

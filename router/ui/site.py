@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 from importlib.resources import files
-from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
@@ -48,24 +47,18 @@ HEARTBEAT = b": still here\n\n"
 SEND_TIMEOUT_S = 10.0
 
 
-class StaticFile(NamedTuple):
-    content: bytes
-    content_type: str
-    etag: str
-
-
 def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
     """Return the routes of the dashboard.
 
     The feed requires `token` as a bearer token, unless it is None. The files hold no secrets.
     """
-    known: dict[str, StaticFile] = {}
+    known: dict[str, Response] = {}
     for entry in (files("router.ui") / "static").iterdir():
-        kind = CONTENT_TYPES.get(entry.name.rpartition(".")[2])
-        if kind is not None:
+        if kind := CONTENT_TYPES.get(entry.name.rpartition(".")[2]):
             content = entry.read_bytes()
-            digest = hashlib.sha256(content).hexdigest()[:16]
-            known[entry.name] = StaticFile(content, kind, f'"{digest}"')
+            etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            headers = {**FILE_HEADERS, "etag": etag, "content-type": kind}
+            known[entry.name] = Response(content, 200, headers)
     router = APIRouter(tags=["Page"])
 
     @router.head("/ui", include_in_schema=False)
@@ -91,13 +84,13 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
     return router
 
 
-def _answer(file: StaticFile | None, request: Request) -> Response:
+def _answer(file: Response | None, request: Request) -> Response:
     if file is None:
         raise HTTPException(404)
-    headers = {**FILE_HEADERS, "etag": file.etag}
-    if request.headers.get("if-none-match") == file.etag:
-        return Response(None, 304, headers)
-    return Response(file.content, 200, headers | {"content-type": file.content_type})
+    etag = file.headers["etag"]
+    if request.headers.get("if-none-match") == etag:
+        return Response(None, 304, {**FILE_HEADERS, "etag": etag})
+    return file
 
 
 class DashboardFeed(Response):

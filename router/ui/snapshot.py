@@ -1,18 +1,24 @@
 """Snapshots of a router: what each process sees, all of them merged, and what has changed.
 
 The sections of a merged snapshot that KEYED names are sent item by item, the others whole.
+Each worker listens at a Unix socket of its own, in the router's private directory. A worker with
+viewers connects to all the others (`OtherWorkers`), and each sends it a snapshot four times a
+second, as one line of JSON. Without viewers there is no connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import (
@@ -35,43 +41,36 @@ from router.ui.live_requests import (
     summarize_request,
 )
 
+logger = logging.getLogger("disagg_router.ui")
 KEYED = ("engines", "groups", "ways", "running")
 MAX_LISTED = 64
 MAX_ENGINES = 512
+SNAPSHOT_INTERVAL_S = 0.25
+# For a line to arrive, and for the reader to take one.
+LINE_TIMEOUT_S = 2.0
+RECONNECT_DELAY_S = 1.0
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_CONNECTIONS = 256
+MAX_OTHERS_ENDED = 1024
 Json = dict[str, Any]
+Reading = Callable[[], contextlib.AbstractContextManager[Callable[[], "ProcessSnapshot"]]]
 
 
 class LinkTraffic(BaseModel):
-    """KV from one engine to another: requests that move it now, and requests per second."""
+    """KV over a link: requests that move it now, and requests per second."""
 
-    from_: str
-    to: str
-    kind: str
+    link: EngineLink
     moving: int
     rate: float
-
-
-class RequestTotals(BaseModel):
-    """Requests since the process started; `by` counts them by outcome."""
-
-    requests: int
-    in_flight: int
-    by: dict[str, int]
-
-
-class TurnTotals(BaseModel):
-    """Turns of conversations by outcome and by what they left; entries of a store in memory."""
-
-    outcomes: dict[str, int]
-    kept: dict[str, int]
-    entries: int | None
 
 
 class ProcessSnapshot(BaseModel):
     """The view of one process.
 
     `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
-    counts those that it has no room for.
+    counts those that it has no room for. `outcomes` counts requests since the start of the process,
+    `turns` turns of conversations by outcome and `kept` by what they left. `entries` are those of a
+    conversation store in memory.
     """
 
     view: FleetView
@@ -79,8 +78,11 @@ class ProcessSnapshot(BaseModel):
     running: list[RequestSummary]
     ended: list[RequestSummary]
     missed: int
-    totals: RequestTotals
-    turns: TurnTotals
+    in_flight: int
+    outcomes: dict[str, int]
+    turns: dict[str, int]
+    kept: dict[str, int]
+    entries: int | None
 
 
 class SnapshotSource:
@@ -118,38 +120,26 @@ class SnapshotSource:
             entries = int(sum(sample.value for one in families for sample in one.samples))
         return ProcessSnapshot(
             view=build_fleet_view(self._gateway.fleet, self._registry),
-            links=_busiest(count_moving(running), feed.rates.now()),
+            links=_busiest(count_moving(running), feed.rates()),
             running=[summarize_request(record, origin) for record in running[-MAX_LISTED:]],
             ended=[summarize_request(record, origin) for record in ended],
             missed=missed,
-            totals=RequestTotals(
-                requests=outcomes.total(), in_flight=len(self._gateway.tasks.running), by=outcomes
-            ),
-            turns=TurnTotals(
-                outcomes=_by_name(metrics.conversation_turns.counts()),
-                kept=_by_name(metrics.conversation_kept.counts()),
-                entries=entries,
-            ),
+            in_flight=len(self._gateway.tasks.running),
+            outcomes=outcomes,
+            turns=_by_name(metrics.conversation_turns.counts()),
+            kept=_by_name(metrics.conversation_kept.counts()),
+            entries=entries,
         )
 
 
 def _busiest(
     moving: Mapping[EngineLink, int], rates: Mapping[EngineLink, float]
 ) -> list[LinkTraffic]:
-    def order(link: EngineLink) -> tuple[float, float, EngineLink]:
-        return -moving.get(link, 0), -rates.get(link, 0.0), link
-
-    links = sorted({*moving, *rates}, key=order)
-    return [
-        LinkTraffic(
-            from_=link[0],
-            to=link[1],
-            kind=link[2],
-            moving=moving.get(link, 0),
-            rate=round(rates.get(link, 0.0), 2),
-        )
-        for link in links[:MAX_LISTED]
+    traffic = [
+        LinkTraffic(link=link, moving=moving.get(link, 0), rate=round(rates.get(link, 0.0), 2))
+        for link in {*moving, *rates}
     ]
+    return sorted(traffic, key=lambda one: (-one.moving, -one.rate, one.link))[:MAX_LISTED]
 
 
 def _by_name(counts: Mapping[tuple[str | int, ...], int]) -> dict[str, int]:
@@ -169,7 +159,8 @@ def merge_snapshots(
     views = [None if one is None else one.view for one in snapshots]
     engines = merge_engine_views(views)
     running = sorted((each for one in seen for each in one.running), key=lambda each: each.at)
-    entries = [one.turns.entries for one in seen if one.turns.entries is not None]
+    entries = [one.entries for one in seen if one.entries is not None]
+    outcomes = _added(one.outcomes for one in seen)
     return {
         "engines": {one.name: _with_gauge(one, gauges) for one in engines[:MAX_ENGINES]},
         "engines_unlisted": max(0, len(engines) - MAX_ENGINES),
@@ -177,13 +168,13 @@ def merge_snapshots(
         "ways": _merge_links(seen, byte_rates or {}),
         "running": {one.key: one.model_dump(mode="json") for one in running[-MAX_LISTED:]},
         "totals": {
-            "requests": sum(one.totals.requests for one in seen),
-            "in_flight": sum(one.totals.in_flight for one in seen),
-            "by": _added(one.totals.by for one in seen),
+            "requests": sum(outcomes.values()),
+            "in_flight": sum(one.in_flight for one in seen),
+            "by": outcomes,
         },
         "turns": {
-            "outcomes": _added(one.turns.outcomes for one in seen),
-            "kept": _added(one.turns.kept for one in seen),
+            "outcomes": _added(one.turns for one in seen),
+            "kept": _added(one.kept for one in seen),
             "entries": sum(entries) if entries else None,
         },
         "workers": {"answered": len(seen), "known": len(snapshots)},
@@ -229,10 +220,108 @@ def _merge_links(
         return known
 
     for one in [link for snapshot in snapshots for link in snapshot.links]:
-        known = of((one.from_, one.to, one.kind))
+        known = of(one.link)
         known["moving"] += one.moving
         known["rate"] = round(known["rate"] + one.rate, 2)
     fastest = sorted(byte_rates.items(), key=lambda item: (-item[1], item[0]))
     for link, rate in fastest[:MAX_LISTED]:
         of(link)["bytes_per_second"] = rate
     return found
+
+
+def snapshot_socket(directory: Path, number: int) -> Path:
+    """Return the path of a worker's socket."""
+    return directory / f"{number}.page"
+
+
+class OtherWorkers:
+    """The snapshots of all workers but `number`, of `count` workers that there should be."""
+
+    def __init__(self, directory: Path, number: int, count: int) -> None:
+        self._paths = [snapshot_socket(directory, n) for n in range(count) if n != number]
+        self._snapshots: dict[Path, ProcessSnapshot] = {}
+        self._ended: deque[RequestSummary] = deque(maxlen=MAX_OTHERS_ENDED)
+        self._missed = 0
+
+    async def run(self) -> None:
+        """Receive snapshots until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for path in self._paths:
+                    group.create_task(self._follow(path))
+        finally:
+            self._snapshots.clear()
+            self._ended.clear()
+
+    def snapshots(self) -> list[ProcessSnapshot | None]:
+        """Return each worker's last snapshot, None for one that does not answer."""
+        return [self._snapshots.get(path) for path in self._paths]
+
+    def take_ended(self) -> tuple[Sequence[RequestSummary], int]:
+        """Return the requests that ended since the last call, and how many more there were."""
+        ended, missed = list(self._ended), self._missed
+        self._ended.clear()
+        self._missed = 0
+        return ended, missed
+
+    async def _follow(self, path: Path) -> None:
+        while True:
+            try:
+                await self._receive(path)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+                pass  # the worker is gone, or has not started
+            except (ValidationError, asyncio.LimitOverrunError):
+                logger.exception("another worker's snapshot cannot be read")
+            finally:
+                self._snapshots.pop(path, None)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+
+    async def _receive(self, path: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+        try:
+            while True:
+                async with asyncio.timeout(LINE_TIMEOUT_S):
+                    line = await reader.readuntil(b"\n")
+                self._snapshots[path] = snapshot = ProcessSnapshot.model_validate_json(line)
+                self._missed += snapshot.missed
+                self._ended.extend(snapshot.ended)
+        finally:
+            writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def serve_snapshots(path: Path, reading: Reading) -> AsyncIterator[None]:
+    """Send this worker's snapshots to the workers that connect, until the block ends.
+
+    `reading` is `SnapshotSource.reading`.
+    """
+    connections: set[asyncio.Task[None]] = set()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            if len(connections) <= MAX_CONNECTIONS:
+                with reading() as take_snapshot:
+                    while not reader.at_eof():
+                        writer.write(take_snapshot().model_dump_json().encode() + b"\n")
+                        async with asyncio.timeout(LINE_TIMEOUT_S):
+                            await writer.drain()
+                        await asyncio.sleep(SNAPSHOT_INTERVAL_S)
+        except (OSError, TimeoutError):
+            pass  # the reader's last viewer has left
+        except Exception:
+            logger.exception("a snapshot cannot be sent to another worker")
+        finally:
+            connections.discard(task)
+            writer.transport.abort()
+
+    server = await asyncio.start_unix_server(send, path)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in list(connections):
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)

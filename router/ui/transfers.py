@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from math import inf
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -63,6 +64,9 @@ class Transfer(NamedTuple):
     ended: float
 
 
+NOTHING = Transfer(0, 0, 0.0, -inf)
+
+
 @dataclass(frozen=True, slots=True)
 class TransferPage:
     """One engine's transfers, as read at the time `at`.
@@ -112,24 +116,21 @@ def parse_transfers(content: object, at: float) -> TransferPage:
         of_rank: dict[tuple[str, str], Transfer] = {}
         for each in _entries(EndedTransfer, rank, "transfers"):
             key: tuple[str, str] = each.what, each.found_by
-            ended = at - each.age_seconds
-            transfer = Transfer(each.blocks, each.bytes, each.seconds, ended)
-            if key in of_rank:  # a request of several prompts moves one after the other
-                old = of_rank[key]
-                blocks, seconds = old.blocks + each.blocks, old.seconds + each.seconds
-                ended = max(old.ended, ended)
-                transfer = Transfer(blocks, old.bytes + each.bytes, seconds, ended)
-            of_rank[key] = transfer
+            old = of_rank.get(key, NOTHING)  # a request of several prompts moves one by one
+            of_rank[key] = Transfer(
+                old.blocks + each.blocks,
+                old.bytes + each.bytes,
+                old.seconds + each.seconds,
+                max(old.ended, at - each.age_seconds),
+            )
         for key, more in of_rank.items():
-            if key in transfers:  # ranks move parts of the same blocks at the same time
-                old = transfers[key]
-                more = Transfer(
-                    max(old.blocks, more.blocks),
-                    old.bytes + more.bytes,
-                    max(old.seconds, more.seconds),
-                    max(old.ended, more.ended),
-                )
-            transfers[key] = more
+            old = transfers.get(key, NOTHING)  # ranks move parts of the same blocks together
+            transfers[key] = Transfer(
+                max(old.blocks, more.blocks),
+                old.bytes + more.bytes,
+                max(old.seconds, more.seconds),
+                max(old.ended, more.ended),
+            )
     return TransferPage(at, frozenset(ids), moved, transfers)
 
 
@@ -189,13 +190,12 @@ class AwaitedRequest:
     """An ended request, and what engines have reported of its transfers."""
 
     request: RequestSummary
-    digest: str
     ended: float
     found: RequestTransfers = field(default_factory=RequestTransfers)
 
     def search(self, pages: Mapping[str, TransferPage], unix: float) -> RequestTransfers:
         """Return the transfers found so far. Only pages that are younger than its end count."""
-        request, digest = self.request, self.digest
+        request, digest = self.request, hash_request_id(self.request.id)
         young = {name: page.transfers for name, page in pages.items() if page.at > self.ended}
         p, d = young.get(request.prefiller, {}), young.get(request.decoder, {})
         prompt = d.get(("READ", digest)) or p.get(("WRITE", digest))
@@ -204,10 +204,6 @@ class AwaitedRequest:
             prompt=self.found.prompt or _view(prompt, request.at - unix),
             turn=self.found.turn or _view(turn, request.at - unix),
         )
-
-    def is_over(self, now: float) -> bool:
-        is_whole = self.found.prompt and (self.found.turn or not self.request.reused_from)
-        return bool(is_whole) or now - self.ended > REPORT_TIMEOUT_S
 
 
 class TransferMatcher:
@@ -221,8 +217,7 @@ class TransferMatcher:
         at = self._clock()
         for request in ended:
             if request.prefiller and request.decoder:
-                digest = hash_request_id(request.id)
-                self._awaited[request.key] = AwaitedRequest(request, digest, at)
+                self._awaited[request.key] = AwaitedRequest(request, at)
         while len(self._awaited) > MAX_AWAITED_REQUESTS:
             self._awaited.popitem(last=False)
 
@@ -230,10 +225,11 @@ class TransferMatcher:
         """Return what is new, by the requests' keys. `unix` is the Unix time of clock zero."""
         new: dict[str, RequestTransfers] = {}
         for key, one in list(self._awaited.items()):
-            transfers = one.search(pages, unix)
-            if transfers not in (one.found, RequestTransfers()):
-                one.found = new[key] = transfers
-            if one.is_over(self._clock()):
+            found = one.search(pages, unix)
+            if found != one.found:
+                one.found = new[key] = found
+            is_whole = found.prompt and (found.turn or not one.request.reused_from)
+            if is_whole or self._clock() - one.ended > REPORT_TIMEOUT_S:
                 del self._awaited[key]
         return new
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from router.telemetry.record import Record, tokens_of
 from router.ui.live_requests import (
     MAX_ENDED,
     MAX_RUNNING,
     RATE_WINDOW_S,
-    LinkRates,
     LiveRequests,
     Origin,
     RequestFeed,
@@ -58,13 +55,15 @@ def test_one_that_looks_takes_nothing_from_another() -> None:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    rates, way = LinkRates(), ("p", "d", "prompt")
-    rates.add(0.0, Counter({way: 8}))
-    assert rates.now() == {way: 8 / RATE_WINDOW_S}
-    rates.add(RATE_WINDOW_S - 0.1, Counter())
-    assert rates.now() == {way: 8 / RATE_WINDOW_S}
-    rates.add(RATE_WINDOW_S, Counter())
-    assert rates.now() == {}
+    feed, way = RequestFeed(), ("p", "d", "prompt")
+    for _ in range(8):
+        feed.note(record(prefiller="p", decoder="d", first_byte=101.0))
+    feed.take(0.0)
+    assert feed.rates() == {way: 8 / RATE_WINDOW_S}
+    feed.take(RATE_WINDOW_S - 0.1)
+    assert feed.rates() == {way: 8 / RATE_WINDOW_S}
+    feed.take(RATE_WINDOW_S)
+    assert feed.rates() == {}
 
 
 def test_which_way_kv_went_and_goes() -> None:

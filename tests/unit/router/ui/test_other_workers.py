@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from router.ui import other_workers as workers_module
-from router.ui.other_workers import OtherWorkers, serve_snapshots, snapshot_socket
-from router.ui.snapshot import ProcessSnapshot
+from router.ui import snapshot as workers_module
+from router.ui.snapshot import OtherWorkers, ProcessSnapshot, serve_snapshots, snapshot_socket
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine
 from tests.unit.router.test_workers import BODY, family

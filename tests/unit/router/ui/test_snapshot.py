@@ -13,8 +13,6 @@ from router.ui.snapshot import (
     Json,
     LinkTraffic,
     ProcessSnapshot,
-    RequestTotals,
-    TurnTotals,
     changes,
     merge_snapshots,
 )
@@ -27,12 +25,15 @@ from tests.unit.router.mock_engine import MockEngine
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
     return ProcessSnapshot(
         view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], has_all_listings=True),
-        links=[LinkTraffic(from_="p", to="d", kind="prompt", moving=1, rate=0.5)],
+        links=[LinkTraffic(link=("p", "d", "prompt"), moving=1, rate=0.5)],
         running=[],
         ended=[],
         missed=0,
-        totals=RequestTotals(requests=2, in_flight=1, by={"ok": 2}),
-        turns=TurnTotals(outcomes={"hit": 1}, kept={}, entries=entries),
+        in_flight=1,
+        outcomes={"ok": 2},
+        turns={"hit": 1},
+        kept={},
+        entries=entries,
     )
 
 
