@@ -1,7 +1,11 @@
-"""Writes docs/metrics.md: every metric of the router, as its definition says."""
+"""Writes docs/metrics.md: every metric of the router, as its definition says.
+
+The advice for operators ("When it moves") is written by hand in the document, and stays there.
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -9,10 +13,14 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER, MetricDescription
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
+ADVICE = re.compile(
+    r"^## `(\w+)`\n.*?\*\*When it moves:\*\* (.*?)\n(?:\n|\Z)", re.DOTALL | re.MULTILINE
+)
 HEAD = f"""\
 # The router's metrics
 
-Written by `scripts/write_metrics_docs.py` from the code; a test keeps it true.
+Written by `scripts/write_metrics_docs.py` from the code, except the advice ("When it moves"). A
+test keeps it true.
 
 `GET /metrics` on the router's port, and on the liveness port, which answers while the router is
 busy. With `--workers` both tell the figures of all workers as one. Times are in seconds. A
@@ -37,7 +45,8 @@ def document() -> str:
     described = Metrics().described
     parts = [HEAD, "| metric | type | labels |", "|---|---|---|"]
     parts += [_row(one) for one in described]
-    parts += [_section(one) for one in described]
+    advice = dict(ADVICE.findall(DOCUMENT.read_text(encoding="utf-8")))
+    parts += [_section(one, advice.get(one.name, "TODO")) for one in described]
     return "\n".join(parts) + "\n"
 
 
@@ -46,10 +55,10 @@ def _row(one: MetricDescription) -> str:
     return f"| [`{one.name}`](#{one.name}) | {one.kind} | {labels} |"
 
 
-def _section(one: MetricDescription) -> str:
+def _section(one: MetricDescription, advice: str) -> str:
     text = textwrap.fill(one.text, 100)
-    act = textwrap.fill(f"**When it moves:** {one.action}", 100)
-    return f"\n## `{one.name}`\n\n{text}\n\n{act}"
+    advice = textwrap.fill(f"**When it moves:** {' '.join(advice.split())}", 100)
+    return f"\n## `{one.name}`\n\n{text}\n\n{advice}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from math import modf
 from select import PIPE_BUF
 from typing import Any, Literal, TextIO
 
-import orjson
+import msgspec
 from msgspec import Struct
 
 from router.telemetry.record import Record
@@ -29,6 +29,7 @@ MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 # The block ids in kv_transfer_params, for one group of layers or several.
 BLOCK_IDS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
 DIGITS = re.compile(rb"\d+")
+_encode = msgspec.json.Encoder().encode
 
 
 # Setup.
@@ -158,7 +159,7 @@ def visible(text: str) -> str:
 
 def _members(content: Mapping[str, object]) -> str:
     """Return the members of a JSON object, without braces."""
-    return orjson.dumps(content).decode()[1:-1]
+    return str(_encode(content)[1:-1], "utf-8")
 
 
 def _moment(at: float) -> str:
@@ -174,38 +175,6 @@ def _second(at: float) -> str:
 # The access log.
 
 
-def _text(r: Record, prefill: int, first_byte: int, total: int) -> str:
-    return (
-        f"{REQUEST_ENDED} request_id={r.request_id} endpoint={r.endpoint} status={r.status} "
-        f"outcome={r.outcome} flow={r.flow} prefiller={r.prefiller} decoder={r.decoder} "
-        f"prefill_ms={prefill} first_byte_ms={first_byte} total_ms={total}"
-    )
-
-
-def _json(r: Record, prefill: int, first_byte: int, total: int) -> str:
-    return (
-        f'"message":"{REQUEST_ENDED}","request_id":"{r.request_id}","endpoint":"{r.endpoint}",'
-        f'"status":{r.status},"outcome":"{r.outcome}","flow":"{r.flow}",'
-        f'"prefiller":"{r.prefiller}","decoder":"{r.decoder}","prefill_ms":{prefill},'
-        f'"first_byte_ms":{first_byte},"total_ms":{total}'
-    )
-
-
-class LineFormat(Struct, frozen=True):
-    """How the common line is written: its beginning, the key's name, and the text before the
-    prompt, completion and cached tokens."""
-
-    line: Callable[[Record, int, int, int], str]
-    key: str
-    tokens: tuple[str, str, str]
-
-
-TEXT = LineFormat(_text, " key=%s", (" prompt_tokens=", " completion_tokens=", " cached_tokens="))
-JSON = LineFormat(
-    _json, ',"key":"%s"', (',"prompt_tokens":', ',"completion_tokens":', ',"cached_tokens":')
-)
-
-
 def write_lines(ended: Sequence[Record]) -> None:
     """Log a line for each request, in one log record."""
     if access_logger.isEnabledFor(logging.INFO):
@@ -214,83 +183,74 @@ def write_lines(ended: Sequence[Record]) -> None:
         access_logger.info("%d requests ended", len(ended), extra={LINES: lines})
 
 
+class AccessFields(Struct, omit_defaults=True):
+    """The fields of a line, without those that have their default; times since the arrival."""
+
+    message: str
+    request_id: str
+    endpoint: str
+    status: int
+    outcome: str
+    flow: str
+    key: str = ""
+    conversation: str = ""
+    prefiller: str = ""
+    decoder: str = ""
+    prefill_ms: int | None = None
+    first_byte_ms: int | None = None
+    total_ms: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    stage: str = "done"
+    error: str = ""
+
+
 class AccessLine(Struct, frozen=True):
-    """The line of one ended request; times are milliseconds since its arrival."""
+    """The line of one request that ended at the Unix time `at`."""
 
     _record: Record
     at: float
 
     def text(self) -> str:
-        return _common(self._record, TEXT) or _uncommon(self.content())
+        fields = [f" {name}={value}" for name, value in self.content().items() if name != "message"]
+        return REQUEST_ENDED + "".join(fields)
 
     def json(self) -> str:
         """Return the members of a JSON object, without braces."""
-        return _common(self._record, JSON) or _members(self.content())
+        return str(_encode(self._fields())[1:-1], "utf-8")
 
     def short(self) -> str:
         return _short(self._record)
 
-    def content(self) -> dict[str, object]:
-        record = self._record
-        known: dict[str, object] = {
-            "message": REQUEST_ENDED,
-            "request_id": record.request_id,
-            "endpoint": record.endpoint,
-            "status": record.status,
-            "outcome": record.outcome,
-            "flow": record.flow,
-        }
-        for name in ("key", "conversation", "prefiller", "decoder"):
-            if value := getattr(record, name):
-                known[name] = value
-        for name, moment in (
-            ("prefill_ms", record.prefill_done),
-            ("first_byte_ms", record.first_byte),
-            ("total_ms", record.ended),
-        ):
-            if moment is not None:
-                known[name] = _milliseconds(record, moment)
-        for name, number in record.tokens._asdict().items():
-            if number is not None:
-                known[f"{name}_tokens"] = number
-        if record.stage != "done":
-            known["stage"] = record.stage
-        if record.error:
-            known["error"] = repr(record.error)
-        return known
+    def content(self) -> dict[str, Any]:
+        content: dict[str, Any] = msgspec.to_builtins(self._fields())
+        return content
+
+    def _fields(self) -> AccessFields:
+        r = self._record
+        return AccessFields(
+            REQUEST_ENDED,
+            r.request_id,
+            r.endpoint,
+            r.status,
+            r.outcome,
+            r.flow,
+            r.key,
+            r.conversation,
+            r.prefiller,
+            r.decoder,
+            _milliseconds(r, r.prefill_done),
+            _milliseconds(r, r.first_byte),
+            _milliseconds(r, r.ended),
+            *r.tokens,
+            r.stage,
+            repr(r.error) if r.error else "",
+        )
 
 
-def _milliseconds(record: Record, moment: float) -> int:
-    return int((moment - record.started) * 1000 + 0.5)
-
-
-def _uncommon(content: dict[str, object]) -> str:
-    message = content.pop("message")
-    return f"{message}{''.join([f' {name}={value}' for name, value in content.items()])}"
-
-
-def _common(r: Record, form: LineFormat) -> str | None:
-    """Return the common line at a fifth of the cost, or None for an uncommon request.
-
-    No value in it needs escaping: ids, endpoints, names of engines and constants.
-    """
-    prefilled, began, ended = r.prefill_done, r.first_byte, r.ended
-    if prefilled is None or began is None or ended is None or r.stage != "done":
-        return None
-    if r.conversation or r.error or not (r.prefiller and r.decoder):
-        return None
-    line = form.line(
-        r, _milliseconds(r, prefilled), _milliseconds(r, began), _milliseconds(r, ended)
-    )
-    if r.key:
-        line += form.key % r.key
-    prompt, completion, cached = r.tokens
-    of_prompt, of_completion, of_cached = form.tokens
-    if prompt is not None:
-        line += f"{of_prompt}{prompt}"
-    if completion is not None:
-        line += f"{of_completion}{completion}"
-    return line if cached is None else f"{line}{of_cached}{cached}"
+def _milliseconds(record: Record, moment: float | None) -> int | None:
+    return None if moment is None else int((moment - record.started) * 1000 + 0.5)
 
 
 def _short(r: Record) -> str:

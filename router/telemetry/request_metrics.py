@@ -155,17 +155,15 @@ class LocalHistogram(Collector):
 
 
 class MetricDescription(NamedTuple):
-    """The description of a metric in docs/metrics.md.
+    """The description of a metric in docs/metrics.md, which adds advice for operators.
 
-    `name` is the scraped name, for a histogram without _bucket, _sum and _count. `action` advises
-    an operator what to do when the metric moves.
+    `name` is the scraped name, for a histogram without _bucket, _sum and _count.
     """
 
     name: str
     kind: str
     labels: tuple[str, ...]
     text: str
-    action: str
 
 
 class MetricRegistry:
@@ -179,49 +177,43 @@ class MetricRegistry:
         self.described: list[MetricDescription] = []
         self.histograms: list[LocalHistogram] = []
 
-    def counter(self, declaration: str, text: str, action: str) -> prometheus_client.Counter:
-        described = self._describe(declaration, "counter", text, action)
+    def counter(self, declaration: str, text: str) -> prometheus_client.Counter:
+        described = self._describe(declaration, "counter", text)
         return prometheus_client.Counter(*described, registry=self.collectors)
 
-    def local_counter(self, declaration: str, text: str, action: str) -> LocalCounter:
-        made = LocalCounter(*self._describe(declaration, "counter", text, action))
+    def local_counter(self, declaration: str, text: str) -> LocalCounter:
+        made = LocalCounter(*self._describe(declaration, "counter", text))
         self.collectors.register(made)
         return made
 
-    def gauge(self, declaration: str, text: str, action: str) -> Gauge:
-        described = self._describe(declaration, "gauge", text, action)
+    def gauge(self, declaration: str, text: str) -> Gauge:
+        described = self._describe(declaration, "gauge", text)
         return Gauge(*described, registry=self.collectors)
 
-    def callback_gauge(self, declaration: str, text: str, action: str) -> CallbackMetric:
-        described = self._describe(declaration, "gauge", text, action)
+    def callback_gauge(self, declaration: str, text: str) -> CallbackMetric:
+        described = self._describe(declaration, "gauge", text)
         made = CallbackMetric(GaugeMetricFamily, *described)
         self.collectors.register(made)
         return made
 
-    def callback_counter(self, declaration: str, text: str, action: str) -> CallbackMetric:
-        described = self._describe(declaration, "counter", text, action)
+    def callback_counter(self, declaration: str, text: str) -> CallbackMetric:
+        described = self._describe(declaration, "counter", text)
         made = CallbackMetric(CounterMetricFamily, *described)
         self.collectors.register(made)
         return made
 
-    def histogram(
-        self, declaration: str, bounds: Sequence[float], text: str, action: str
-    ) -> LocalHistogram:
-        made = LocalHistogram(*self._describe(declaration, "histogram", text, action), bounds)
+    def histogram(self, declaration: str, bounds: Sequence[float], text: str) -> LocalHistogram:
+        made = LocalHistogram(*self._describe(declaration, "histogram", text), bounds)
         self.collectors.register(made)
         self.histograms.append(made)
         return made
 
-    def _describe(
-        self, declaration: str, kind: str, text: str, action: str
-    ) -> tuple[str, str, tuple[str, ...]]:
+    def _describe(self, declaration: str, kind: str, text: str) -> tuple[str, str, tuple[str, ...]]:
         """Return the metric's full name, its help text and its labels."""
         name, _, names = declaration.rstrip("}").partition("{")
         labels = tuple(filter(None, names.split(",")))
         ending = "_total" if kind == "counter" else ""
-        self.described.append(
-            MetricDescription(f"{PREFIX}{name}{ending}", kind, labels, text, action)
-        )
+        self.described.append(MetricDescription(f"{PREFIX}{name}{ending}", kind, labels, text))
         return PREFIX + name, text, labels
 
 
@@ -235,92 +227,66 @@ class RequestMetrics:
         self.by_outcome = registry.local_counter(
             "requests{endpoint,flow,status,outcome}",
             "Finished requests, by the status and outcome that the client got.",
-            "Outcomes failed and broken_stream are failures of the router or of engines: read "
-            "their access log lines. refused is a client's mistake, or a limit.",
         )
         self.prefill_seconds = registry.histogram(
             "prefill_seconds",
             LATENCY_BUCKETS_S,
             "Time from sending a prefill leg to its complete answer.",
-            "Prompts became longer, or prefill engines are overloaded: look at "
-            "engine_requests_in_flight of prefill engines, and add engines.",
         ).series()
         self.ttft_seconds = registry.histogram(
             "time_to_first_byte_seconds",
             LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
-            "Users wait this long for the first token. Find the part that grew: queue_seconds, "
-            "prefill_seconds or decode_first_byte_seconds.",
         ).series()
         self.decode_first_byte_seconds = registry.histogram(
             "decode_first_byte_seconds",
             LATENCY_BUCKETS_S,
             "Time from sending a decode leg to the first byte of its body.",
-            "The KV transfer is slow, or requests wait in the decode engine: look at the engine's "
-            "own metrics (docs/engine.md) and at engine_requests_in_flight of decode engines.",
         ).series()
         self.request_seconds = registry.histogram(
             "request_seconds",
             LATENCY_BUCKETS_S,
             "End-to-end latency: time from the arrival of a request to the end of its answer.",
-            "Mostly the length of answers. model_request_seconds has the latency by model.",
         ).series()
         self.queue_seconds = registry.histogram(
             "queue_seconds",
             LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot, whether they got one or not.",
-            "As queue_depth. Near --queue-timeout the router is about to reject requests.",
         ).series()
         self._model_requests = registry.local_counter(
-            "model_requests{model,group,outcome}",
-            "Finished requests, by outcome.",
-            "A growing share of failed, engine_error or broken_stream for one model or group alone "
-            "is caused by its engines: look at upstream_errors and their logs.",
+            "model_requests{model,group,outcome}", "Finished requests, by outcome."
         )
         self._model_first_byte = registry.histogram(
             "model_time_to_first_byte_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
-            "Compare with prefill_seconds and model_queue_seconds: prefill engines are slow or "
-            "few, or requests wait for a slot. Add prefill engines, or shorten prompts by reuse.",
         )
         self._model_whole = registry.histogram(
             "model_request_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "End-to-end latency of successful requests.",
-            "Check whether answers became longer (completion tokens) or decode engines slower "
-            "(model_inter_token_seconds).",
         )
         self._model_between = registry.histogram(
             "model_inter_token_seconds{model,group}",
             ITL_BUCKETS_S,
             "Mean inter-token latency (ITL) of a streamed answer with usage.",
-            "Decode engines have too large batches, or compute prompts themselves (see "
-            "decode_only): add decode engines, or lower max_engine_requests.",
         )
         self._model_queue = registry.histogram(
             "model_queue_seconds{model,group}",
             LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot at an engine.",
-            "The engines of this model and group are full: add engines, or raise the limits of "
-            "docs/admission.md if engines have room.",
         )
         self._model_prompt = registry.local_counter(
-            "model_prompt_tokens{model,group}",
-            "Prompt tokens, as reported by engines.",
-            "The demand on prefill engines, which determines how many are needed.",
+            "model_prompt_tokens{model,group}", "Prompt tokens, as reported by engines."
         )
         self._model_completion = registry.local_counter(
             "model_completion_tokens{model,group}",
             "Completion tokens, as reported by engines. A stream reports them only if its client "
             "sets stream_options.include_usage.",
-            "The demand on decode engines, which determines how many are needed.",
         )
         self._model_cached = registry.local_counter(
             "model_cached_tokens{model,group}",
             "Prompt tokens that were served from a cache, as reported by engines.",
-            "Their share of prompt tokens is what caches and reused turns save. If it falls, look "
-            "at conversation_turns and the prefill policy.",
         )
 
     def count(self, record: Record) -> None:

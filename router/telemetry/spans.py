@@ -36,6 +36,7 @@ from router.telemetry.logs import LogThrottle
 from router.telemetry.record import (
     ParentSpan,
     Record,
+    Tokens,
     Trace,
     TracedLeg,
     new_id,
@@ -43,7 +44,6 @@ from router.telemetry.record import (
 )
 
 logger = logging.getLogger("disagg_router.traces")
-Attributes = dict[str, AttributeValue]
 NAME = "disagg-router"
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 GOOD = frozenset(("ok", "refused", "disconnected"))
@@ -75,6 +75,7 @@ class OtelSdk:
         return result.decision is Decision.RECORD_AND_SAMPLE
 
     def add_records(self, ended: Sequence[Record], unix_offset_ns: int) -> None:
+        """`unix_offset_ns` plus a monotonic time in nanoseconds is Unix time."""
         for record in ended:
             for span in spans_of(record, unix_offset_ns, self._resource, self._scope):
                 self._batches.on_end(span)
@@ -107,10 +108,8 @@ class ThrottledExporter(SpanExporter):
 def _resource() -> Resource:
     """Return the resource; service.name is ours unless a variable sets another."""
     made = Resource.create({"service.version": version(NAME)})
-    name = str(made.attributes.get(SERVICE_NAME, ""))
-    return (
-        made.merge(Resource({SERVICE_NAME: NAME})) if name.startswith("unknown_service") else made
-    )
+    has_name = not str(made.attributes.get(SERVICE_NAME, "")).startswith("unknown_service")
+    return made if has_name else made.merge(Resource({SERVICE_NAME: NAME}))
 
 
 def spans_of(
@@ -121,129 +120,115 @@ def spans_of(
     assert trace is not None
     flags = TraceFlags(trace.flags)
     state = TraceState.from_header([trace.state]) if trace.state else None
-    own = SpanContext(trace.trace_id, trace.span_id, False, flags, state)
+
+    def context(span_id: int, is_remote: bool = False) -> SpanContext:
+        return SpanContext(trace.trace_id, span_id, is_remote, flags, state)
 
     def at(moment: float) -> int:
         return unix_offset_ns + int(moment * 1e9)
 
     def span(
         name: str,
-        context: SpanContext,
+        span_id: int,
         parent: SpanContext | None,
         kind: SpanKind,
         times: tuple[float, float],
-        attributes: Attributes,
+        attributes: dict[str, AttributeValue | None],
         error: str = "",
         first_byte: float | None = None,
     ) -> ReadableSpan:
         start, end = times
         return ReadableSpan(
             name,
-            context,
+            context(span_id),
             parent,
             resource,
-            attributes,
+            {name: value for name, value in attributes.items() if value not in (None, "")},
             [] if first_byte is None else [Event(FIRST_BYTE, {}, at(first_byte))],
             kind=kind,
-            status=Status(StatusCode.ERROR, error) if error else Status(),
+            status=Status(StatusCode.ERROR, _short(error)) if error else Status(),
             start_time=at(start),
             end_time=at(max(start, end)),
             instrumentation_scope=scope,
         )
 
-    def child(span_id: int) -> SpanContext:
-        return SpanContext(trace.trace_id, span_id, False, flags, state)
-
+    own = context(trace.span_id)
     ended = record.ended if record.ended is not None else record.started
     if record.queued is not None:
         times = record.queued, record.admitted if record.admitted is not None else ended
-        yield span("queue", child(new_id(64)), own, SpanKind.INTERNAL, times, {})
+        yield span("queue", new_id(64), own, SpanKind.INTERNAL, times, {})
     if trace.legs:
         since = record.admitted if record.admitted is not None else trace.began
         times = since, trace.legs[0].started
-        choice = _known({"disagg.flow": record.flow, "disagg.group": record.group})
-        yield span("choose", child(new_id(64)), own, SpanKind.INTERNAL, times, choice)
+        choice = {"disagg.flow": record.flow, "disagg.group": record.group}
+        yield span("choose", new_id(64), own, SpanKind.INTERNAL, times, {**choice})
     for leg in trace.legs:
         # A push may outlast the request.
         times = leg.started, leg.ended if leg.ended is not None else ended
-        error = _short(f"{leg.kind}: {leg.error}") if leg.error else ""
+        error = f"{leg.kind}: {leg.error}" if leg.error else ""
         attributes = _of_leg(record, leg)
-        context = child(leg.span_id)
-        yield span(
-            leg.role, context, own, SpanKind.CLIENT, times, attributes, error, leg.first_byte
-        )
-    parent = None
-    if trace.parent is not None:
-        parent = SpanContext(trace.trace_id, trace.parent.span_id, True, flags, state)
+        client = SpanKind.CLIENT
+        yield span(leg.role, leg.span_id, own, client, times, attributes, error, leg.first_byte)
     yield span(
         f"POST {record.endpoint}",
-        own,
-        parent,
+        trace.span_id,
+        None if trace.parent is None else context(trace.parent.span_id, is_remote=True),
         SpanKind.SERVER,
         (record.started, ended),
         _of_request(record, trace),
-        "" if record.outcome in GOOD else _short(record.error or record.outcome),
+        "" if record.outcome in GOOD else record.error or record.outcome,
         record.first_byte,
     )
 
 
-def _of_request(record: Record, trace: Trace) -> Attributes:
-    prompt, completion, cached = record.tokens
-    return _known(
-        {
-            "http.request.method": "POST",
-            "http.route": record.endpoint,
-            "url.path": record.endpoint,
-            "http.response.status_code": record.status or None,
-            "error.type": _error_type(record),
-            "gen_ai.operation.name": OPERATIONS.get(record.endpoint),
-            "gen_ai.request.model": record.model,
-            "gen_ai.usage.input_tokens": prompt,
-            "gen_ai.usage.output_tokens": completion,
-            "gen_ai.usage.cache_read.input_tokens": cached,
-            "disagg.request.id": record.request_id,
-            "disagg.outcome": record.outcome,
-            "disagg.stage": record.stage,
-            "disagg.flow": record.flow,
-            "disagg.transfer.mode": trace.mode,
-            "disagg.group": record.group,
-            "disagg.prefill.engine": record.prefiller,
-            "disagg.decode.engine": record.decoder,
-            "disagg.conversation.outcome": record.conversation,
-            "disagg.retries": record.retries,
-        }
-    )
+def _of_request(record: Record, trace: Trace) -> dict[str, AttributeValue | None]:
+    return {
+        **_generation(record, record.tokens),
+        "http.request.method": "POST",
+        "http.route": record.endpoint,
+        "url.path": record.endpoint,
+        "http.response.status_code": record.status or None,
+        "error.type": _error_type(record),
+        "disagg.request.id": record.request_id,
+        "disagg.outcome": record.outcome,
+        "disagg.stage": record.stage,
+        "disagg.flow": record.flow,
+        "disagg.transfer.mode": trace.mode,
+        "disagg.group": record.group,
+        "disagg.prefill.engine": record.prefiller,
+        "disagg.decode.engine": record.decoder,
+        "disagg.conversation.outcome": record.conversation,
+        "disagg.retries": record.retries,
+    }
 
 
-def _of_leg(record: Record, leg: TracedLeg) -> Attributes:
+def _of_leg(record: Record, leg: TracedLeg) -> dict[str, AttributeValue | None]:
     host, _, port = leg.engine.rpartition(":")
-    prompt, completion, cached = tokens_in(leg.usage)
-    return _known(
-        {
-            "server.address": host.strip("[]"),
-            "server.port": int(port) if port.isdigit() else None,
-            "error.type": leg.kind if leg.error else "",
-            "gen_ai.operation.name": OPERATIONS.get(record.endpoint),
-            "gen_ai.request.model": record.model,
-            "gen_ai.usage.input_tokens": prompt,
-            "gen_ai.usage.output_tokens": completion,
-            "gen_ai.usage.cache_read.input_tokens": cached,
-            "disagg.engine": leg.engine,
-            "disagg.role": leg.role,
-            "disagg.leg.outcome": leg.kind or "ok",
-        }
-    )
+    return {
+        **_generation(record, tokens_in(leg.usage)),
+        "server.address": host.strip("[]"),
+        "server.port": int(port) if port.isdigit() else None,
+        "error.type": leg.kind if leg.error else "",
+        "disagg.engine": leg.engine,
+        "disagg.role": leg.role,
+        "disagg.leg.outcome": leg.kind or "ok",
+    }
+
+
+def _generation(record: Record, tokens: Tokens) -> dict[str, AttributeValue | None]:
+    return {
+        "gen_ai.operation.name": OPERATIONS.get(record.endpoint),
+        "gen_ai.request.model": record.model,
+        "gen_ai.usage.input_tokens": tokens.prompt,
+        "gen_ai.usage.output_tokens": tokens.completion,
+        "gen_ai.usage.cache_read.input_tokens": tokens.cached,
+    }
 
 
 def _error_type(record: Record) -> str:
     if record.outcome in GOOD and record.status < 400:
         return ""
     return record.error.partition(":")[0] or str(record.status or record.outcome)
-
-
-def _known(attributes: dict[str, AttributeValue | None]) -> Attributes:
-    """Return the attributes that have a value."""
-    return {name: value for name, value in attributes.items() if value not in (None, "")}
 
 
 def _short(text: str) -> str:

@@ -19,10 +19,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from router.telemetry.logs import LogThrottle
 from router.telemetry.record import SAMPLED, ParentSpan, Record, Trace, new_id
+
+if TYPE_CHECKING:
+    from router.telemetry.spans import OtelSdk
 
 Header = tuple[bytes, bytes]
 logger = logging.getLogger("disagg_router.traces")
@@ -40,20 +43,12 @@ RANDOM = 0x02
 MAX_STATE_BYTES, MAX_STATE_MEMBERS = 2048, 32
 
 
-class SpanSink(Protocol):
-    """Takes spans: the SDK, except in tests. The event loop calls `samples`, the traces' thread
-    the other methods."""
-
-    def samples(self, parent: ParentSpan | None, trace_id: int, name: str) -> bool: ...
-    def add_records(self, ended: Sequence[Record], unix_offset_ns: int) -> None:
-        """`unix_offset_ns` plus a monotonic time in nanoseconds is Unix time."""
-
-    def close(self) -> None: ...
-
-
 class Tracer:
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
+    """Makes the spans of requests. The event loop calls `begin` and `add_records`, and the sampler
+    in `sdk`; a thread calls the other methods of `sdk`."""
+
+    def __init__(self, sdk: OtelSdk) -> None:
+        self._sdk = sdk
         self._waiting: queue.Queue[Sequence[Record] | None] = queue.Queue(MAX_WAITING_BATCHES)
         self._throttle = LogThrottle(logger)
         self.dropped = 0
@@ -72,7 +67,7 @@ class Tracer:
 
     def _samples(self, parent: ParentSpan | None, trace_id: int, endpoint: str) -> bool:
         try:
-            return self._sink.samples(parent, trace_id, f"POST {endpoint}")
+            return self._sdk.samples(parent, trace_id, f"POST {endpoint}")
         except Exception as error:  # a fault in sampling must not fail the request
             self._throttle.warn("no sampling", f"{type(error).__name__}: {error}")
             return False
@@ -100,10 +95,10 @@ class Tracer:
     def _run(self) -> None:
         while (found := self._waiting.get()) is not None:
             try:
-                self._sink.add_records(found, time.time_ns() - time.monotonic_ns())
+                self._sdk.add_records(found, time.time_ns() - time.monotonic_ns())
             except Exception:
                 logger.exception("spans of %d requests could not be made", len(found))
-        self._sink.close()
+        self._sdk.close()
 
 
 def is_configured(environ: Mapping[str, str]) -> bool:

@@ -212,7 +212,7 @@ NAMES = st.sampled_from(["", "h:1"])
     conversation=st.sampled_from(["", "hit"]),
     usage=st.sampled_from([b"", b"null", USAGE, USAGE[:30], b"\xff" * 40]),
 )
-def test_the_usual_access_line_is_the_general_one(
+def test_an_access_line_has_the_same_fields_as_text_and_as_json(
     times: tuple[float | None, float | None, float | None],
     names: tuple[str, str],
     stage: str,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -310,7 +310,7 @@ class Stuck:
 
 def test_what_waits_for_the_thread_is_bounded_and_what_is_dropped_is_counted() -> None:
     sink = Stuck()
-    tracer = tracing.Tracer(sink)
+    tracer = tracing.Tracer(cast(Any, sink))
     record = Record("/v1/completions", 0.0)
     record.trace = tracer.begin([], "/v1/completions", 0.0)
     for _ in range(3 * tracing.MAX_WAITING_BATCHES):
@@ -327,7 +327,7 @@ def test_a_sampler_that_fails_samples_nothing() -> None:
         def samples(self, *_: object) -> bool:
             raise ValueError("no")
 
-    tracer = tracing.Tracer(Broken())
+    tracer = tracing.Tracer(cast(Any, Broken()))
     assert not tracer.begin([], "/v1/completions", 0.0).is_sampled
     tracer.close(1)
 
