@@ -541,14 +541,16 @@ class PacedConnection(EngineConnection):
             await asyncio.sleep(interval * len(texts))
             self._end(whole(_answer("".join(texts))))
             return
-        from engine_ext.common.begun import told
+        from engine_ext.common.resume_payload import token_id_comment
 
         self.transport.write(STREAM_HEAD)
         for number in range(params.get("begun", {}).get("spoken", 0), len(texts)):
             await asyncio.sleep(interval)
             finish = "stop" if number == len(texts) - 1 else None
             has_tokens = "tell_token_ids" in params
-            comments = told([number], () if number else [1]).encode() if has_tokens else b""
+            comments = (
+                token_id_comment([number], () if number else [1]).encode() if has_tokens else b""
+            )
             self.transport.write(_event({"content": texts[number]}, finish, comments))
         self._end(self._engine.last)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from scripts.benchmarks.common import free_ports_of
 
 # UCX otherwise looks for RDMA devices only.
@@ -51,5 +51,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_line_is_held_back_for_another_tests_sake() -> None:
     for logger in logging.root.manager.loggerDict.values():
         for one in getattr(logger, "filters", ()):
-            if isinstance(one, Seldom):
+            if isinstance(one, LogRateLimit):
                 one.clear()

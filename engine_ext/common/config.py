@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine_ext.common.access import OPEN, Access, parse_networks, read_secret
-from engine_ext.common.proof import MAX_TOKENS
+from engine_ext.common.prefix_hashes import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.common.histogram import Histogram
-from engine_ext.common.proof import Keys
+from engine_ext.common.prefix_hashes import Keys
 
 Clock = Callable[[], float]
 """Seconds, monotonic, from an origin of its own."""

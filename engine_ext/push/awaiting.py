@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats, PushInquiry
 from engine_ext.push.registration import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
 from engine_ext.transfer.agent import Agent, AgentError
@@ -21,7 +21,7 @@ from engine_ext.transfer.results import Results
 from engine_ext.wire.notifications import AwaitPrompt, encode_extension
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from engine_ext.common.access import Networks
 from engine_ext.common.latest import keep_latest
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import PeerAddress
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError, TensorRank
@@ -21,7 +21,7 @@ from engine_ext.transfer.leases import NEVER
 from engine_ext.transfer.peer import PeerError, Peers
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 RECHECK_SECONDS = 5.0
 """An engine is met anew no more often than this because of who registers in its name: without a

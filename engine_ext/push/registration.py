@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import QuarantineSeen
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     STATE,
@@ -74,7 +74,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0

@@ -2,14 +2,14 @@
 
 import logging
 
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
 from engine_ext.push.tables import Outcomes, Registered, RegistrationKey
 from engine_ext.transfer.readers import Readers
 from engine_ext.wire.notifications import PushDone, PushFailed
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 GIVEN_UP = "P gave this request up"
 WITHDRAWN = "withdrawn"

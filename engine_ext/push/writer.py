@@ -28,7 +28,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import Clock, ConnectorStats, PushOffer
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.push.checks import Checks
@@ -69,7 +69,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 UNKNOWN_SECONDS = 45.0
 """D is refused when P has had no request of that name for so long. Both legs are sent at once, but

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import QuarantineSeen
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import Clock, ConnectorStats, num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
 from engine_ext.layout.ranks import RankError, TensorRank
@@ -38,7 +38,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.common import begun as wire
-from engine_ext.common.begun import EngineResumeState, Logprob
+from engine_ext.common import resume_payload as wire
+from engine_ext.common.resume_payload import Logprob, ResumePayload
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.finish import Finish
 from engine_ext.reference.grammar import Constraint
@@ -48,7 +48,7 @@ class Beginning:
 
 
 def begin(
-    given: EngineResumeState,
+    given: ResumePayload,
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     rules: StopRules,
@@ -71,7 +71,7 @@ def begin(
         if finish is not None:
             break
     token_ids = given.output_token_ids[: len(pieces)]
-    num_spoken = min(given.spoken, len(pieces))
+    num_spoken = min(given.num_sent, len(pieces))
     return Beginning(
         token_ids=token_ids,
         num_spoken=num_spoken,
@@ -87,7 +87,7 @@ def begin(
 def hands_over(params: object) -> bool:
     """A request with these `kv_transfer_params` is a prefill whose answer another engine is to go
     on with."""
-    return isinstance(params, dict) and prefills(params) and params.get(wire.ASK) is True
+    return isinstance(params, dict) and prefills(params) and params.get(wire.HAND_OVER) is True
 
 
 def handed_over(
@@ -106,12 +106,12 @@ def handed_back(
     logprobs: Sequence[TokenLogprob],
 ) -> dict[str, Any]:
     """Of an answer that ends here before its end."""
-    told = EngineResumeState(tuple(prompt), (*spoken, *said)).to_wire()
+    told = ResumePayload(tuple(prompt), (*spoken, *said)).to_wire()
     return handed_over(told, len(spoken), logprobs)
 
 
 def _logprobs(
-    given: EngineResumeState, unspoken: Sequence[int], asked: int | None
+    given: ResumePayload, unspoken: Sequence[int], asked: int | None
 ) -> tuple[TokenLogprob, ...]:
     if asked is None or not unspoken:
         return ()
@@ -130,4 +130,4 @@ def _logprob(entry: Sequence[Logprob], asked: int) -> TokenLogprob:
 
 def _written(logprob: TokenLogprob) -> list[list[float]]:
     entries = [(logprob.token_id, logprob.logprob), *logprob.top]
-    return [wire.written(token_id, value) for token_id, value in entries]
+    return [wire.logprob_entry(token_id, value) for token_id, value in entries]

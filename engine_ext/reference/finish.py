@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine_ext.common.begun import PREEMPTED
+from engine_ext.common.resume_payload import PREEMPTED
 from engine_ext.common.types import FinishStatus
 from engine_ext.reference.messages import FinishReason
 from engine_ext.scheduler import admission

@@ -13,7 +13,7 @@ import enum
 import logging
 from collections import deque
 
-from engine_ext.common import begun
+from engine_ext.common import resume_payload
 from engine_ext.common.types import NO_RESULTS, FinishDecision, TransferResults
 from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
@@ -314,7 +314,7 @@ class Scheduler:
     def _hands_back(self, seq: Sequence) -> bool:
         if not (seq.is_only and hands_back(seq.kv_transfer_params, self._config.hand_back)):
             return False
-        return begun.fit_in(seq.num_output_tokens, seq.sampling.logprobs)
+        return resume_payload.logprobs_fit(seq.num_output_tokens, seq.sampling.logprobs)
 
     def _send_back(self, seq: Sequence) -> None:
         try:
@@ -368,9 +368,11 @@ class Scheduler:
         params = decision.kv_transfer_params
         if params is not None and params.get("do_remote_prefill"):
             params = params | {REMOTE_CACHED: seq.num_cached_tokens}
-        if params is not None and begun.KEY in params:
-            told = handed_over(params[begun.KEY], seq.num_spoken_tokens, seq.output_logprobs)
-            params = params | {begun.KEY: told}
+        if params is not None and resume_payload.KEY in params:
+            told = handed_over(
+                params[resume_payload.KEY], seq.num_spoken_tokens, seq.output_logprobs
+            )
+            params = params | {resume_payload.KEY: told}
         seq.kv_transfer_answer = params
         return decision.delay_free
 

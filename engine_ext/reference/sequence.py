@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.common.proof import Keys
+from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import BlockIds
 from engine_ext.reference.beginning import Beginning, hands_over
 from engine_ext.reference.finish import Finish

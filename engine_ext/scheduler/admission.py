@@ -7,7 +7,7 @@ remote, before anything is allocated. Source: vLLM RFC #24256 (never merged ther
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine_ext.common.begun import HAND_BACK
+from engine_ext.common.resume_payload import HAND_BACK
 
 FINISH_REASON: Final = "cache_threshold"
 FIELD = "cache_hit_threshold"

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_ext.common import begun
-from engine_ext.common.begun import EngineResumeState
+from engine_ext.common import resume_payload
 from engine_ext.common.config import TransferMode
-from engine_ext.common.proof import Keys, PrefixProof
+from engine_ext.common.prefix_hashes import Keys, PrefixHashes
+from engine_ext.common.resume_payload import ResumePayload
 from engine_ext.common.types import BlockIds, CacheGeometry, EngineIdentity, EngineRequest
 from engine_ext.layout.plan import without_holes
 
@@ -33,7 +33,7 @@ class Answers:
         """The proof is of what stood in our blocks, as a rule the prompt: what D decodes itself it
         does not load."""
         where = self._where(request, block_ids)
-        begins = {begun.KEY: _begun(request)} if hands_over else {}
+        begins = {resume_payload.KEY: _begun(request)} if hands_over else {}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -91,8 +91,8 @@ class Answers:
 
 def _begun(request: EngineRequest) -> dict[str, Any]:
     prompt = tuple(request.prompt_token_ids)
-    return EngineResumeState(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
+    return ResumePayload(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
 
 
 def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:
-    return PrefixProof.of(tokens, keys, where["remote_num_tokens"]).to_wire(where)
+    return PrefixHashes.of(tokens, keys, where["remote_num_tokens"]).to_wire(where)

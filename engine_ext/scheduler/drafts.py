@@ -6,7 +6,7 @@ what comes then is another attempt's.
 
 from dataclasses import dataclass
 
-from engine_ext.common.proof import digest
+from engine_ext.common.prefix_hashes import digest
 from engine_ext.common.types import BlockIds, EngineRequest, PushOffer
 from engine_ext.scheduler.orders import Orders
 

@@ -10,7 +10,7 @@ A request's state is the container it is in.
 from dataclasses import dataclass
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.proof import Keys, digest
+from engine_ext.common.prefix_hashes import Keys, digest
 from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.proof import NoProof, PrefixProof
+from engine_ext.common.prefix_hashes import PrefixHashes, UnusableHashes
 from engine_ext.common.types import STATE, CacheGeometry, EngineRequest, RemoteSource, first_seen
 from engine_ext.layout.plan import without_holes
 from engine_ext.scheduler.params import TransferRole
@@ -47,7 +47,7 @@ class Loadable:
         request: EngineRequest,
         role: TransferRole,
         source: RemoteSource,
-        proof: PrefixProof | NoProof,
+        proof: PrefixHashes | UnusableHashes,
         unix_time: float,
     ) -> int:
         """Tokens from position 0 whose KV the remote's blocks hold, and which are this request's,
@@ -68,14 +68,17 @@ class Loadable:
 
     @staticmethod
     def _proven_tokens(
-        request: EngineRequest, token_ids: Sequence[int], proof: PrefixProof | NoProof, held: int
+        request: EngineRequest,
+        token_ids: Sequence[int],
+        proof: PrefixHashes | UnusableHashes,
+        held: int,
     ) -> int:
-        if proof is NoProof.ABSENT:
+        if proof is UnusableHashes.ABSENT:
             return held
         keys = request.content_keys
-        if isinstance(proof, NoProof) or keys is None:
+        if isinstance(proof, UnusableHashes) or keys is None:
             return 0
-        proven = proof.proven_tokens(token_ids, keys)
+        proven = proof.count_verified_tokens(token_ids, keys)
         if proven < held:
             logger.info(
                 "request %s: %d of %d remote tokens are this request's",
@@ -118,11 +121,11 @@ class Loadable:
         return not self._has_state or source.num_tokens == num_tokens
 
     def _may_pull_turn(
-        self, source: RemoteSource, proof: PrefixProof | NoProof, unix_time: float
+        self, source: RemoteSource, proof: PrefixHashes | UnusableHashes, unix_time: float
     ) -> bool:
         """Without proof it is the operator's word that counts, and only a stock engine is read."""
         if not self._config.bidirectional or self._has_state:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:
             return False
-        return proof is not NoProof.ABSENT or self._config.trust_unproven_prefix
+        return proof is not UnusableHashes.ABSENT or self._config.trust_unproven_prefix

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.load_failure import UNKNOWN, LoadFailures
-from engine_ext.common.proof import digest
+from engine_ext.common.prefix_hashes import digest
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from engine_ext.common import begun
+from engine_ext.common import resume_payload
 from engine_ext.common.access import EVERYWHERE, Networks
 from engine_ext.common.config import TransferMode
-from engine_ext.common.proof import MAX_TOKENS, NoProof, PrefixProof
+from engine_ext.common.prefix_hashes import MAX_TOKENS, PrefixHashes, UnusableHashes
 from engine_ext.common.types import BlockIds, PeerAddress, PushTarget, RemoteSource
 
 MAX_ID_LENGTH = 512
@@ -47,7 +47,7 @@ class TransferParams:
 
     role: TransferRole
     source: RemoteSource | None = None
-    proof: PrefixProof | NoProof = NoProof.ABSENT
+    proof: PrefixHashes | UnusableHashes = UnusableHashes.ABSENT
     """Which content the source's blocks hold."""
     target: PushTarget | None = None
     """In push mode, instead of `source`: who will write, for a DECODE role."""
@@ -92,7 +92,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         raise _InvalidError("do_remote_decode and do_remote_prefill are both set")
     retain = _flag(raw, "retain")
     if decode:
-        return replace(_prefill(raw), hands_over=_flag(raw, begun.ASK))
+        return replace(_prefill(raw), hands_over=_flag(raw, resume_payload.HAND_OVER))
     if not prefill:
         return TransferParams(TransferRole.NONE, retain=retain)
     target = _target(raw) if mode == "push" else None
@@ -103,7 +103,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         source=_source(raw) if target is None else None,
         target=target,
         transfer_id=None if target is None else target.transfer_id,
-        proof=_proof(raw) if target is None else NoProof.ABSENT,
+        proof=_proof(raw) if target is None else UnusableHashes.ABSENT,
         retain=retain or raw.get("retain") is None,
         may_be_read_by_stock=raw.get("prefix_proof") is None and not proves,
     )
@@ -149,9 +149,9 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
     )
 
 
-def _proof(raw: dict[Any, Any]) -> PrefixProof | NoProof:
+def _proof(raw: dict[Any, Any]) -> PrefixHashes | UnusableHashes:
     """Asked for when the source has been checked."""
-    return PrefixProof.from_wire(raw.get("prefix_proof"), raw)
+    return PrefixHashes.from_wire(raw.get("prefix_proof"), raw)
 
 
 def _block_size(raw: dict[Any, Any]) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.load_failure import LoadFailures
-from engine_ext.common.proof import NoProof, PrefixProof
+from engine_ext.common.prefix_hashes import PrefixHashes, UnusableHashes
 from engine_ext.common.support import refuse_unsupported
 from engine_ext.common.types import (
     BlockIds,
@@ -176,7 +176,7 @@ class SchedulerConnector:
             self._orders.declines.append(source)
             return
         role, proof = params.role, params.proof
-        if proof is NoProof.UNREADABLE:
+        if proof is UnusableHashes.UNREADABLE:
             self._proofs_unreadable += 1
             if role is TransferRole.DECODE:
                 problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
@@ -188,7 +188,7 @@ class SchedulerConnector:
                 source.address.engine_id,
             )
         num_tokens = self._loadable.tokens(request, role, source, proof, self._unix_time())
-        is_proven = isinstance(proof, PrefixProof)
+        is_proven = isinstance(proof, PrefixHashes)
         self._loads.offer(request.request_id, source, role, num_tokens, is_proven)
 
     def _is_namesake(self, address: PeerAddress) -> bool:

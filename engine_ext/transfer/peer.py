@@ -18,7 +18,7 @@ import msgspec
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import PeerSeen
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
     CacheGeometry,
     ConnectorStats,
@@ -43,7 +43,7 @@ from engine_ext.wire.handshake import (
 from engine_ext.wire.notifications import Hello, encode_extension
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 MAX_CONNECTING = 256
 MAX_CONNECTING_THERE = 32

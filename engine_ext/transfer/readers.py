@@ -9,14 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.transfer.agent import Agent, AgentError
 from engine_ext.transfer.validator import TRUSTING, MetadataValidation, Validator
 from engine_ext.wire.nixl_metadata import agent_name
 from engine_ext.wire.notifications import ExtensionMessage, encode_extension
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 
 from engine_ext.common.access import Access, SharedSecret
 from engine_ext.common.latest import keep_latest
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import Agent, PeerHandle, Transfer, TransferState
@@ -28,7 +28,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 SEAL_PREFIX = b"DS:"
 MAC_BYTES = 16

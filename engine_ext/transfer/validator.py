@@ -34,7 +34,7 @@ from nixl._api import nixlBind
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.latest import keep_latest
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
 from engine_ext.transfer import validator_process
 from engine_ext.transfer.agent import Agent, NixlAgent
@@ -43,7 +43,7 @@ from engine_ext.wire.errors import WireError
 from engine_ext.wire.nixl_metadata import parse
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 GRACE_SECONDS = 1.0
 """The process ends a check that hangs by itself; this is for a process that is stopped."""

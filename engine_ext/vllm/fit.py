@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.common.begun import KEY, EngineResumeState
+from engine_ext.common.resume_payload import KEY, ResumePayload
 
 UNFIT = (
     "use_beam_search",
@@ -34,7 +34,7 @@ class RequestDemands:
     """Fields that were set and need a prompt that was rendered here, or several answers."""
 
 
-def refusal(begun: EngineResumeState, asked: RequestDemands) -> str | None:
+def refusal(begun: ResumePayload, asked: RequestDemands) -> str | None:
     """One line that says why not; None where it can."""
     if asked.unfit:
         return f"{KEY} does not go with {', '.join(asked.unfit)}"
@@ -48,7 +48,7 @@ def refusal(begun: EngineResumeState, asked: RequestDemands) -> str | None:
     num_tokens = len(begun.prompt_token_ids) + max(1, len(begun.output_token_ids))
     if num_tokens > asked.max_model_len:
         return f"{KEY} has {num_tokens} tokens, and this model's context {asked.max_model_len}"
-    if begun.spoken and not asked.says_only_the_rest:
+    if begun.num_sent and not asked.says_only_the_rest:
         return f"{KEY}.spoken is for streams: what is not streamed is said whole"
     return _missing_logprobs(begun, asked.num_logprobs)
 
@@ -65,8 +65,8 @@ def unfit(request: Any) -> list[str]:
     return found
 
 
-def _missing_logprobs(begun: EngineResumeState, wanted: int | None) -> str | None:
-    if wanted is None or not begun.unspoken:
+def _missing_logprobs(begun: ResumePayload, wanted: int | None) -> str | None:
+    if wanted is None or not begun.unsent_token_ids:
         return None
     if not begun.logprobs:
         return f"log-probabilities are asked for, and {KEY}.logprobs is missing"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.common.begun import KEY, MAX_ID, EngineResumeState, Logprob
+from engine_ext.common.resume_payload import KEY, MAX_ID, Logprob, ResumePayload
 
 FIELD = "disagg_begun"
 STAYS = "disagg_stays"
@@ -31,18 +31,18 @@ class Given:
         )
 
 
-def carried(begun: EngineResumeState) -> dict[str, Any]:
+def carried(begun: ResumePayload) -> dict[str, Any]:
     return {
         "token_ids": list(begun.output_token_ids),
-        "spoken": begun.spoken,
+        "spoken": begun.num_sent,
         "logprobs": [list(each) for each in begun.logprobs],
     }
 
 
-def carried_by(request: Any) -> EngineResumeState | None:
+def carried_by(request: Any) -> ResumePayload | None:
     """What compat/begun_prompt.py has left on a request."""
     begun = (request.kv_transfer_params or {}).get(KEY)
-    return begun if isinstance(begun, EngineResumeState) else None
+    return begun if isinstance(begun, ResumePayload) else None
 
 
 def given_in(sampling_params: Any) -> Given | None:

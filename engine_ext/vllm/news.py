@@ -10,10 +10,10 @@ import socket
 import threading
 from collections.abc import Callable
 
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 PATIENCE_SECONDS = 60.0
 """News are assumed after this long, in case a datagram was lost. Each look costs a second of a

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.common.proof import ContentKey, Keys
+from engine_ext.common.prefix_hashes import ContentKey, Keys
 from engine_ext.common.types import FinishStatus
 from engine_ext.vllm import weights
 

@@ -20,8 +20,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.common.begun import HAND_BACK, KEY, PREEMPTED, EngineResumeState, fit_in
 from engine_ext.common.load_failure import KEY as LOAD_FAILURE
+from engine_ext.common.resume_payload import HAND_BACK, KEY, PREEMPTED, ResumePayload, logprobs_fit
 from engine_ext.scheduler.admission import (
     FIELD,
     AdmissionVerdict,
@@ -180,7 +180,7 @@ class DisaggMixin:
             return False
         if request.mm_features or not request.prompt_token_ids:
             return False  # Its prompt is more than its tokens.
-        return _is_streamed(request) or fit_in(request.num_output_tokens, params.logprobs)
+        return _is_streamed(request) or logprobs_fit(request.num_output_tokens, params.logprobs)
 
     @part_of(features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES)
     def update_from_output(
@@ -389,9 +389,7 @@ def _handed_back(request: Request) -> EngineCoreOutput:
     """A stream has told its tokens; log-probabilities are known to the HTTP server."""
     if _is_streamed(request):
         return _end(request, PREEMPTED, None)
-    begun = EngineResumeState(
-        tuple(request.prompt_token_ids or ()), tuple(request.output_token_ids)
-    )
+    begun = ResumePayload(tuple(request.prompt_token_ids or ()), tuple(request.output_token_ids))
     return _end(request, PREEMPTED, {KEY: begun.to_wire()})
 
 

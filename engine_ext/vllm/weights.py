@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine_ext.common.proof import ContentKey
+from engine_ext.common.prefix_hashes import ContentKey
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from engine_ext.common.access import OPEN, Access
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
 from engine_ext.wire.secret_handshake import Asker, HandshakeAnswers, SideChannelAddress
@@ -24,7 +24,7 @@ from engine_ext.wire.visitors import MAX_VISITORS, Visitor, Visitors, most_visit
 from engine_ext.wire.zmtp import MessageLimits, ZmtpSession
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 MAX_REQUEST_BYTES = 4096
 QUESTION = MessageLimits(frames=2, num_bytes=MAX_REQUEST_BYTES)

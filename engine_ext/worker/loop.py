@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import Inspection, first, first_of
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
     CacheGeometry,
     Clock,
@@ -63,7 +63,7 @@ from engine_ext.wire.notifications import (
 )
 
 logger = logging.getLogger(__name__)
-logger.addFilter(Seldom())
+logger.addFilter(LogRateLimit())
 
 READING_WAIT = 20e-6
 RECENT_WAIT = 1e-3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import EngineResumeState, begun_in
+from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from tests.integration.legs import PREFILL, coordinates_in, prefill_body
 from tests.integration.oracle import (
     Answer,
@@ -47,7 +47,7 @@ def post(server: Server, prompt: Any, params: dict[str, Any], **fields: Any) -> 
 
 
 def start(
-    server: Server, prompt: Any, begun: EngineResumeState | None = None, **fields: Any
+    server: Server, prompt: Any, begun: ResumePayload | None = None, **fields: Any
 ) -> dict[str, Any]:
     """P's leg: its `kv_transfer_params`, with what it hands over."""
     given = {} if begun is None else {"begun": begun.to_wire()}
@@ -62,15 +62,13 @@ def go_on(server: Server, params: dict[str, Any], **fields: Any) -> Answer:
     return Answer.in_body(post(server, "", {"retain": False, **params}, **fields))
 
 
-def given(
-    prompt: str | list[int], answer: Answer, count: int, spoken: int = 0
-) -> EngineResumeState:
+def given(prompt: str | list[int], answer: Answer, count: int, spoken: int = 0) -> ResumePayload:
     ids = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
     logprobs = tuple(
         ((token, value), (token, value))
         for token, value in zip(answer.tokens[spoken:count], answer.logprobs[spoken:], strict=False)
     )
-    return EngineResumeState(ids, answer.tokens[:count], spoken, logprobs)
+    return ResumePayload(ids, answer.tokens[:count], spoken, logprobs)
 
 
 def is_free(server: Server) -> bool:
@@ -108,10 +106,10 @@ def test_a_running_answer_moves(
     prompt = text_of(140, 4100 + count)
     right = complete(alone, prompt, max_tokens=80)
     params = start(prefiller, "", given(prompt, right, count, spoken=count))
-    moved = begun_in(params)
+    moved = read_resume_payload(params)
     assert moved is not None
     assert moved.output_token_ids == right.tokens[: count + 1]
-    assert (moved.spoken, params["remote_num_tokens"]) == (count, 140 + count)
+    assert (moved.num_sent, params["remote_num_tokens"]) == (count, 140 + count)
     blocks = metric(decoder, RECEIVED)
     rest = go_on(decoder, params, max_tokens=80)
     expected = Answer(right.tokens[count:], right.logprobs[count:], "")
@@ -125,7 +123,7 @@ def test_one_wrong_token_changes_the_answer(
 ) -> None:
     prompt = text_of(100, 4200)
     right = complete(alone, prompt)
-    wrong = EngineResumeState(
+    wrong = ResumePayload(
         tuple(prompt.encode()), ((right.tokens[0] + 1) % 256, *right.tokens[1:4]), 4
     )
     rest = go_on(decoder, {"begun": wrong.to_wire()})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.common.begun import KEY, EngineResumeState, begun_in
+from engine_ext.common.resume_payload import KEY, ResumePayload, read_resume_payload
 from tests.integration.oracle import NOISE
 from tests.integration.processes import Server
 
@@ -69,7 +69,7 @@ def streamed(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def begin(body: dict[str, Any], begun: EngineResumeState, params: Any = None) -> dict[str, Any]:
+def begin(body: dict[str, Any], begun: ResumePayload, params: Any = None) -> dict[str, Any]:
     return {**body, "kv_transfer_params": {**(params or {}), KEY: begun.to_wire()}}
 
 
@@ -93,10 +93,10 @@ def hand_over(server: Server, kind: str, body: dict[str, Any]) -> tuple[dict[str
 
 def taken_over(params: dict[str, Any], said: Said, spoken: int = 0) -> dict[str, Any]:
     """What a router makes of P's answer for D: the log-probabilities that P said."""
-    begun = begun_in(params)
+    begun = read_resume_payload(params)
     assert begun is not None
     assert begun.output_token_ids == said.tokens
-    given = EngineResumeState(
+    given = ResumePayload(
         begun.prompt_token_ids,
         begun.output_token_ids,
         spoken,

@@ -13,7 +13,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from engine_ext.common.proof import PrefixProof
+from engine_ext.common.prefix_hashes import PrefixHashes
 from engine_ext.vllm.request import RequestView
 
 TOKENS = [7] * 32
@@ -54,8 +54,8 @@ REQUESTS = {
 
 def proven(held: Request, wanted: Request) -> int:
     ours, theirs = (RequestView(one, names_media=True) for one in (held, wanted))
-    proof = PrefixProof.of(ours.token_ids, ours.content_keys or ())
-    return proof.proven_tokens(theirs.prompt_token_ids, theirs.content_keys or ())
+    proof = PrefixHashes.of(ours.token_ids, ours.content_keys or ())
+    return proof.count_verified_tokens(theirs.prompt_token_ids, theirs.content_keys or ())
 
 
 def shared_blocks(held: Request, wanted: Request) -> int:

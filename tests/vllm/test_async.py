@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import EngineResumeState
+from engine_ext.common.resume_payload import ResumePayload
 from tests.integration.legs import Turn, decode, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
@@ -90,7 +90,7 @@ def test_an_answer_that_begins_in_the_middle_is_that_of_one_vllm_alone(
     assert differ(right, ask(second, "completion", given)) == []
     six = ask(alone, "completion", {**body, "max_tokens": 6})
     scores = tuple(map(pairs, six.scores))
-    begun = EngineResumeState(tuple(body["prompt"]), six.tokens, logprobs=scores)
+    begun = ResumePayload(tuple(body["prompt"]), six.tokens, logprobs=scores)
     assert differ(right, ask(second, "completion", begin(body, begun))) == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import KEY, MAX_ID, EngineResumeState, begun_in
+from engine_ext.common.resume_payload import KEY, MAX_ID, ResumePayload, read_resume_payload
 from engine_ext.reference.tiny_model import IM_END_ID
 from tests.integration.legs import take_turn
 from tests.integration.oracle import text_of, tokens_of
@@ -32,10 +32,10 @@ from tests.vllm.servers import SCHEDULER, Fleet, Kind
 KINDS = ("chat", "completion")
 
 
-def begun_with(prompt: Any, said: Said, spoken: int = 0) -> EngineResumeState:
+def begun_with(prompt: Any, said: Said, spoken: int = 0) -> ResumePayload:
     """As if `said` had been said elsewhere."""
     scores = tuple(pairs(score) for score in said.scores[spoken:])
-    return EngineResumeState(tuple(prompt), said.tokens, spoken, scores)
+    return ResumePayload(tuple(prompt), said.tokens, spoken, scores)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,7 +137,9 @@ def test_what_has_ended_is_not_continued_and_the_prefiller_hears_of_it(
         body["stop"] = [ask(alone, kind, {**body, "max_tokens": 4}).text[-2:]]
     right = ask(alone, kind, body)
     assert right.finish_reason == ("length" if how == "max_tokens" else "stop")
-    begun = begun_with(begun_in(params).prompt_token_ids, right, min(spoken, len(right.tokens)))  # type: ignore[union-attr]
+    handed_over = read_resume_payload(params)
+    assert handed_over is not None
+    begun = begun_with(handed_over.prompt_token_ids, right, min(spoken, len(right.tokens)))
     computed = metric(decoder, COMPUTED)
     with nothing_left(decoder):
         got = ask(decoder, kind, begin(body, begun, params))
@@ -181,9 +183,9 @@ def test_a_prefiller_goes_on_with_an_answer_and_hands_it_over_again(
         assert tuple(choice["token_ids"]) == right.tokens[spoken:7]
         params = answer.json()["kv_transfer_params"]
         assert params["remote_num_tokens"] == len(body["prompt"]) + 6
-        handed_over = begun_in(params)
+        handed_over = read_resume_payload(params)
         assert handed_over is not None
-        assert (handed_over.output_token_ids, handed_over.spoken) == (right.tokens[:7], spoken)
+        assert (handed_over.output_token_ids, handed_over.num_sent) == (right.tokens[:7], spoken)
         taken = streamed({**body, "kv_transfer_params": {**params, "retain": False}})
         with nothing_left(prefiller):
             rest = ask(decoder, "completion", taken)
@@ -209,7 +211,7 @@ def test_a_prefiller_says_what_no_stop_string_can_take_back(
 def test_more_than_the_prompt_may_be_in_the_cache(decoder: Server) -> None:
     """vLLM asserts that it is not."""
     body = body_of("completion", tokens_of(70, 12_080), max_tokens=60, logprobs=None)
-    begun = EngineResumeState(tuple(body["prompt"]), tuple(tokens_of(50, 12_081)))
+    begun = ResumePayload(tuple(body["prompt"]), tuple(tokens_of(50, 12_081)))
     first, second = (ask(decoder, "completion", begin(body, begun)) for _ in range(2))
     assert differ(first, second) == []
     assert second.tokens[:50] == begun.output_token_ids
@@ -234,12 +236,12 @@ def test_a_tool_call_goes_on_in_the_middle(parsing: Server) -> None:
     fields: dict[str, Any] = {"max_tokens": len(tokens), "logprobs": None, "top_logprobs": None}
     fields |= {"tools": TOOLS, "tool_choice": "auto"}
     body = streamed(body_of("chat", "x", **fields))
-    whole = deltas(parsing, begin(body, EngineResumeState((1, 2, 3), tokens)))
+    whole = deltas(parsing, begin(body, ResumePayload((1, 2, 3), tokens)))
     expected = {"role": "assistant", "name": "f", "arguments": '{"a": 12}', "content": ""}
     assert whole == expected
     left = []
     for spoken in (11, 28, 44, 46, 48, len(tokens)):
-        rest = deltas(parsing, begin(body, EngineResumeState((1, 2, 3), tokens, spoken)))
+        rest = deltas(parsing, begin(body, ResumePayload((1, 2, 3), tokens, spoken)))
         assert rest["role"] == rest["content"] == ""
         assert expected["name"].endswith(rest["name"])
         assert expected["arguments"].endswith(rest["arguments"])
@@ -293,10 +295,10 @@ def assert_the_rest_is_said(server: Server, alone: Server, body: dict[str, Any])
     prompt = prompt_ids(alone, "chat", body)
     for given in (1, len(tokens) // 2, len(tokens) - 1):
         said = deltas(alone, {**body, "max_tokens": given})
-        rest = deltas(server, begin(body, EngineResumeState(prompt, tokens[:given], given)))
+        rest = deltas(server, begin(body, ResumePayload(prompt, tokens[:given], given)))
         together = {name: said[name] + rest[name] for name in right}
         assert together == right, (given, said, rest)
-        unsaid = deltas(server, begin(body, EngineResumeState(prompt, tokens[:given])))
+        unsaid = deltas(server, begin(body, ResumePayload(prompt, tokens[:given])))
         assert unsaid == right, given
 
 
@@ -319,7 +321,7 @@ def test_a_token_that_was_not_the_answers_is_seen(decoder: Server, alone: Server
     right = ask(alone, "completion", body)
     wrong = (*right.tokens[:3], right.tokens[3] ^ 1)
     scores = begun_with(body["prompt"], right).logprobs[:3]
-    begun = EngineResumeState(
+    begun = ResumePayload(
         tuple(body["prompt"]), wrong, 0, (*scores, ((wrong[3], -1.0), *scores[0]))
     )
     got = ask(decoder, "completion", begin(body, begun))
@@ -333,14 +335,14 @@ MALFORMED: dict[str, Any] = {
     "no base64": {"prompt_token_ids": "%%%%"},
     "a list": {"prompt_token_ids": [1, 2]},
     "cut": {"prompt_token_ids": "AAA="},
-    "outside the vocabulary": EngineResumeState((1, 2), (MAX_ID,)).to_wire(),
-    "a prompt outside the vocabulary": EngineResumeState((5000,), (1,)).to_wire(),
-    "too long": EngineResumeState((1,) * 2048, (1,)).to_wire(),
+    "outside the vocabulary": ResumePayload((1, 2), (MAX_ID,)).to_wire(),
+    "a prompt outside the vocabulary": ResumePayload((5000,), (1,)).to_wire(),
+    "too long": ResumePayload((1,) * 2048, (1,)).to_wire(),
     "far too long": {"prompt_token_ids": "AAAA" * 100_000},
-    "spoken what is not there": {**EngineResumeState((1,), (2,)).to_wire(), "spoken": 2},
-    "spoken, not streamed": EngineResumeState((1,), (2,), 1).to_wire(),
-    "no log-probabilities": EngineResumeState((1,), (2,)).to_wire(),
-    "odd log-probabilities": {**EngineResumeState((1,), (2,)).to_wire(), "logprobs": [[[2, "x"]]]},
+    "spoken what is not there": {**ResumePayload((1,), (2,)).to_wire(), "spoken": 2},
+    "spoken, not streamed": ResumePayload((1,), (2,), 1).to_wire(),
+    "no log-probabilities": ResumePayload((1,), (2,)).to_wire(),
+    "odd log-probabilities": {**ResumePayload((1,), (2,)).to_wire(), "logprobs": [[[2, "x"]]]},
 }
 UNFIT: dict[str, dict[str, Any]] = {
     "n": {"n": 2, "temperature": 1},
@@ -367,7 +369,7 @@ def test_what_makes_no_sense_is_refused_and_the_engine_lives(
 @pytest.mark.parametrize("name", UNFIT)
 def test_fields_that_it_does_not_go_with_are_named(decoder: Server, name: str) -> None:
     body = body_of("completion", tokens_of(50, 12_100), logprobs=None) | UNFIT[name]
-    answer = decoder.post(PATHS["completion"], begin(body, EngineResumeState((1,), (2,))))
+    answer = decoder.post(PATHS["completion"], begin(body, ResumePayload((1,), (2,))))
     assert answer.status_code == 400, answer.text
     assert name in answer.json()["error"]["message"]
 
@@ -380,14 +382,14 @@ def test_forged_sampling_params_and_other_grammars_cost_their_request(
     right = ask(alone, "completion", body)
     assert differ(right, ask(decoder, "completion", forged)) == []
     guided = {**body, "structured_outputs": {"regex": "[0-9]{40}"}}
-    other = decoder.post(PATHS["completion"], begin(guided, EngineResumeState((1, 2), (3,))))
+    other = decoder.post(PATHS["completion"], begin(guided, ResumePayload((1, 2), (3,))))
     assert other.status_code == 500, other.text
     assert differ(right, ask(decoder, "completion", body)) == []
 
 
 def test_an_engine_without_our_scheduler_says_that_it_cannot(alone: Server) -> None:
     body = body_of("completion", tokens_of(50, 12_120), logprobs=None)
-    answer = alone.post(PATHS["completion"], begin(body, EngineResumeState((1,), (2,))))
+    answer = alone.post(PATHS["completion"], begin(body, ResumePayload((1,), (2,))))
     assert answer.status_code == 400
     assert "does not offer" in answer.json()["error"]["message"]
     assert "begun" not in alone.get("/disagg/identity").json()["capabilities"]

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from engine_ext.common import load_failure
-from engine_ext.common.begun import ALL, KEY, PREEMPTED, told
+from engine_ext.common.resume_payload import ALL, KEY, PREEMPTED, token_id_comment
 from engine_ext.reference.beginning import handed_back
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.output_stream import merge
@@ -59,9 +59,11 @@ async def streamed(dialect: AnswerFormat, outputs: Outputs) -> AsyncGenerator[by
                 continue
             opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
             begun = True
-            told, is_first = _told(dialect.job, output, is_first), False
+            token_id_comment, is_first = _told(dialect.job, output, is_first), False
             failed = _failure(tally, output)
-            yield b"".join([failed, *opening, told, event(_chunk(dialect, tally, choice, output))])
+            yield b"".join(
+                [failed, *opening, token_id_comment, event(_chunk(dialect, tally, choice, output))]
+            )
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))
 
@@ -80,7 +82,9 @@ def _told(job: Job, output: RequestOutput, is_first: bool) -> bytes:
     if job.options.tell is None or job.num_choices > 1:
         return b""
     names_prompt = is_first and job.options.tell == ALL
-    return told(output.token_ids, job.prompts[0].token_ids if names_prompt else ()).encode()
+    return token_id_comment(
+        output.token_ids, job.prompts[0].token_ids if names_prompt else ()
+    ).encode()
 
 
 def _failure(tally: JobTally, output: RequestOutput) -> bytes:

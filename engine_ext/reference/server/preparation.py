@@ -2,7 +2,7 @@
 
 import time
 
-from engine_ext.common.begun import EngineResumeState
+from engine_ext.common.resume_payload import ResumePayload
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server import conversation, request_id
 from engine_ext.reference.server.errors import EngineBadRequestError
@@ -78,7 +78,7 @@ def _completion_prompts(
 
 
 def _begun_completion(
-    request: CompletionBody, begun: EngineResumeState, model: ServedModel
+    request: CompletionBody, begun: ResumePayload, model: ServedModel
 ) -> TokenizedPrompt:
     """What was asked for is read only to be repeated: it is the given ids that are gone on from."""
     asked = request.prompt
@@ -86,7 +86,7 @@ def _begun_completion(
         raise EngineBadRequestError(
             f"{BEGUN} is of one prompt, and here are {len(asked)}", "prompt"
         )
-    if not request.echo or begun.spoken:
+    if not request.echo or begun.num_sent:
         return TokenizedPrompt(begun.prompt_token_ids)
     text = model.tokenizer.decode(list(begun.prompt_token_ids))
     return TokenizedPrompt(begun.prompt_token_ids, asked if isinstance(asked, str) else text)

@@ -4,8 +4,8 @@ another engine has made of the prompt, and what it has answered to it."""
 from dataclasses import dataclass
 from typing import Any
 
-from engine_ext.common import begun as wire
-from engine_ext.common.begun import BegunError, EngineResumeState, begun_in
+from engine_ext.common import resume_payload as wire
+from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, read_resume_payload
 from engine_ext.reference.beginning import Beginning, BeginningError, begin, hands_over
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.server.body import json_object
@@ -18,14 +18,14 @@ from engine_ext.scheduler.admission import prefills
 PARAM = "kv_transfer_params"
 BEGUN = f"{PARAM}.{wire.KEY}"
 PROMPT = "prompt_token_ids"
-OURS = frozenset((PROMPT, wire.KEY, wire.TELL))
+OURS = frozenset((PROMPT, wire.KEY, wire.TELL_TOKEN_IDS))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFields:
     params: dict[str, Any] | None
     """For the connector."""
-    begun: EngineResumeState | None = None
+    begun: ResumePayload | None = None
     tell: str | None = None
     prompt_token_ids: TokenIds | None = None
     """vLLM's way to spare a decode engine the tokenization."""
@@ -56,15 +56,15 @@ def read_transfer(request: GenerationBody, model: ServedModel) -> TransferFields
     if params is None:
         return TransferFields(None)
     rest = {name: value for name, value in params.items() if name not in OURS}
-    tell = params.get(wire.TELL)
+    tell = params.get(wire.TELL_TOKEN_IDS)
     if tell not in (None, wire.OUTPUT, wire.ALL):
-        problem = f"{PARAM}.{wire.TELL} must be {wire.OUTPUT} or {wire.ALL}"
+        problem = f"{PARAM}.{wire.TELL_TOKEN_IDS} must be {wire.OUTPUT} or {wire.ALL}"
         raise EngineBadRequestError(problem, PARAM)
     if not isinstance(params.get(wire.HAND_BACK, False), bool):
         raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
     try:
-        begun = begun_in(params)
-    except BegunError as error:
+        begun = read_resume_payload(params)
+    except ResumePayloadError as error:
         raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
     if begun is not None:
         _check(begun, request, model)
@@ -84,7 +84,7 @@ def remote_params(body: bytes) -> dict[str, Any] | None:
     return params if names_one else None
 
 
-def _check(begun: EngineResumeState, request: GenerationBody, model: ServedModel) -> None:
+def _check(begun: ResumePayload, request: GenerationBody, model: ServedModel) -> None:
     if request.n > 1:
         raise EngineBadRequestError(f"{BEGUN} is of one answer, and n is {request.n}", "n")
     check_token_ids(begun.prompt_token_ids, model, PARAM)

@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from engine_ext.common.begun import Logprob
+from engine_ext.common.resume_payload import Logprob
 from engine_ext.vllm.compat.begun_hand_over import SPOKEN, SentCounts
 from engine_ext.vllm.compat.told import GivenTokenResults
 from engine_ext.vllm.given import Given, given_in

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
-from engine_ext.common.begun import KEY, written
+from engine_ext.common.resume_payload import KEY, logprob_entry
 
 MARK = "_disagg_begun"
 SPOKEN = "_disagg_spoken"
@@ -68,7 +68,7 @@ def _completed(state: Any, params: dict[str, Any], spoken: SentCounts) -> dict[s
     if known:
         positions = [known[at] for at in range(spoken.num_tokens, len(known))]
         begun["logprobs"] = [
-            [written(token, each.logprob) for token, each in position.items()]
+            [logprob_entry(token, each.logprob) for token, each in position.items()]
             for position in positions
         ]
     return {**params, KEY: begun}

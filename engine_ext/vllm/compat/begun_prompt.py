@@ -14,7 +14,12 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.chat_utils import has_non_text_content
 
-from engine_ext.common.begun import KEY, BegunError, EngineResumeState, begun_in
+from engine_ext.common.resume_payload import (
+    KEY,
+    ResumePayload,
+    ResumePayloadError,
+    read_resume_payload,
+)
 from engine_ext.scheduler.admission import FIELD as THRESHOLD
 from engine_ext.scheduler.admission import prefills
 from engine_ext.vllm import describe
@@ -55,7 +60,7 @@ def _begin(serving: Any, request: Any) -> None:
     vLLM answers 400 to."""
     try:
         begun = _read(serving, request)
-    except BegunError as error:
+    except ResumePayloadError as error:
         raise VLLMValidationError(str(error), parameter=f"kv_transfer_params.{KEY}") from None
     prompt = list(begun.prompt_token_ids)
     request.kv_transfer_params = {**request.kv_transfer_params, KEY: begun}
@@ -76,27 +81,29 @@ def _ask_for_one(request: Any, num_tokens: int) -> None:
             setattr(request, name, max(asked, num_tokens))
 
 
-def _read(serving: Any, request: Any) -> EngineResumeState:
-    """Raises BegunError."""
+def _read(serving: Any, request: Any) -> ResumePayload:
+    """Raises ResumePayloadError."""
     if not describe.begins(serving.engine_client.vllm_config):
-        raise BegunError(NOT_OFFERED)
+        raise ResumePayloadError(NOT_OFFERED)
     asked = _asked(serving, request)
     _refuse_long(request.kv_transfer_params[KEY], asked.max_model_len)
-    begun = begun_in(request.kv_transfer_params)
+    begun = read_resume_payload(request.kv_transfer_params)
     assert begun is not None
     problem = refusal(begun, asked)
     if problem is not None:
-        raise BegunError(problem)
+        raise ResumePayloadError(problem)
     return begun
 
 
 def _refuse_long(raw: Any, max_model_len: int) -> None:
     """Before anything is decoded: of a string's four characters comes an object of many bytes.
-    Raises BegunError."""
+    Raises ResumePayloadError."""
     texts = raw.values() if isinstance(raw, dict) else ()
     longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
     if longest > CHARACTERS * max_model_len:
-        raise BegunError(f"{KEY} has more tokens than this model's context, {max_model_len}")
+        raise ResumePayloadError(
+            f"{KEY} has more tokens than this model's context, {max_model_len}"
+        )
 
 
 def _asked(serving: Any, request: Any) -> RequestDemands:

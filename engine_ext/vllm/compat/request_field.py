@@ -7,7 +7,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from engine_ext.common.begun import KEY
+from engine_ext.common.resume_payload import KEY
 from engine_ext.scheduler.admission import FIELD, parse_threshold
 from engine_ext.vllm import given
 from engine_ext.vllm.fit import unfit

@@ -3,7 +3,8 @@
 Both generators get their results from an async iterator, which is watched on its way in; what it
 brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
 client has already goes in like all results, and the chunks that come of it are kept back. Who asks
-for it is told the ids of the tokens that a chunk says, in comments (see engine_ext.common.begun).
+for it is told the ids of the tokens that a chunk says, in comments (see
+engine_ext.common.resume_payload).
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from vllm.entrypoints.openai.chat_completion import serving as chat
 from vllm.entrypoints.openai.completion import serving as completion
 
 from engine_ext.common import load_failure
-from engine_ext.common.begun import ALL, OUTPUT, TELL, told
+from engine_ext.common.resume_payload import ALL, OUTPUT, TELL_TOKEN_IDS, token_id_comment
 from engine_ext.scheduler.admission import FINISH_REASON
 from engine_ext.vllm.compat.told import GivenTokenResults
 from engine_ext.vllm.compat.wrapped import wrap_in
@@ -109,7 +110,7 @@ class StreamResults:
             return ""
         ids, self.token_ids = self.token_ids, []
         prompt, self.prompt_token_ids = self.prompt_token_ids, []
-        return told(ids, prompt)
+        return token_id_comment(ids, prompt)
 
     def chunk(self, request_id: str, model: str, kind: str) -> str:
         choices = [_choice(kind, index, reason) for index, reason in self.refused]
@@ -176,7 +177,7 @@ def _saying_more(kind: str, original: Any) -> Any:
 
 def _told_to(request: Any) -> str | None:
     """Of one choice: where there are more, nobody could go on."""
-    asked = (getattr(request, "kv_transfer_params", None) or {}).get(TELL)
+    asked = (getattr(request, "kv_transfer_params", None) or {}).get(TELL_TOKEN_IDS)
     return asked if asked in (OUTPUT, ALL) and (request.n or 1) == 1 else None
 
 

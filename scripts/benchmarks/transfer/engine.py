@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine_ext.common.access import OPEN, Access
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.proof import Keys
+from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,

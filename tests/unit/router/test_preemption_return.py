@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import EngineResumeState, packed, unpacked
+from engine_ext.common.resume_payload import ResumePayload, decode_token_ids, encode_token_ids
 from router.fleet.engine import CircuitState
 from router.http_client.answer_memory import MemoryBudget
 from router.openai.answers import read_generated_tokens
@@ -62,9 +62,9 @@ def event_of(request: Received, choice: dict[str, Any]) -> bytes:
 
 def tokens_in(request: Received) -> list[int]:
     begun = params_of(request).get("begun", {})
-    ids = list(unpacked(begun.get("output_token_ids", "")))
+    ids = list(decode_token_ids(begun.get("output_token_ids", "")))
     assert ids == list(range(len(ids)))
-    assert not ids or list(unpacked(begun["prompt_token_ids"])) == PROMPT
+    assert not ids or list(decode_token_ids(begun["prompt_token_ids"])) == PROMPT
     return ids
 
 
@@ -76,7 +76,7 @@ def whole(count: int, more: dict[str, Any], begun: object = None) -> dict[str, A
 
 def told(count: int) -> dict[str, Any]:
     logprobs = tuple(((number, -0.5),) for number in range(count))
-    return EngineResumeState(tuple(PROMPT), tuple(range(count)), 0, logprobs).to_wire()
+    return ResumePayload(tuple(PROMPT), tuple(range(count)), 0, logprobs).to_wire()
 
 
 async def all_of_it(request: Received, peer: Peer) -> None:
@@ -156,8 +156,8 @@ async def test_another_decoder_goes_on(
     begun = params_of(again)["begun"]
     if stream:
         assert begun == {
-            "prompt_token_ids": packed(PROMPT),
-            "output_token_ids": packed(list(range(number))),
+            "prompt_token_ids": encode_token_ids(PROMPT),
+            "output_token_ids": encode_token_ids(list(range(number))),
             "spoken": number,
         }
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import packed, told, unpacked
+from engine_ext.common.resume_payload import decode_token_ids, encode_token_ids, token_id_comment
 from router.fleet import probes
 from router.http_client.answer_memory import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES
@@ -63,7 +63,7 @@ def said(request: Received, number: int, finish: str | None = None) -> bytes:
     }
     asked = request.json.get("kv_transfer_params", {}).get("tell_token_ids")
     names_prompt = asked == "all" and number == 0
-    comments = told([number], PROMPT if names_prompt else ()) if asked else ""
+    comments = token_id_comment([number], PROMPT if names_prompt else ()) if asked else ""
     return f"{comments}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
@@ -71,9 +71,9 @@ async def from_the_beginning_to(last: int, request: Received, peer: Peer) -> Non
     """Where the request says it begins, up to that word."""
     begun = request.json.get("kv_transfer_params", {}).get("begun", {})
     first = begun.get("spoken", 0)
-    ids = unpacked(begun.get("output_token_ids", ""))
+    ids = decode_token_ids(begun.get("output_token_ids", ""))
     assert ids == tuple(range(len(ids)))
-    assert not ids or list(unpacked(begun["prompt_token_ids"])) == PROMPT
+    assert not ids or list(decode_token_ids(begun["prompt_token_ids"])) == PROMPT
     await peer.send(STREAM_HEAD)
     for number in range(first, last):
         finish = LAST if number == len(WORDS) - 1 else None
@@ -112,7 +112,10 @@ def dies_after(number: int, how: str = "reset") -> Script:
 
 async def computes(request: Received, peer: Peer) -> None:
     params = request.json["kv_transfer_params"]
-    begun = {"prompt_token_ids": packed(PROMPT), "output_token_ids": packed([0])}
+    begun = {
+        "prompt_token_ids": encode_token_ids(PROMPT),
+        "output_token_ids": encode_token_ids([0]),
+    }
     handed = {"begun": begun} if params.get("hand_over") else {}
     choice = {"index": 0, "text": WORDS[0], "finish_reason": "length"}
     content = {"object": "text_completion", "choices": [choice]}
@@ -182,8 +185,8 @@ async def test_another_decoder_goes_on(
     assert again.json["max_tokens"] == number + 1
     assert again.json["seed"] == 3
     begun = {
-        "prompt_token_ids": packed(PROMPT),
-        "output_token_ids": packed(list(range(number))),
+        "prompt_token_ids": encode_token_ids(PROMPT),
+        "output_token_ids": encode_token_ids(list(range(number))),
         "spoken": number,
     }
     assert again.json["kv_transfer_params"]["begun"] == begun
@@ -474,11 +477,11 @@ async def test_an_end_that_was_on_its_way_comes_once(
 async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
 ) -> None:
-    told = OURS | {"capabilities": changes.get("of_others", CAPABILITIES)}
+    token_id_comment = OURS | {"capabilities": changes.get("of_others", CAPABILITIES)}
     limits = {name: value for name, value in changes.items() if name.startswith("max")}
     async with running_engine(to_the_end) as other:
-        other.identity = told | {"renders": changes.get("renders", RENDERS)}
-        d.identity = told
+        other.identity = token_id_comment | {"renders": changes.get("renders", RENDERS)}
+        d.identity = token_id_comment
         router = await start(ds=[d, other], **limits)
         d.scripts = other.scripts = [dies_after(2)]
         answer = await router.stream()

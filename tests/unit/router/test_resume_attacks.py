@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engine_ext.common.begun import packed
+from engine_ext.common.resume_payload import encode_token_ids
 from router.http_client.answer_memory import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router import test_resume
@@ -137,7 +137,7 @@ def test_ids_that_are_none_are_no_ids(ids: str) -> None:
 async def test_a_long_prompt_is_told(start: Start, d: MockEngine, d2: MockEngine) -> None:
     """Of more bytes than an event may be held for."""
     router = await start(min_remote_prefill_tokens=1000)
-    ids = packed(list(range(90_000)))
+    ids = encode_token_ids(list(range(90_000)))
 
     async def long_one(request: Received, peer: Peer) -> None:
         head, tail = said(request, 0).split(b"\n", 1)

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from engine_ext.common.begun import KEY, EngineResumeState
+from engine_ext.common.resume_payload import KEY, ResumePayload
 from engine_ext.vllm import given
 from engine_ext.vllm.compat import begun_answer, begun_hand_over
 from engine_ext.vllm.compat.streams import StreamResults
@@ -55,7 +55,7 @@ def ask(
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     tokens = tuple(text.encode())
     entries = tuple(((token, -0.5), (OTHER, -0.1)) for token in tokens[spoken:])
-    carried = given.carried(EngineResumeState((1, 2, 3), tokens, spoken, entries))
+    carried = given.carried(ResumePayload((1, 2, 3), tokens, spoken, entries))
     params = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1, **params}
     sampling = SamplingParams(output_kind=kind, extra_args={given.FIELD: carried}, **params)
     sampling.update_from_generation_config({}, 1)

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from engine_ext.common.begun import MAX_LOGPROBS, begun_in
+from engine_ext.common.resume_payload import MAX_LOGPROBS, read_resume_payload
 from engine_ext.vllm.compat import finish_reason, request_field
 from engine_ext.vllm.given import STAYS, stays
 from tests.vllm.inside.in_process import Ended, Engine
@@ -52,7 +52,7 @@ def what_would_be_preempted_is_handed_back(
     assert (ended.reason, ended.tokens) == ("cache_threshold", 0)
     assert ended.params is not None
     assert ended.params.keys() == {"begun"}
-    begun = begun_in(ended.params)
+    begun = read_resume_payload(ended.params)
     assert begun is not None
     assert list(begun.prompt_token_ids) == list(request.prompt_token_ids or ())
     assert begun.output_token_ids == tuple(request.output_token_ids)

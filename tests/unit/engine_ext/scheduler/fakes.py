@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_ext.common.proof import Keys, PrefixProof
+from engine_ext.common.prefix_hashes import Keys, PrefixHashes
 from engine_ext.common.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
@@ -14,8 +14,8 @@ from engine_ext.wire.handshake import AgentMetadata
 
 def told(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """As if the engine itself had said it so: its proof is bound to what it says now."""
-    proof = PrefixProof.from_wire(params["prefix_proof"], params)
-    assert isinstance(proof, PrefixProof)
+    proof = PrefixHashes.from_wire(params["prefix_proof"], params)
+    assert isinstance(proof, PrefixHashes)
     params = {**params, **changes}
     return (
         params if "prefix_proof" in changes else {**params, "prefix_proof": proof.to_wire(params)}

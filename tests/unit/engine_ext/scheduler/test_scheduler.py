@@ -7,7 +7,7 @@ import pytest
 
 from engine_ext.common.access import Access, SharedSecret, parse_networks
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.proof import ContentKey, Keys
+from engine_ext.common.prefix_hashes import ContentKey, Keys
 from engine_ext.common.types import (
     STATE,
     CacheGeometry,

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.proof import VERSION, Keys
+from engine_ext.common.prefix_hashes import VERSION, Keys
 from engine_ext.common.types import (
     CacheGeometry,
     ConnectorStats,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common import proof
+from engine_ext.common import prefix_hashes
 from engine_ext.wire.errors import EXTENSION_VERSION
 from tests.unit.engine_ext.simulation import engine as engines
 from tests.unit.engine_ext.simulation.engine import SimRequest
@@ -98,14 +98,14 @@ def test_proofs_that_an_older_engine_could_read_would_let_it_accept_wrong_kv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Why a proof's version is raised with the extension's."""
-    monkeypatch.setattr(engines, "OLDER_PROOF", proof.VERSION)
+    monkeypatch.setattr(engines, "OLDER_PROOF", prefix_hashes.VERSION)
     with pytest.raises(Violation, match="accepted wrong KV"):
         Conversation(OLDER, OURS).read_while_it_is_revoked()
 
 
 def test_the_proofs_version_is_another_one_for_each_version_of_the_extension() -> None:
     """Raise both together."""
-    assert (EXTENSION_VERSION, proof.VERSION) == (2, 3)
+    assert (EXTENSION_VERSION, prefix_hashes.VERSION) == (2, 3)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.begun import MAX_ID, EngineResumeState
+from engine_ext.common.resume_payload import MAX_ID, ResumePayload
 from engine_ext.vllm.fit import RequestDemands, refusal
 from engine_ext.vllm.given import FIELD, STAYS, Given, carried, given_in, stays, token_ids_in
 
@@ -18,14 +18,14 @@ class Params:
 
 
 def test_what_was_given_is_found_where_it_was_put() -> None:
-    begun = EngineResumeState((1, 2), (3, 4), spoken=1, logprobs=(((4, -0.5), (7, -1.5)),))
+    begun = ResumePayload((1, 2), (3, 4), num_sent=1, logprobs=(((4, -0.5), (7, -1.5)),))
     params = Params({FIELD: carried(begun), "other": 1})
     assert token_ids_in(params) == [3, 4]
     assert given_in(params) == Given([3, 4], 1, [[(4, -0.5), (7, -1.5)]])
 
 
 def test_a_prompt_alone_gives_nothing_of_an_answer() -> None:
-    assert given_in(Params({FIELD: carried(EngineResumeState((1, 2)))})) is None
+    assert given_in(Params({FIELD: carried(ResumePayload((1, 2)))})) is None
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,20 @@ FITS = RequestDemands(vocab_size=100, max_model_len=10, says_only_the_rest=True)
 
 
 def test_a_request_can_begin_up_to_the_contexts_end() -> None:
-    assert refusal(EngineResumeState((1,) * 9, (2,)), FITS) is None
-    assert refusal(EngineResumeState((99,)), FITS) is None
+    assert refusal(ResumePayload((1,) * 9, (2,)), FITS) is None
+    assert refusal(ResumePayload((99,)), FITS) is None
 
 
 @pytest.mark.parametrize(
     ("begun", "words"),
     [
-        (EngineResumeState((1,) * 10), "11 tokens"),
-        (EngineResumeState((1,) * 9, (2, 2)), "11 tokens"),
-        (EngineResumeState((100,)), "prompt_token_ids holds 100"),
-        (EngineResumeState((1,), (100,)), "output_token_ids holds 100"),
+        (ResumePayload((1,) * 10), "11 tokens"),
+        (ResumePayload((1,) * 9, (2, 2)), "11 tokens"),
+        (ResumePayload((100,)), "prompt_token_ids holds 100"),
+        (ResumePayload((1,), (100,)), "output_token_ids holds 100"),
     ],
 )
-def test_what_the_model_cannot_read_is_refused_by_name(
-    begun: EngineResumeState, words: str
-) -> None:
+def test_what_the_model_cannot_read_is_refused_by_name(begun: ResumePayload, words: str) -> None:
     assert words in str(refusal(begun, FITS))
 
 
@@ -79,13 +77,13 @@ def test_fields_that_need_a_rendered_prompt_are_named() -> None:
     asked = RequestDemands(
         vocab_size=9, max_model_len=9, says_only_the_rest=True, unfit=("echo", "n")
     )
-    assert refusal(EngineResumeState((1,)), asked) == "begun does not go with echo, n"
+    assert refusal(ResumePayload((1,)), asked) == "begun does not go with echo, n"
 
 
 def test_only_a_stream_leaves_out_what_the_client_has() -> None:
     asked = RequestDemands(vocab_size=9, max_model_len=9, says_only_the_rest=False)
-    assert "spoken" in str(refusal(EngineResumeState((1,), (2,), spoken=1), asked))
-    assert refusal(EngineResumeState((1,), (2,)), asked) is None
+    assert "spoken" in str(refusal(ResumePayload((1,), (2,), num_sent=1), asked))
+    assert refusal(ResumePayload((1,), (2,)), asked) is None
 
 
 ENTRY = ((2, -0.5), (3, -1.0))
@@ -94,18 +92,18 @@ ENTRY = ((2, -0.5), (3, -1.0))
 @pytest.mark.parametrize(
     ("wanted", "begun", "is_refused"),
     [
-        (None, EngineResumeState((1,), (2,)), False),
-        (0, EngineResumeState((1,), (2,)), True),
-        (0, EngineResumeState((1,), (2,), spoken=1), False),
-        (0, EngineResumeState((1,)), False),
-        (2, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), False),
-        (3, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), True),
-        (2, EngineResumeState((1,), (2,), logprobs=(((2, -0.5), (2, -0.5)),)), True),
-        (-1, EngineResumeState((1,), (2,), logprobs=(ENTRY,)), True),
+        (None, ResumePayload((1,), (2,)), False),
+        (0, ResumePayload((1,), (2,)), True),
+        (0, ResumePayload((1,), (2,), num_sent=1), False),
+        (0, ResumePayload((1,)), False),
+        (2, ResumePayload((1,), (2,), logprobs=(ENTRY,)), False),
+        (3, ResumePayload((1,), (2,), logprobs=(ENTRY,)), True),
+        (2, ResumePayload((1,), (2,), logprobs=(((2, -0.5), (2, -0.5)),)), True),
+        (-1, ResumePayload((1,), (2,), logprobs=(ENTRY,)), True),
     ],
 )
 def test_log_probabilities_that_are_asked_for_must_be_given(
-    wanted: int | None, begun: EngineResumeState, is_refused: bool
+    wanted: int | None, begun: ResumePayload, is_refused: bool
 ) -> None:
     asked = RequestDemands(
         vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted

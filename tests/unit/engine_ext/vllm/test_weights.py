@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_ext.common.proof import ContentKey
+from engine_ext.common.prefix_hashes import ContentKey
 from engine_ext.vllm.weights import Weights, keys_of, salt_of
 
 

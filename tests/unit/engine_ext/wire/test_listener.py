@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
-from engine_ext.common.seldom import Seldom
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.wire import listener as listener_module
 from engine_ext.wire import visitors as visitors_module
 from engine_ext.wire.channel import Channel
@@ -345,7 +345,7 @@ def test_a_process_without_files_left_waits_and_lives(
     listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     for rarely in listener_module.logger.filters:
-        assert isinstance(rarely, Seldom)
+        assert isinstance(rarely, LogRateLimit)
         rarely.clear()
     server = listen()
     lowest = os.open("/dev/null", os.O_RDONLY)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine_ext.common.begun import EngineResumeState, begun_in
+from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.beginning import Beginning, BeginningError, begin
 from engine_ext.reference.grammar import GrammarCompiler
@@ -63,11 +63,11 @@ class Undisturbed:
         """Said by the tokens from `start` to `end`."""
         return "".join(step.text for step in self.steps[start:end])
 
-    def given(self, count: int, spoken: int) -> EngineResumeState:
+    def given(self, count: int, spoken: int) -> ResumePayload:
         logprobs = tuple(
             ((one.token_id, one.logprob), *one.top) for one in self.whole.logprobs[spoken:count]
         )
-        return EngineResumeState(self.prompt, self.tokens[:count], spoken, logprobs)
+        return ResumePayload(self.prompt, self.tokens[:count], spoken, logprobs)
 
 
 def undisturbed(
@@ -154,9 +154,7 @@ def test_a_token_that_is_not_the_answers_is_seen(driver: Driver, tokenizer: Toke
     for place in (0, 5, 11):
         tokens = list(alone.tokens[:12])
         tokens[place] = (tokens[place] + 1) % 256
-        begun = begin(
-            EngineResumeState(alone.prompt, tuple(tokens)), alone.sampling, tokenizer, RULES
-        )
+        begun = begin(ResumePayload(alone.prompt, tuple(tokens)), alone.sampling, tokenizer, RULES)
         assert merge(go_on(driver, alone, begun)).token_ids[12:] != alone.tokens[12:]
 
 
@@ -209,7 +207,7 @@ def test_what_ends_the_answer_among_the_given_tokens_ends_it_without_a_step(
     sampling = greedy(**{"max_tokens": 50} | changes)
     spoken = min(spoken, len(tokens))
     rules = RULES._replace(max_model_len=32)
-    begun = begin(EngineResumeState(PROMPT, tuple(tokens), spoken), sampling, tokenizer, rules)
+    begun = begin(ResumePayload(PROMPT, tuple(tokens), spoken), sampling, tokenizer, rules)
     driver.go_on(request("a", PROMPT, sampling, {"do_remote_prefill": True}), begun)
     (last,) = driver.outputs["a"]
     assert (begun.spoken_text + last.text, last.finish_reason) == (text, reason)
@@ -227,7 +225,7 @@ def test_what_may_not_end_the_answer_yet_does_not(
 ) -> None:
     sampling = greedy(8, min_tokens=4, stop_token_ids=(65,))
     alone = Undisturbed(PROMPT, sampling, ())
-    begun = begin(EngineResumeState(PROMPT, (66, early)), sampling, tokenizer, RULES)
+    begun = begin(ResumePayload(PROMPT, (66, early)), sampling, tokenizer, RULES)
     assert begun.finish is None
     assert len(merge(go_on(driver, alone, begun)).token_ids) >= 4
 
@@ -249,20 +247,20 @@ def test_tokens_that_break_the_form_are_named(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids={IM_END_ID})
     sampling = greedy(grammar=compiler.compile("regex", "[0-9]+"))
     with pytest.raises(BeginningError, match="token 2 of output_token_ids"):
-        begin(EngineResumeState((1,), tuple(b"12x")), sampling, tokenizer, RULES)
+        begin(ResumePayload((1,), tuple(b"12x")), sampling, tokenizer, RULES)
 
 
 def test_logprobs_that_are_asked_for_and_not_given_are_missed(tokenizer: Tokenizer) -> None:
     sampling = greedy(logprobs=0)
     with pytest.raises(BeginningError, match="logprobs"):
-        begin(EngineResumeState((1,), (65, 66), 1), sampling, tokenizer, RULES)
-    assert begin(EngineResumeState((1,), (65, 66), 2), sampling, tokenizer, RULES).logprobs == ()
-    assert begin(EngineResumeState((1,), (65,), 0), greedy(), tokenizer, RULES).logprobs == ()
+        begin(ResumePayload((1,), (65, 66), 1), sampling, tokenizer, RULES)
+    assert begin(ResumePayload((1,), (65, 66), 2), sampling, tokenizer, RULES).logprobs == ()
+    assert begin(ResumePayload((1,), (65,), 0), greedy(), tokenizer, RULES).logprobs == ()
 
 
 def test_a_tokens_own_logprob_need_not_be_named_twice(tokenizer: Tokenizer) -> None:
     entries = (((65, -1.0), (66, -0.5), (67, -2.0)),)
-    begun = begin(EngineResumeState((1,), (65,), 0, entries), greedy(logprobs=3), tokenizer, RULES)
+    begun = begin(ResumePayload((1,), (65,), 0, entries), greedy(logprobs=3), tokenizer, RULES)
     assert begun.logprobs[0].top == ((66, -0.5), (65, -1.0), (67, -2.0))
 
 
@@ -315,11 +313,11 @@ def test_what_a_prefill_hands_over_is_prompt_outputs_and_their_logprobs(
     sampling = replace(alone.sampling, max_tokens=5)
     begun = begin(alone.given(4, 2), sampling, tokenizer, RULES, hands_over=True)
     connector.scheduler.held.add("later")
-    told = EngineResumeState(alone.prompt, alone.tokens[:5]).to_wire()
+    told = ResumePayload(alone.prompt, alone.tokens[:5]).to_wire()
     connector.scheduler.answers["later"] = {"begun": told}
     params = {"do_remote_decode": True, "hand_over": True}
     said = go_on(driver, replace(alone, sampling=sampling), begun, params=params)
-    answered = begun_in(merge(said).kv_transfer_params)
+    answered = read_resume_payload(merge(said).kv_transfer_params)
     assert answered is not None
     again = begin(answered, alone.sampling, tokenizer, RULES)
     check(alone, again, go_on(make_driver(), alone, again), 2)
@@ -360,7 +358,7 @@ def test_a_context_that_is_full_is_refused_by_the_core_too(
 ) -> None:
     connector = FakeConnector()
     driver = make_driver(connector, max_model_len=32)
-    begun = begin(EngineResumeState(prompt(30), (65,) * 10), greedy(50), tokenizer, RULES)
+    begun = begin(ResumePayload(prompt(30), (65,) * 10), greedy(50), tokenizer, RULES)
     driver.go_on(request("a", prompt(30), greedy(50)), begun)
     (last,) = driver.outputs["a"]
     assert last.finish_reason == "error"
@@ -406,7 +404,7 @@ def test_given_or_generated_the_answer_is_the_same(
             break
     count = data.draw(st.integers(0, len(tokens)))
     spoken = data.draw(st.integers(0, count))
-    begun = begin(EngineResumeState((65, 66), tokens[:count], spoken), sampling, tokenizer, rules)
+    begun = begin(ResumePayload((65, 66), tokens[:count], spoken), sampling, tokenizer, rules)
     rest = []
     for token in tokens[count : len(said)] if begun.finish is None else ():
         rest.append(begun.answer.accept(token))

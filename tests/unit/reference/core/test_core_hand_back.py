@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from engine_ext.common.begun import MAX_LOGPROBS, EngineResumeState
+from engine_ext.common.resume_payload import MAX_LOGPROBS, ResumePayload
 from engine_ext.reference.beginning import begin
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.output_stream import merge
@@ -28,7 +28,7 @@ def go_on(
 ) -> RequestOutput:
     """Behind what was said, as a router asks for it: nothing is handed back any more."""
     logprobs = tuple(((each.token_id, each.logprob), *each.top) for each in said.logprobs)
-    given = EngineResumeState(one.prompt_token_ids, said.token_ids, 0, logprobs)
+    given = ResumePayload(one.prompt_token_ids, said.token_ids, 0, logprobs)
     later = request(f"{one.request_id}-again", one.prompt_token_ids, one.sampling)
     driver.go_on(later, begin(given, one.sampling, tokenizer, RULES))
     driver.finish(later.request_id)

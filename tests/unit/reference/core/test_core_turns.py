@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.proof import PrefixProof
+from engine_ext.common.prefix_hashes import PrefixHashes
 from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.reference.model.decoder import Decoder
 from engine_ext.scheduler.scheduler import SchedulerConnector
@@ -53,7 +53,7 @@ def last_turn(tokens: Sequence[int]) -> dict[str, Any]:
         "remote_block_ids": [list(range(HELD // BLOCK))],
         "remote_num_tokens": HELD,
     }
-    return {**where, "prefix_proof": PrefixProof.of(tokens[:HELD]).to_wire(where)}
+    return {**where, "prefix_proof": PrefixHashes.of(tokens[:HELD]).to_wire(where)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_ext.common.begun import EngineResumeState, packed
+from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.engine_config import EngineConfig
@@ -179,7 +179,7 @@ def logprobs_in(path: str, told: Told, start: int, end: int) -> list[list[list[f
 
 
 def begun_with(tokens: Sequence[int], prompt: Sequence[int], spoken: int, **more: Any) -> Any:
-    wire = EngineResumeState(tuple(prompt), tuple(tokens), spoken).to_wire()
+    wire = ResumePayload(tuple(prompt), tuple(tokens), spoken).to_wire()
     return {"kv_transfer_params": {"begun": {**wire, **more}}}
 
 
@@ -310,7 +310,7 @@ async def test_a_prefill_samples_a_token_however_many_it_is_given(
 
 
 def ids(*tokens: int) -> str:
-    return packed(tokens)
+    return encode_token_ids(tokens)
 
 
 PROMPT = {"prompt_token_ids": ids(65, 66)}
@@ -360,7 +360,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=6,
 )
-some_ids = st.lists(st.integers(0, 300), max_size=20).map(packed)
+some_ids = st.lists(st.integers(0, 300), max_size=20).map(encode_token_ids)
 pairs = st.lists(st.tuples(st.integers(-1, 300), st.floats(-9, 0.5)), max_size=3)
 begun_or_not = st.fixed_dictionaries(
     {"prompt_token_ids": some_ids | anything, "output_token_ids": some_ids | anything},

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.common.begun import (
+from engine_ext.common.resume_payload import (
     KEY,
     LOWEST,
     MAX_ID,
     MAX_LOGPROBS,
-    BegunError,
-    EngineResumeState,
-    begun_in,
-    fit_in,
-    packed,
-    unpacked,
+    ResumePayload,
+    ResumePayloadError,
+    decode_token_ids,
+    encode_token_ids,
+    logprobs_fit,
+    read_resume_payload,
 )
 
 IDS = st.lists(st.integers(0, MAX_ID), max_size=50)
@@ -25,30 +25,30 @@ IDS = st.lists(st.integers(0, MAX_ID), max_size=50)
 
 @given(IDS)
 def test_ids_come_back_as_they_went(token_ids: list[int]) -> None:
-    assert unpacked(packed(token_ids)) == tuple(token_ids)
-    assert len(packed(token_ids)) == 4 * len(token_ids)
+    assert decode_token_ids(encode_token_ids(token_ids)) == tuple(token_ids)
+    assert len(encode_token_ids(token_ids)) == 4 * len(token_ids)
 
 
 @given(IDS.filter(bool), IDS)
 def test_what_has_begun_comes_back_as_it_went(prompt: list[int], output: list[int]) -> None:
     logprobs = tuple(((token, -0.5), (1, -1.0)) for token in output[1:])
-    begun = EngineResumeState(tuple(prompt), tuple(output), 1 if output else 0, logprobs)
-    assert begun_in({KEY: json.loads(json.dumps(begun.to_wire()))}) == begun
-    assert begun.unspoken == tuple(output[1:])
+    begun = ResumePayload(tuple(prompt), tuple(output), 1 if output else 0, logprobs)
+    assert read_resume_payload({KEY: json.loads(json.dumps(begun.to_wire()))}) == begun
+    assert begun.unsent_token_ids == tuple(output[1:])
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [MAX_ID + 1], [1 << 40], ["a"], [1.5]])
 def test_what_is_no_token_id_is_not_packed(token_ids: Any) -> None:
-    with pytest.raises(BegunError):
-        packed(token_ids)
+    with pytest.raises(ResumePayloadError):
+        encode_token_ids(token_ids)
 
 
 @pytest.mark.parametrize("params", [None, {}, [], "x", {"begun": None}, 3])
 def test_where_nothing_has_begun(params: Any) -> None:
-    assert begun_in(params) is None
+    assert read_resume_payload(params) is None
 
 
-ONE = packed([7])
+ONE = encode_token_ids([7])
 
 
 @pytest.mark.parametrize(
@@ -78,23 +78,23 @@ ONE = packed([7])
     ],
 )
 def test_what_makes_no_sense_is_named(begun: Any) -> None:
-    with pytest.raises(BegunError, match="begun"):
-        begun_in({KEY: begun})
+    with pytest.raises(ResumePayloadError, match="begun"):
+        read_resume_payload({KEY: begun})
 
 
 @pytest.mark.parametrize("written", ["-1e999", "-1" + 400 * "0", "-9999", "-1e300"])
 def test_a_log_probability_is_as_low_as_json_can_say(written: str) -> None:
     logprobs = json.loads(f"[[[7, {written}]]]")
     given = {"prompt_token_ids": ONE, "output_token_ids": ONE, "logprobs": logprobs}
-    begun = begun_in({KEY: given})
+    begun = read_resume_payload({KEY: given})
     assert begun is not None
     assert begun.logprobs == (((7, LOWEST),),)
 
 
 def test_so_many_log_probabilities_fit_and_no_more() -> None:
-    assert fit_in(MAX_LOGPROBS, None)
-    assert fit_in(MAX_LOGPROBS, 0)
-    assert not fit_in(MAX_LOGPROBS + 1, 0)
-    assert fit_in(MAX_LOGPROBS // 4, 3)
-    assert not fit_in(MAX_LOGPROBS // 4 + 1, 3)
-    assert not fit_in(1, -1), "those of all tokens"
+    assert logprobs_fit(MAX_LOGPROBS, None)
+    assert logprobs_fit(MAX_LOGPROBS, 0)
+    assert not logprobs_fit(MAX_LOGPROBS + 1, 0)
+    assert logprobs_fit(MAX_LOGPROBS // 4, 3)
+    assert not logprobs_fit(MAX_LOGPROBS // 4 + 1, 3)
+    assert not logprobs_fit(1, -1), "those of all tokens"

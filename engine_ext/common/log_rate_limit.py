@@ -1,4 +1,4 @@
-"""Log lines that a peer can provoke: some of each kind in a while, then how many were held back."""
+"""A rate limit for log lines that a peer can provoke."""
 
 import logging
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ class _Kind:
     count: int = 0
 
 
-class Seldom(logging.Filter):
-    """Of each kind of line (what is logged before its arguments are filled in), `limit` in
-    `seconds`; the first one after that says how many are missing. For one logger:
-    `logger.addFilter(Seldom())`."""
+class LogRateLimit(logging.Filter):
+    """Pass at most `limit` lines of each kind in `seconds`; the next line then says how many were
+    dropped. The kind is the message before its arguments are filled in. Add it to one logger:
+    `logger.addFilter(LogRateLimit())`.
+    """
 
     def __init__(self, limit: int = LIMIT, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -37,10 +38,10 @@ class Seldom(logging.Filter):
     def clear(self) -> None:
         self._kinds.clear()
 
-    def _begin(self, name: str, record: logging.LogRecord, held_back: int) -> None:
+    def _begin(self, name: str, record: logging.LogRecord, num_dropped: int) -> None:
         self._kinds.pop(name, None)
         if len(self._kinds) >= MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         self._kinds[name] = _Kind(record.created, 1)
-        if held_back > 0:
-            record.msg = f"{name} (and {held_back} more like this since)"
+        if num_dropped > 0:
+            record.msg = f"{name} (and {num_dropped} more like this since)"

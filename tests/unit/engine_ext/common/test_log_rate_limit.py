@@ -2,7 +2,7 @@
 
 import logging
 
-from engine_ext.common.seldom import MAX_KINDS, Seldom
+from engine_ext.common.log_rate_limit import MAX_KINDS, LogRateLimit
 
 
 def line(at: float, text: str = "peer %s fell over", *args: object) -> logging.LogRecord:
@@ -12,7 +12,7 @@ def line(at: float, text: str = "peer %s fell over", *args: object) -> logging.L
 
 
 def test_of_a_flood_the_first_lines_are_logged_and_the_next_minute_says_how_many_were_not() -> None:
-    seldom = Seldom(limit=3, seconds=60)
+    seldom = LogRateLimit(limit=3, seconds=60)
     assert [seldom.filter(line(1000 + second)) for second in range(10)] == [True] * 3 + [False] * 7
     later = line(1060)
     assert seldom.filter(later)
@@ -22,7 +22,7 @@ def test_of_a_flood_the_first_lines_are_logged_and_the_next_minute_says_how_many
 
 
 def test_one_kind_of_line_holds_back_no_other_and_the_kinds_are_bounded() -> None:
-    seldom = Seldom(limit=1, seconds=60)
+    seldom = LogRateLimit(limit=1, seconds=60)
     assert seldom.filter(line(1000))
     assert not seldom.filter(line(1000))
     assert seldom.filter(line(1000, "something else of %s"))

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from engine_ext.common.proof import (
+from engine_ext.common.prefix_hashes import (
     HASH_BYTES,
     MOST_HASHES,
     ContentKey,
     Keys,
-    NoProof,
-    PrefixProof,
-    bound_to,
+    PrefixHashes,
+    UnusableHashes,
     digest,
+    hash_of_params,
 )
 
 LONG = 128 * 1024
@@ -58,7 +58,7 @@ def equal_content(one: list[int], keys: Keys, other: list[int], others: Keys) ->
 def test_no_more_is_proven_than_is_equal_and_every_whole_step_is(
     held: list[int], wanted: list[int], step: int
 ) -> None:
-    proven = PrefixProof.of(held, step=step).proven_tokens(wanted)
+    proven = PrefixHashes.of(held, step=step).count_verified_tokens(wanted)
     equal = common_prefix(held, wanted)
     assert proven == (equal if equal == len(held) else equal - equal % step)
 
@@ -69,7 +69,7 @@ def test_no_more_is_proven_than_depends_on_the_same_keys(
 ) -> None:
     wanted = [*held, *more]
     equal = equal_content(held, keys, wanted, others)
-    proven = PrefixProof.of(held, keys, step=step).proven_tokens(wanted, others)
+    proven = PrefixHashes.of(held, keys, step=step).count_verified_tokens(wanted, others)
     assert proven == (len(held) if equal >= len(held) else equal - equal % step)
 
 
@@ -86,14 +86,14 @@ def test_the_digest_of_a_content_is_that_of_no_other(
 def test_a_longer_prompt_proves_all_that_the_remote_holds(
     held: list[int], more: list[int], step: int
 ) -> None:
-    assert PrefixProof.of(held, step=step).proven_tokens(held + more) == len(held)
+    assert PrefixHashes.of(held, step=step).count_verified_tokens(held + more) == len(held)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=80), st.integers(0, 79), steps)
 def test_an_edit_ends_the_proof_at_its_step(held: list[int], position: int, step: int) -> None:
     position %= len(held)
     edited = [*held[:position], held[position] + 10, *held[position + 1 :]]
-    proven = PrefixProof.of(held, step=step).proven_tokens(edited)
+    proven = PrefixHashes.of(held, step=step).count_verified_tokens(edited)
     assert proven == position - position % step
 
 
@@ -102,7 +102,7 @@ def test_a_proof_of_the_first_tokens_is_that_of_a_content_that_ends_there(
     held: list[int], more: list[int], keys: Keys, step: int
 ) -> None:
     count = len(held)
-    assert PrefixProof.of([*held, *more], keys, count, step) == PrefixProof.of(
+    assert PrefixHashes.of([*held, *more], keys, count, step) == PrefixHashes.of(
         held, keys, step=step
     )
     assert digest([*held, *more], keys, count) == digest(held, keys)
@@ -110,22 +110,22 @@ def test_a_proof_of_the_first_tokens_is_that_of_a_content_that_ends_there(
 
 @given(tokens, st.sampled_from([16, 32, 4096]), all_keys)
 def test_a_proof_survives_the_wire(held: list[int], step: int, keys: Keys) -> None:
-    proof = PrefixProof.of(held, keys, step=step)
-    assert PrefixProof.from_wire(json.loads(json.dumps(proof.to_wire(PLACE))), PLACE) == proof
+    proof = PrefixHashes.of(held, keys, step=step)
+    assert PrefixHashes.from_wire(json.loads(json.dumps(proof.to_wire(PLACE))), PLACE) == proof
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4096, 4097, LONG, LONG + 1])
 def test_a_proof_has_a_bounded_number_of_hashes_and_a_step_is_small_beside_the_whole(
     num_tokens: int,
 ) -> None:
-    proof = PrefixProof.of(range(num_tokens))
+    proof = PrefixHashes.of(range(num_tokens))
     assert len(proof.hashes) <= MOST_HASHES * HASH_BYTES
     assert proof.step <= max(16, num_tokens // 128)
 
 
 def test_hashes_are_the_same_on_every_host() -> None:
     keys = [ContentKey("cache_salt", ("grün",)), ContentKey("mm", ("0f",), 2, 3)]
-    proof = PrefixProof.of([1, 2, 3, 70000], keys, step=2)
+    proof = PrefixHashes.of([1, 2, 3, 70000], keys, step=2)
     assert proof.to_wire(PLACE) == {
         "v": 3,
         "step": 2,
@@ -138,7 +138,7 @@ def test_hashes_are_the_same_on_every_host() -> None:
     )
 
 
-GOOD = PrefixProof.of(range(100), step=16).to_wire(PLACE)
+GOOD = PrefixHashes.of(range(100), step=16).to_wire(PLACE)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ GOOD = PrefixProof.of(range(100), step=16).to_wire(PLACE)
     ],
 )
 def test_a_proof_is_bound_to_what_it_was_told_with(change: dict[str, Any]) -> None:
-    assert bound_to(json.loads(json.dumps(PLACE))) == bound_to({**PLACE, "pp_size": 1})
-    assert bound_to({**PLACE, **change}) != bound_to(PLACE)
-    assert PrefixProof.from_wire(GOOD, {**PLACE, **change}) is NoProof.UNREADABLE
+    assert hash_of_params(json.loads(json.dumps(PLACE))) == hash_of_params({**PLACE, "pp_size": 1})
+    assert hash_of_params({**PLACE, **change}) != hash_of_params(PLACE)
+    assert PrefixHashes.from_wire(GOOD, {**PLACE, **change}) is UnusableHashes.UNREADABLE
 
 
 def test_only_nothing_at_all_is_absent() -> None:
-    assert PrefixProof.from_wire(None, PLACE) is NoProof.ABSENT
+    assert PrefixHashes.from_wire(None, PLACE) is UnusableHashes.ABSENT
 
 
 def hashes(number: int) -> str:
@@ -194,21 +194,24 @@ def hashes(number: int) -> str:
     ],
 )
 def test_what_is_there_and_is_no_proof_is_unreadable(raw: Any) -> None:
-    assert PrefixProof.from_wire(raw, PLACE) is NoProof.UNREADABLE
+    assert PrefixHashes.from_wire(raw, PLACE) is UnusableHashes.UNREADABLE
 
 
 @pytest.mark.parametrize("key", ["v", "step", "n", "b", "h"])
 def test_a_proof_without_one_of_its_parts_is_unreadable(key: str) -> None:
     rest = {name: value for name, value in GOOD.items() if name != key}
-    assert PrefixProof.from_wire(rest, PLACE) is NoProof.UNREADABLE
+    assert PrefixHashes.from_wire(rest, PLACE) is UnusableHashes.UNREADABLE
 
 
 @given(st.integers(0, len(GOOD["h"]) - 1))
 def test_a_proof_that_is_cut_anywhere_is_unreadable(length: int) -> None:
-    assert PrefixProof.from_wire({**GOOD, "h": GOOD["h"][:length]}, PLACE) is NoProof.UNREADABLE
+    assert (
+        PrefixHashes.from_wire({**GOOD, "h": GOOD["h"][:length]}, PLACE)
+        is UnusableHashes.UNREADABLE
+    )
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
 def test_anything_at_all_is_read_without_an_error(raw: Any) -> None:
     for value in (raw, *({**GOOD, key: raw} for key in GOOD)):
-        assert isinstance(PrefixProof.from_wire(value, PLACE), PrefixProof | NoProof)
+        assert isinstance(PrefixHashes.from_wire(value, PLACE), PrefixHashes | UnusableHashes)
