@@ -32,7 +32,7 @@ from router.http_client.errors import (
     SilenceError,
     UpstreamError,
 )
-from router.http_client.sse import SseReader, end_of_last_event, says_done
+from router.http_client.sse import EVENT_ENDS, SseReader, end_of_last_event, says_done
 
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
@@ -83,12 +83,13 @@ class EngineAnswer:
 
     The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
     body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
+    `checked`, the held bytes if they certainly report no failure, until `relay` takes them;
     `resume_buffer`, which knows whether another engine can continue the stream; `memory`, where the
     bytes of an answer that is read whole are reserved as `reservation`, None for no limit.
     """
 
-    __slots__ = ("_connection", "_done", "_gate", "_held", "_held_size", "_idle", "_latest",
-                 "_recent", "_sink", "_stalled", "_waiter", "_whole_limit", "deadline",
+    __slots__ = ("_connection", "_done", "_held", "_held_size", "_idle", "_latest", "_reader",
+                 "_recent", "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline",
                  "deadlines", "error", "first_body_at", "headers", "is_event_stream", "length",
                  "memory", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
@@ -110,6 +111,7 @@ class EngineAnswer:
         self.tap: AnswerTap | None = None
         self.watch: Callable[[bytes], bytes] | None = None
         self.resume_buffer: Resumable | None = None
+        self.checked = b""
         self.error: UpstreamError | None = None
         self.memory = memory
         self.reservation: Reservation | None = None
@@ -118,7 +120,7 @@ class EngineAnswer:
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._sink: AnswerSink | None = None
-        self._gate: SseReader | None = None
+        self._reader: SseReader | None = None
         self._idle = self._latest = 0.0
         self._recent: deque[bytes] | None = None
 
@@ -152,23 +154,38 @@ class EngineAnswer:
 
     def feed(self, block: bytes, done: bool) -> None:
         """Take the body bytes of one read; `done` marks the end of the body."""
-        if block and self.first_body_at is None:
-            self.first_body_at = now()
         if done:
             self._done = True
             self.deadlines.drop(self)
         sink = self._sink
-        if sink is not None:
-            self._relay_block(sink, block)
-            if done:
-                self._wake()
+        if sink is None:
+            self._hold(block)
             return
-        if block:
-            self._held.append(block)
-            self._held_size += len(block)
-        if not done or self._whole_limit is not None:
-            self._limit_held()
-        if done or self._is_ready():
+        # Each chunk of each stream passes here, so the steps of most chunks are not functions.
+        deadline = now() + self._idle
+        self.deadline = deadline if deadline < self._latest else self._latest
+        reader = self._reader
+        if reader is not None and (done or reader.held or not block.endswith(EVENT_ENDS)):
+            try:
+                block = reader.whole_events(block)
+            except EventTooLargeError as error:
+                self._give_up(error)
+                return
+            if done:
+                block += reader.rest()
+        if block and self.watch is not None:
+            block = self.watch(block)
+            if self.error is not None:
+                self._give_up(self.error)
+                return
+        if block and self._recent is not None:
+            self._recent.append(block[-LAST_BLOCK_BYTES:])
+        if self.tap is not None:
+            if block := self.tap.passing(block, done):
+                sink.write(block, False)
+        elif block or done:
+            sink.write(block, done)
+        if done:
             self._wake()
 
     def fail(self, error: UpstreamError) -> None:
@@ -276,8 +293,9 @@ class EngineAnswer:
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream:
-            self._gate = SseReader()
-        self._relay_block(sink, self._take())
+            self._reader = SseReader()
+        self.checked = b""
+        self.feed(self._take(), self._done)
         self.raise_if_failed()
         if self._done:
             return
@@ -367,30 +385,16 @@ class EngineAnswer:
         held, self._held, self._held_size = self._held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
-    def _relay_block(self, sink: AnswerSink, block: bytes) -> None:
-        deadline = now() + self._idle
-        self.deadline = deadline if deadline < self._latest else self._latest
-        if self._gate is not None:
-            try:
-                block = self._gate.whole_events(block)
-            except EventTooLargeError as error:
-                self._give_up(error)
-                return
-            if self._done:
-                block += self._gate.rest()
-        if block and self.watch is not None:
-            block = self.watch(block)
-            if self.error is not None:
-                self.close()
-                self._wake()
-                return
-        if block and self._recent is not None:
-            self._recent.append(block[-LAST_BLOCK_BYTES:])
-        if self.tap is not None:
-            if block := self.tap.passing(block, self._done):
-                sink.write(block, False)
-        elif block or self._done:
-            sink.write(block, self._done)
+    def _hold(self, block: bytes) -> None:
+        if block:
+            if self.first_body_at is None:
+                self.first_body_at = now()
+            self._held.append(block)
+            self._held_size += len(block)
+        if not self._done or self._whole_limit is not None:
+            self._limit_held()
+        if self._is_ready():
+            self._wake()
 
     def _new_waiter(self) -> asyncio.Future[None]:
         self._waiter = waiter = self._connection.loop.create_future()

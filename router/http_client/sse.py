@@ -59,7 +59,7 @@ GAP = rb"[\sdat:]*"
 
 _EVENT_END = re.compile(rb"(?:\n\n|\r\r|\n\r)[\r\n]*")
 # How blocks end that certainly end with an event.
-_CERTAIN_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\r\r\n")
+EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r", b"\r\r\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -80,28 +80,28 @@ class SseReader:
     many blocks it came in. Bytes are neither changed nor, except with `read`, parsed.
     """
 
-    __slots__ = ("_held", "_limit", "_offset")
+    __slots__ = ("_limit", "_offset", "held")
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
-        self._held = bytearray()
+        self.held = bytearray()
         self._limit = limit
         self._offset = 0
 
     def whole_events(self, block: bytes) -> bytes:
         """Return the bytes of all events that end with this block. Raises EventTooLargeError for
         an event of more than the limit."""
-        if not self._held:
-            if block.endswith(_CERTAIN_ENDS):
+        if not self.held:
+            if block.endswith(EVENT_ENDS):
                 return block
             end = end_of_last_event(block)
             self._hold(block[end:])
             return block[:end]
-        seam = bytes(self._held[-2:])  # the first two bytes of what may be an event's end
+        seam = bytes(self.held[-2:])  # the first two bytes of what may be an event's end
         end = end_of_last_event(seam + block) - len(seam)
         if end < 0:
             self._hold(block)
             return b""
-        self._held += block[:end]
+        self.held += block[:end]
         events = self.rest()
         if len(events) > self._limit and _end_of_first_event(events) > self._limit:
             raise self._too_large()
@@ -124,12 +124,12 @@ class SseReader:
 
     def rest(self) -> bytes:
         """Return the event that has not ended, and forget it."""
-        held, self._held = bytes(self._held), bytearray()  # cleared, it would keep its memory
+        held, self.held = bytes(self.held), bytearray()  # cleared, it would keep its memory
         return held
 
     def _hold(self, piece: bytes) -> None:
-        self._held += piece
-        if len(self._held) > self._limit:
+        self.held += piece
+        if len(self.held) > self._limit:
             raise self._too_large()
 
     def _too_large(self) -> EventTooLargeError:
@@ -192,7 +192,7 @@ def end_of_last_event(block: bytes) -> int:
 
 def is_between_events(block: bytes) -> bool:
     """Return True if a comment may follow this block without splitting an event."""
-    return block.endswith(_CERTAIN_ENDS)
+    return block.endswith(EVENT_ENDS)
 
 
 def data_of(event: bytes) -> bytes | None:
@@ -225,11 +225,11 @@ def comment_lines(name: bytes) -> re.Pattern[bytes]:
 
 def says_done(block: bytes, at_end: bool = False) -> bool:
     """Return True if the block has a [DONE] event. Text of an answer may contain [DONE], too."""
-    if block.find(DONE) < 0:
-        return False
     # As it mostly comes: alone, or behind other events.
-    if block.startswith(b"data: [DONE]") or block.find(b"\n\ndata: [DONE]\n\n") >= 0:
+    if block.startswith(b"data: [DONE]") or block.endswith(b"\n\ndata: [DONE]\n\n"):
         return True
+    if block.rfind(DONE) < 0:
+        return False
     for event in events_in(block, at_end):
         if event.data is not None and event.data.startswith(DONE):
             return True

@@ -23,7 +23,7 @@ from router.common.exact_json import dumps
 from router.fleet.engine import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import DONE, end_of_last_event, says_done
+from router.http_client.sse import end_of_last_event, says_done
 from router.openai.answers import (
     REJECTION,
     Json,
@@ -47,11 +47,13 @@ from router.openai.errors import (
 from router.openai.event_stream import (
     BROKEN_OFF,
     ERROR_KEY,
+    FINISH_KEY,
     FINISH_REASON,
     ends_inside_event,
     error_in,
     has_output,
     json_events,
+    may_fail,
 )
 from router.proxy.messages import error_text
 
@@ -62,6 +64,8 @@ RETURNED = (REJECTION, "preempted")
 RETURNED_AFTER_TOOL_CALL = ("tool_calls", "preempted")
 PREEMPTED_VALUE = b'"preempted"'
 CODE = re.compile(r"[45][0-9]{2}")
+# Ends no block.
+NO_EVENT = b"\0"
 # Bytes of the longest finish reason that may be cut.
 SEAM_BYTES = 64
 CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
@@ -119,21 +123,18 @@ async def first_output_event(
     stream of another endpoint than generation may begin with any event. Raises UpstreamError, and
     BrokenAnswerError for a stream that ends before such an event.
     """
-
-    seen, is_text = b"", False
-
-    def is_begun(block: bytes) -> bool:
-        nonlocal seen, is_text
-        seen, is_text = block, _is_surely_text(block)
-        return is_text or _find_output(block, is_generation, False) is not None
-
-    held = await answer.peek_until(is_begun)
-    if is_text if held is seen else _is_surely_text(held):
-        return None
-    found = _find_output(held, is_generation, looks_ahead)
-    if found is None and len(held) <= HIGH_WATER:
-        raise BrokenAnswerError("an event stream without output")
-    return found
+    block = answer.peek()
+    if not _is_surely_text(block):
+        block = await answer.peek_until(
+            lambda block: _is_surely_text(block) or _find_output(block, is_generation) is not None
+        )
+        if not _is_surely_text(block):
+            found = _find_output(block, is_generation, looks_ahead)
+            if found is None and len(block) <= HIGH_WATER:
+                raise BrokenAnswerError("an event stream without output")
+            return found
+    answer.checked = block
+    return None
 
 
 def generation_content(answer: EngineAnswer) -> Json | None:
@@ -146,8 +147,8 @@ def generation_content(answer: EngineAnswer) -> Json | None:
             raise BrokenAnswerError("an answer that is not JSON")
         return None
     is_object = raw.startswith(b"{") and raw.endswith(b"}")
-    may_fail = _may_fail(raw) or raw.find(PREEMPTED_VALUE) >= 0
-    if is_object and not may_fail and CHOICES.search(raw) is not None:
+    is_suspect = may_fail(raw) or raw.rfind(PREEMPTED_VALUE) >= 0
+    if is_object and not is_suspect and CHOICES.search(raw) is not None:
         return None
     content = parse_object(raw)
     if content is None:
@@ -159,7 +160,7 @@ def generation_content(answer: EngineAnswer) -> Json | None:
 
 def prefill_content(raw: bytes) -> Json | None:
     """Return the content of a prefill engine's answer if it may report a failure, else None."""
-    return parse_object(raw) if _may_fail(raw) else None
+    return parse_object(raw) if may_fail(raw) else None
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
@@ -182,17 +183,12 @@ def is_broken_off(answer: bytes) -> bool:
     return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
 
 
-def _may_fail(content: bytes) -> bool:
-    """Return False if the JSON text certainly reports no failure."""
-    return content.find(ERROR_KEY) >= 0 or is_broken_off(content)
-
-
 def _is_surely_text(block: bytes) -> bool:
     text = TEXT.search(block)
-    return text is not None and end_of_last_event(block) > text.end() and not _may_fail(block)
+    return text is not None and end_of_last_event(block) > text.end() and not may_fail(block)
 
 
-def _find_output(block: bytes, is_generation: bool, looks_ahead: bool) -> Json | None:
+def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -> Json | None:
     first: Json | None = None
     for _, content in json_events(block):
         if first is None and (
@@ -300,11 +296,17 @@ class StreamValidator:
     It passes events until one reports a failure, and drops everything after that. `failure` is the
     error to raise when the stream is over. A generation's stream also fails if it ends inside an
     event, or without a finish reason and without [DONE]. `is_several`: the stream has several
-    choices, which may end at different times, so only [DONE] ends it. `last` is the final block,
-    which the owner of the stream sends.
+    choices, which may end at different times, so only [DONE] ends it. `checked`: a first block
+    that certainly reports no failure. `last` is the final block, which the owner of the stream
+    sends.
+
+    Most blocks are one event of one line that ends as the event before it did, from
+    `"finish_reason":null` on. Such a block neither ends the stream nor has the finish reason of a
+    failure, so the validator only searches it for an error.
     """
 
-    __slots__ = ("_inner", "_is_done", "_is_ended", "_is_several", "_role", "failure", "last")
+    __slots__ = ("_checked", "_inner", "_is_done", "_is_ended", "_is_several", "_role",
+                 "_usual_end", "failure", "last")  # fmt: skip
 
     def __init__(
         self,
@@ -312,26 +314,28 @@ class StreamValidator:
         inner: AnswerTap | None,
         is_generation: bool,
         is_several: bool = False,
+        checked: bytes = b"",
     ) -> None:
         self._role = role
         self._inner = inner
         self._is_several = is_several
+        self._checked = checked
         self._is_done = False
         self._is_ended = not is_generation
+        self._usual_end = NO_EVENT
         self.failure: Exception | None = None
         self.last = b""
 
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.failure is not None:
             return b""
-        reasons = FINISH_REASON.findall(block)
-        if block.find(ERROR_KEY) >= 0 or (reasons and not BROKEN_OFF.isdisjoint(reasons)):
+        if block.endswith(self._usual_end) and block.find(b"\n") == len(block) - 2:
+            is_suspect = block.rfind(ERROR_KEY) >= 0
+        else:
+            is_suspect = self._note_end(block, last)
+        if is_suspect:
             start, self.failure = failure_midway(block, self._role, last)
             block = block[:start]
-        if not self._is_done and block.find(DONE) >= 0:
-            self._is_done = says_done(block, last)
-        if reasons and not self._is_several:
-            self._is_ended = True
         if last and self.failure is None and not self._is_whole(block):
             self.failure = BrokenAnswerError("an event stream that ended before its answer")
             block = block[: end_of_last_event(block)]
@@ -341,6 +345,18 @@ class StreamValidator:
         if is_last:
             self.last, block = block, b""
         return block
+
+    def _note_end(self, block: bytes, last: bool) -> bool:
+        """Note what the block shows of the stream's end. Return True if it may have a failure."""
+        at = block.rfind(FINISH_KEY)
+        if at >= 0 and not self._is_several:
+            if FINISH_REASON.match(block, at) is None:
+                self._usual_end = block[at:]
+            else:
+                self._is_ended = True
+        self._is_done = self._is_done or says_done(block, last)
+        checked, self._checked = self._checked, b""
+        return block is not checked and may_fail(block)
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))

@@ -89,7 +89,9 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
             answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
             is_generation, is_several = request.decode_only_reason != PASSED, _is_several(request)
-            ending = answer.tap = StreamValidator(engine.role, None, is_generation, is_several)
+            ending = answer.tap = StreamValidator(
+                engine.role, None, is_generation, is_several, answer.checked
+            )
         elif request.decode_only_reason != PASSED:
             answer.watch = LongAnswerCheck(answer).passing
         try:
@@ -175,7 +177,7 @@ async def _relay_turn(
     passed = messages.to_client(answer.headers, request.record.request_id)
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
-    ending = answer.tap = StreamValidator(engine.role, tail, is_generation=True)
+    ending = answer.tap = StreamValidator(engine.role, tail, True, checked=answer.checked)
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
