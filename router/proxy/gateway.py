@@ -70,12 +70,11 @@ class RouteFinder:
         if but:
             pools = [pool for pool in pools if pool.group not in but]
         session = "" if request.turn is None else request.turn.conversation.session
-        tokens = request.tokens
-        is_long = tokens >= TOKENS_PER_CHUNK
+        is_long = request.tokens >= TOKENS_PER_CHUNK
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
         turn = self._decode_turn
         self._decode_turn = turn + 1
-        decoder = RoutingQuery(turn, tokens, session, chunks)
+        decoder = RoutingQuery(turn, session, chunks)
         prefiller = None
         if not request.decode_only_reason:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone

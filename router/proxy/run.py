@@ -155,7 +155,7 @@ class Run:
             self.slot.release()
         self.answers_held.release()
         self.resume.close()
-        if self.route.has_feedback:
+        if self.route.prefill_feedback or self.route.decode_feedback:
             self.route.end_feedback()
 
 

@@ -36,9 +36,8 @@ class EngineLimits(NamedTuple):
         computes no prompt takes any one, or the largest would never run."""
         if self.requests and engine.admitted >= self.requests:
             return False
-        if not tokens or not self.tokens or not engine.admitted_tokens:
-            return True
-        return engine.admitted_tokens + tokens <= self.tokens
+        is_bounded = tokens and self.tokens and engine.admitted_tokens
+        return not is_bounded or engine.admitted_tokens + tokens <= self.tokens
 
 
 class Placement(NamedTuple):
@@ -61,18 +60,12 @@ def find_placement(
 ) -> Placement | None:
     """Return a prefill and a decode engine of one group with room for the request, or only a decode
     engine if `decode_only`. None if there is no room outside of the `reserved` engines."""
-    for pool in pools if len(pools) == 1 else preferred_groups(pools):
-        prefiller = decoder = None
-        if not decode_only and pool.prefillers:
-            prefiller = _first_with_room(pool.prefillers, tokens, limits, reserved)
-            if prefiller is None:
-                continue
-        if pool.decoders:
-            decode_tokens = tokens if decode_only else 0
-            decoder = _first_with_room(pool.decoders, decode_tokens, limits, reserved)
-            if decoder is None:
-                continue
-        return Placement(pool.group, prefiller, decoder)
+    for pool in preferred_groups(pools):
+        prefillers, decode_tokens = ((), tokens) if decode_only else (pool.prefillers, 0)
+        prefiller = _first_with_room(prefillers, tokens, limits, reserved)
+        decoder = _first_with_room(pool.decoders, decode_tokens, limits, reserved)
+        if (prefiller or not prefillers) and (decoder or not pool.decoders):
+            return Placement(pool.group, prefiller, decoder)
     return None
 
 
@@ -81,7 +74,7 @@ def engines_without_room(
 ) -> set[Engine]:
     """Return all engines of each role that has no room for the request."""
     full: set[Engine] = set()
-    for pool in pools if len(pools) == 1 else preferred_groups(pools):
+    for pool in preferred_groups(pools):
         if not decode_only and not _first_with_room(pool.prefillers, tokens, limits, ()):
             full.update(pool.prefillers)
         if not _first_with_room(pool.decoders, tokens if decode_only else 0, limits, ()):
@@ -92,10 +85,7 @@ def engines_without_room(
 def _first_with_room(
     engines: Sequence[Engine], tokens: int, limits: EngineLimits, reserved: Collection[Engine]
 ) -> Engine | None:
-    for engine in engines:
-        if limits.fits(engine, tokens) and engine not in reserved:
-            return engine
-    return None
+    return next((one for one in engines if limits.fits(one, tokens) and one not in reserved), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +124,6 @@ class AdmissionQueue(Generic[T]):
         self._last_number = 0
         self._lines: dict[LineKey, dict[T, None]] = {}
         self._waiting: Counter[tuple[int, str]] = Counter()
-        self._tenants: Counter[str] = Counter()
         self._rounds: dict[tuple[int, str], int] = {}
         """The next round of each tenant at each priority."""
         self._opened: dict[int, int] = {}
@@ -150,7 +139,6 @@ class AdmissionQueue(Generic[T]):
         if not self._waiting[key]:
             self._rounds[key] = max(opened + 1, self._rounds.get(key, 0))
         self._waiting[key] += 1
-        self._tenants[ticket.tenant] += 1
         self._lines.setdefault(_line_key(ticket), {})[ticket] = None
         self.depth += 1
         if len(self._rounds) > (MAX_SKIPPED_ROUNDS + 2) * self.size:
@@ -173,9 +161,6 @@ class AdmissionQueue(Generic[T]):
         self.depth -= 1
         key = ticket.priority, ticket.tenant
         self._waiting[key] -= 1
-        self._tenants[ticket.tenant] -= 1
-        if not self._tenants[ticket.tenant]:
-            del self._tenants[ticket.tenant]
         if not self._waiting[key]:
             del self._waiting[key]
             if not any(priority == ticket.priority for priority, _ in self._waiting):
@@ -215,28 +200,28 @@ class AdmissionQueue(Generic[T]):
         if self.depth <= self.size:
             return None
         ticket = self._youngest_of_largest_tenant(newcomer)
-        share = -(-self.size // len(self._tenants))
-        is_over_share = len(self._tenants) > 1 and self._tenants[ticket.tenant] > share
+        tenants: Counter[str] = Counter()
+        for (_, tenant), count in self._waiting.items():
+            tenants[tenant] += count
+        share = -(-self.size // len(tenants))
+        is_over_share = len(tenants) > 1 and tenants[ticket.tenant] > share
         self.remove(ticket)
         return ShedTicket(ticket, newcomer.priority < ticket.priority, is_over_share)
 
     def _heads(self) -> list[T]:
         """Return the first request of each line, in the order of service."""
-        rounds = self._rounds
-        heads = [
-            (key[0], rounds[key[:2]], (first := next(iter(line))).number, first)
-            for key, line in self._lines.items()
-        ]
-        heads.sort()
-        return [head[3] for head in heads]
+
+        def order(head: T) -> tuple[int, int, int]:
+            return head.priority, self._rounds[head.priority, head.tenant], head.number
+
+        return sorted([next(iter(line)) for line in self._lines.values()], key=order)
 
     def _youngest_of_largest_tenant(self, newcomer: T) -> T:
         waiting, last = self._waiting, max(self._opened)
         most = max([count for (priority, _), count in waiting.items() if priority == last])
         if newcomer.priority == last and waiting[last, newcomer.tenant] == most:
             return newcomer
-        lines = [line for key, line in self._lines.items() if key[0] == last]
-        ends = [next(reversed(line)) for line in lines]
+        ends = [next(reversed(line)) for key, line in self._lines.items() if key[0] == last]
         heaviest = [end for end in ends if waiting[last, end.tenant] == most]
         return max(heaviest, key=lambda ticket: ticket.number)
 

@@ -15,8 +15,6 @@ MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
 MASK = 2**64 - 1
 SAMPLE_SIZE = 64
-# Up to this many engines, one sort by all criteria is cheapest.
-FEW = 8
 T = TypeVar("T")
 
 
@@ -38,8 +36,6 @@ class RoutingQuery(Struct, frozen=True):
     it is the only source of chance, so that all decisions can be replayed."""
 
     turn: int
-    tokens: int = 0
-    """Estimated tokens of the prompt."""
     session: str = ""
     chunks: tuple[int, ...] = ()
     """Chained hashes of the prompt's beginnings: see router.routing.prompt_chunks."""
@@ -137,7 +133,6 @@ class CandidateCache(Generic[T]):
 
 
 legs = attrgetter("in_flight")
-prompt_tokens = attrgetter("tokens_in_flight")
 load = attrgetter("tokens_in_flight", "in_flight")
 
 
@@ -210,10 +205,7 @@ class RoundRobin(Policy):
     """Each engine in turn."""
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
-        start = query.turn % len(candidates) if candidates else 0
-        order = candidates[start : start + MAX_ORDERED]
-        missing = min(MAX_ORDERED, len(candidates)) - len(order)
-        return [*order, *candidates[:missing]] if missing else order
+        return in_turn(candidates, query.turn)[:MAX_ORDERED]
 
 
 class LeastLoaded(Policy):
@@ -224,21 +216,11 @@ class LeastLoaded(Policy):
     """
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
-        if len(candidates) <= FEW:
-            return sorted(in_turn(candidates, query.turn), key=load)[:MAX_ORDERED]
         if len(candidates) > SAMPLE_SIZE:
             considered = sample(candidates, mix(query.turn))
         else:
             considered = in_turn(candidates, query.turn)
-        order = sorted(considered, key=prompt_tokens)
-        if _has_ties(order):  # sorting by pairs takes twice as long as by numbers
-            order = sorted(considered, key=load)
-        return order[:MAX_ORDERED]
-
-
-def _has_ties(order: Sequence[Candidate]) -> bool:
-    tokens = [engine.tokens_in_flight for engine in order[: MAX_ORDERED + 1]]
-    return len(set(tokens)) < len(tokens)
+        return sorted(considered, key=load)[:MAX_ORDERED]
 
 
 class PowerOfTwo(Policy):

@@ -58,11 +58,14 @@ class ChunkIndex:
         self._chunks_per_engine = chunks_per_engine
         self._max_young = max(1, max_chunks // 2)
         self.era = 0
+        self._clear()
+
+    def _clear(self) -> None:
         self._bits: dict[str, int] = {}
+        self._next_bit = 1
         self._old: dict[int, int] = {}
         self._young: dict[int, int] = {}
-        self._next_bit = self._added = 0
-        self._clear()
+        self._added = 0
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -72,7 +75,11 @@ class ChunkIndex:
         if self._next_bit.bit_length() > MAX_UNUSED_BITS + 2 * len(names):
             self.era += 1
             self._clear()
-        return [self._bits.get(name) or self._new_bit(name) for name in names]
+        for name in names:
+            if name not in self._bits:
+                self._bits[name] = self._next_bit
+                self._next_bit <<= 1
+        return [self._bits[name] for name in names]
 
     def bit(self, name: str) -> int:
         """Return the engine's bit; 0 if the engine is not registered."""
@@ -85,9 +92,7 @@ class ChunkIndex:
             known = young.get(chunk, 0)
             if known & bit:
                 break
-            young[chunk] = (
-                known | bit if known else bit
-            )  # shares one int if no other engine has the chunk
+            young[chunk] = known | bit if known else bit  # one int for many chunks
             added += 1
         self._added += added
         is_full = 2 * self._added >= self._chunks_per_engine * len(self._bits)
@@ -112,15 +117,6 @@ class ChunkIndex:
     def forget(self, name: str) -> None:
         """Give up the engine's bit, so that no chunk needs to be changed."""
         self._bits.pop(name, None)
-
-    def _new_bit(self, name: str) -> int:
-        bit = self._bits[name] = self._next_bit
-        self._next_bit <<= 1
-        return bit
-
-    def _clear(self) -> None:
-        self._bits, self._next_bit = {}, 1
-        self._old, self._young, self._added = {}, {}, 0
 
 
 class _UnansweredPrompt(NamedTuple):

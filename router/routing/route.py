@@ -91,8 +91,6 @@ class Route(FrozenStruct, frozen=True):
     decoders: Sequence[Engine]
     prefill_feedback: PolicyFeedback | None = None
     decode_feedback: PolicyFeedback | None = None
-    has_feedback: bool = False
-    """One of the two feedback objects exists."""
     all_decoders: Sequence[Engine] = ()
     """All decode engines of the group, in no order; `decoders` are those that the policy named."""
 
@@ -127,10 +125,7 @@ def route(
     decoders, decode_feedback = _order(decode, group, pool.decoders, decode_query)
     if preferred is not None and preferred.is_usable and preferred.group == group:
         decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
-    has_feedback = prefill_feedback is not None or decode_feedback is not None
-    return Route(
-        group, prefillers, decoders, prefill_feedback, decode_feedback, has_feedback, pool.decoders
-    )
+    return Route(group, prefillers, decoders, prefill_feedback, decode_feedback, pool.decoders)
 
 
 def _order(
@@ -156,7 +151,7 @@ def choose_group(
     because the conversation's KV is there; else a group by weight. None without pools."""
     where = None if preferred is None else preferred.group
     for pool in pools:
-        if pool.group == where and _is_complete(pool):
+        if pool.group == where and pool.prefillers and pool.decoders:
             return pool
     candidates = preferred_groups(pools)
     if len(candidates) < 2:
@@ -169,20 +164,12 @@ def preferred_groups(pools: Sequence[GroupPool]) -> Sequence[GroupPool]:
     """Return the groups to choose from. Complete groups come before groups that lack a role; among
     these, groups with a weight before those without, and then groups whose roles each have an
     available engine before groups with only cold, overloaded or failing ones."""
-    for is_able in (_is_complete, _has_decoders):
-        found = [pool for pool in pools if is_able(pool)]
-        if found:
-            found = [pool for pool in found if pool.weight > 0] or found
-            return [pool for pool in found if _is_available(pool)] or found
-    return pools
-
-
-def _is_complete(pool: GroupPool) -> bool:
-    return bool(pool.prefillers and pool.decoders)
-
-
-def _has_decoders(pool: GroupPool) -> bool:
-    return bool(pool.decoders)
+    able = [pool for pool in pools if pool.decoders]
+    if not able:
+        return pools
+    able = [pool for pool in able if pool.prefillers] or able
+    able = [pool for pool in able if pool.weight > 0] or able
+    return [pool for pool in able if _is_available(pool)] or able
 
 
 def _is_available(pool: GroupPool) -> bool:

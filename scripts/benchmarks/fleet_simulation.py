@@ -417,7 +417,7 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
-        ask = RoutingQuery(self._turn, job.tokens, job.session, job.chunks[:MAX_CHUNKS])
+        ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS])
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens

@@ -277,7 +277,7 @@ def test_limits_hold_and_no_request_is_lost(
         leave(found[1], found[0])
         settle()
     assert not queue.depth, "when all have ended, nobody waits"
-    left = (queue._lines, queue._rounds, queue._waiting, queue._tenants, queue._opened)
+    left = (queue._lines, queue._rounds, queue._waiting, queue._opened)
     assert not any(left)
 
 

@@ -33,7 +33,6 @@ LOADS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 40)), max_size=2
 ASKS = st.builds(
     RoutingQuery,
     turn=st.integers(0, 2**63),
-    tokens=st.integers(0, 10**6),
     session=st.sampled_from(["", "a", "b", "\ud800"]),
     chunks=st.lists(st.integers(0, 20), max_size=6).map(tuple),
 )
@@ -56,7 +55,7 @@ def test_an_order_is_distinct_candidates_and_replays(
         for each in (policy, twin):
             if order:
                 each.note_sent(order[0].name, ask)
-                each.note_cached(order[0].name, ask, ask.tokens // 2)
+                each.note_cached(order[0].name, ask, 128 * len(ask.chunks))
 
 
 @NAMES
@@ -168,7 +167,7 @@ def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter
     """Legs that never end; nothing is shared."""
     chosen: Counter[str] = Counter()
     for turn in range(turns):
-        ask = RoutingQuery(turn, 1, f"session {turn}", (turn,))
+        ask = RoutingQuery(turn, f"session {turn}", (turn,))
         engine = policy.order(candidates, ask)[0]
         policy.note_sent(engine.name, ask)
         engine.in_flight += 1

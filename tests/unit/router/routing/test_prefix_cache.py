@@ -21,7 +21,7 @@ TURN = iter(range(10**9))
 
 
 def _ask(*chunks: int) -> RoutingQuery:
-    return RoutingQuery(next(TURN), TOKENS_PER_CHUNK * len(chunks), chunks=chunks)
+    return RoutingQuery(next(TURN), chunks=chunks)
 
 
 def _told(*notes: tuple[Engine, tuple[int, ...]]) -> PrefixAffinity:
