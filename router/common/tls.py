@@ -18,18 +18,12 @@ from router.common.watched_file import WatchedFiles
 logger = logging.getLogger("disagg_router.tls")
 MAX_FILE_BYTES = 1024 * 1024
 PEM = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
-# DER tags: the optional version, and the two formats of a time.
-VERSION, UTC_TIME, GENERALIZED_TIME = 0xA0, 0x17, 0x18
-# UTCTime has two digits of a year; from this one on they are of the last century.
-FIRST_YEAR_OF_1900S = 50
-
-
-class DerElement(NamedTuple):
-    """A tag, its content, and the bytes behind it."""
-
-    tag: int
-    content: bytes
-    rest: bytes
+# The validity of a certificate in DER: a sequence of two times, each in one of the two formats that
+# RFC 5280 (4.1.2.5) admits. UTCTime has two digits of a year.
+VALIDITY = re.compile(
+    rb"\x30[\x1e\x20\x22](?:\x17\x0d[0-9]{12}Z|\x18\x0f[0-9]{14}Z)"
+    rb"(?:\x17\x0d(?P<utc>[0-9]{12}Z)|\x18\x0f(?P<generalized>[0-9]{14}Z))"
+)
 
 
 class CertificateFiles(NamedTuple):
@@ -131,45 +125,18 @@ def _reason(error: OSError) -> str:
 def expiry_of(chain: bytes) -> float | None:
     """Return the Unix time when the first certificate of a PEM chain expires, or None.
 
-    The standard library decodes only the other side's certificate, so the field is read out of the
-    DER (RFC 5280, 4.1). The chain was loaded as a certificate before; anything unusual gives None.
+    The standard library decodes only the other side's certificate, so the time is read out of the
+    DER. The chain was loaded as a certificate before; anything unusual gives None.
     """
-    found = PEM.search(chain)
     try:
-        return (
-            None
-            if found is None
-            else _not_after(ssl.PEM_cert_to_DER_cert(found[0].decode("ascii")))
-        )
-    except (ValueError, IndexError):
+        found = PEM.search(chain)
+        der = b"" if found is None else ssl.PEM_cert_to_DER_cert(found[0].decode("ascii"))
+        validity = VALIDITY.search(der)
+        if validity is None:
+            return None
+        text = (validity["utc"] or validity["generalized"]).decode()
+        if validity["utc"]:
+            text = ("20" if text < "50" else "19") + text
+        return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+    except ValueError:
         return None
-
-
-def _not_after(der: bytes) -> float | None:
-    """Return the end of a certificate's validity. Raises ValueError, IndexError."""
-    left = _element(_element(der).content).content
-    if left[0] == VERSION:
-        left = _element(left).rest
-    for _ in ("serial number", "signature", "issuer"):
-        left = _element(left).rest
-    begins = _element(_element(left).content)
-    ends = _element(begins.rest)
-    return _unix_time(ends.tag, ends.content.decode("ascii"))
-
-
-def _element(der: bytes) -> DerElement:
-    """Raises IndexError."""
-    size, start = der[1], 2
-    if size & 0x80:
-        start += size & 0x7F
-        size = int.from_bytes(der[2:start])
-    return DerElement(der[0], der[start : start + size], der[start + size :])
-
-
-def _unix_time(tag: int, text: str) -> float | None:
-    """Raises ValueError."""
-    if tag == UTC_TIME:
-        text = ("20" if int(text[:2]) < FIRST_YEAR_OF_1900S else "19") + text
-    elif tag != GENERALIZED_TIME:
-        return None
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

@@ -17,9 +17,9 @@ from functools import lru_cache
 from operator import itemgetter
 
 import orjson
+from msgspec import Struct
 
 from router.common.exact_json import number
-from router.common.structs import FrozenStruct, IdentityStruct
 from router.conversations.entry import (
     Entry,
     InexactReason,
@@ -46,7 +46,7 @@ LEASE_MARGIN_SHARE = 1 / 16
 MAX_UNIX_TIME_S = 1e11
 
 
-class Conversation(FrozenStruct, frozen=True):
+class Conversation(Struct, frozen=True):
     """One request's place in its conversation.
 
     `session` identifies the conversation in all of its turns. `take_key` is the store key of the
@@ -140,7 +140,7 @@ class RecallOutcome(StrEnum):
     STORE_FAILED = "store_failed"
 
 
-class Turn(IdentityStruct):
+class Turn(Struct, eq=False):
     """One request of a conversation.
 
     `recall` sets `recalled`, and `entry` to what the last turn left for this one.
@@ -154,7 +154,7 @@ class Turn(IdentityStruct):
     entry: Entry | None = None
 
 
-class KeepOutcome(FrozenStruct, frozen=True):
+class KeepOutcome(Struct, frozen=True):
     """The result of keeping an entry.
 
     `unreachable` are the entries that no later turn can take: older ones that the store evicted,

@@ -22,7 +22,6 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from router.common.exact_json import dumps, dumps_each, loads
-from router.common.structs import FrozenStruct
 from router.openai.answers import REASONING_KEYS, AnswerChoice, Json, count_before_reasoning
 
 VERSION = 1
@@ -74,7 +73,7 @@ class ReuseScope(Struct, frozen=True):
     template: ScopeDigest
 
 
-class Prompt(FrozenStruct, frozen=True):
+class Prompt(Struct, frozen=True):
     """A prompt of one `kind`: chat, text or tokens.
 
     `content` is a text, a list of token ids, or of a chat a digest for each number of leading

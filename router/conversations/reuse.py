@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from router.common.structs import FrozenStruct
+from msgspec import Struct
+
 from router.conversations.conversations import Turn
 from router.conversations.entry import MAX_COUNT, Entry, Prompt, ReuseScope
 from router.fleet.engine import Engine, EngineRole, Intent, dp_rank_of, strip_dp_rank
@@ -35,7 +36,7 @@ class ReuseMatch(StrEnum):
     MISMATCH = "mismatch"
 
 
-class ReuseDecision(FrozenStruct, frozen=True):
+class ReuseDecision(Struct, frozen=True):
     """How much KV a prompt may use, and why not more.
 
     `reason` is model, tools, template, reasoning, rendering or history; empty for a hit. `tokens`
@@ -47,7 +48,7 @@ class ReuseDecision(FrozenStruct, frozen=True):
     tokens: int = 0
 
 
-class TurnOffer(FrozenStruct, frozen=True):
+class TurnOffer(Struct, frozen=True):
     """The part of the last turn's KV that a prefill engine may read."""
 
     outcome: str
@@ -67,7 +68,7 @@ class TurnOffer(FrozenStruct, frozen=True):
 SPENT_TURN = TurnOffer("failed")
 
 
-class TurnReuse(FrozenStruct, frozen=True):
+class TurnReuse(Struct, frozen=True):
     """The part of a conversation's last turn that one request may use.
 
     `entry` and `decision` are set if a decode engine still has the KV of that turn. `decoder` is

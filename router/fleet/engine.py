@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
+from msgspec import Struct
 
-from router.common.structs import FrozenStruct
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -78,7 +78,7 @@ class ListedEngine:
         return self.spec.address
 
 
-class RankEndpoint(FrozenStruct, frozen=True):
+class RankEndpoint(Struct, frozen=True):
     """Where a rank of a prefill engine takes registrations for push; fields of
     kv_transfer_params."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from router.common.exact_json import dumps, loads, number
-from router.common.structs import FrozenStruct
 
 Json = dict[str, Any]
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
@@ -31,7 +31,7 @@ CHUNK_OBJECTS = {
 }
 
 
-class AnswerChoice(FrozenStruct, frozen=True):
+class AnswerChoice(Struct, frozen=True):
     """The only choice of an answer: `message` of a chat, `text` and `token_ids` of a completion.
     `reasoned` is True if the message has a reasoning trace."""
 

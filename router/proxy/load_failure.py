@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import orjson
+from msgspec import Struct
 
 from router.common.exact_json import dumps
-from router.common.structs import FrozenStruct
 from router.http_client.sse import comment_lines, with_data
 from router.openai.answers import parse_object
 from router.openai.event_stream import json_events
@@ -29,7 +29,7 @@ COMMENT = comment_lines(FIELD_BYTES)
 MAX_TEXT_CHARS = 200
 
 
-class LoadFailure(FrozenStruct, frozen=True):
+class LoadFailure(Struct, frozen=True):
     """A failed load. `is_of_pair`: the two engines cannot exchange KV, whatever the request.
     `remote` names the prefill engine. Both texts are safe to log."""
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from router.common.structs import FrozenStruct
 from router.conversations.reuse import TurnReuse
 from router.fleet.engine import Engine
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
@@ -44,7 +44,7 @@ class Mode(StrEnum):
 DECODE_ONLY, PULL, PUSH = Mode
 
 
-class Plan(FrozenStruct, frozen=True):
+class Plan(Struct, frozen=True):
     """How the router answers one request."""
 
     flow: str

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import orjson
+from msgspec import Struct
 
 from router.common.exact_json import dumps, loads
-from router.common.structs import FrozenStruct
 from router.http_client.errors import BrokenAnswerError
 from router.openai.answers import (
     TOKEN_ID_CHARS,
@@ -30,7 +30,7 @@ PREFIX_HASHES_KEY, GENERATED_TOKENS_KEY = b'"prefix_proof"', b'"begun"'
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*"((?:[A-Za-z0-9+/]{4})+)"')
 
 
-class KvParams(FrozenStruct, frozen=True):
+class KvParams(Struct, frozen=True):
     """The kv_transfer_params of a leg."""
 
     raw: bytes

@@ -16,9 +16,9 @@ from operator import itemgetter
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from router.common.exact_json import loads
-from router.common.structs import IdentityStruct
 from router.conversations.conversations import Conversations, Turn
 from router.openai.errors import BadRequestError, UnsupportedTypeError
 from router.openai.request_fields import find_invalid_field
@@ -43,7 +43,7 @@ AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 next_number = count().__next__
 
 
-class Request(IdentityStruct):
+class Request(Struct, eq=False):
     """One client request, as the router has read it."""
 
     exchange: Exchange
@@ -56,7 +56,7 @@ class Request(IdentityStruct):
     """The loop time of the request's deadline."""
     number: int
     """The number of the request in this process, which spreads requests over engines."""
-    body: Body = {}  # noqa: RUF012 - each Struct has its own
+    body: Body = {}
     """The part of the client's body that engines may see. It is never changed."""
     decode_only_reason: str = ""
     """Why one engine must do all the work; empty if two can share it."""

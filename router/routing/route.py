@@ -14,7 +14,8 @@ from difflib import get_close_matches
 from math import inf, log
 from operator import attrgetter
 
-from router.common.structs import FrozenStruct
+from msgspec import Struct
+
 from router.fleet.engine import Engine
 from router.fleet.fleet import GroupPool
 from router.routing.policy import (
@@ -79,7 +80,7 @@ class GroupPolicies(dict[str, Policy]):
             del self[group]
 
 
-class Route(FrozenStruct, frozen=True):
+class Route(Struct, frozen=True):
     """The engines for one request, best first. `prefillers` or `decoders` are empty if no engine of
     that role is usable. Feedback objects exist only for policies that use feedback.
 

@@ -21,13 +21,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
+from msgspec import Struct
 from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from router.auth.api_keys import ApiKey
-from router.common.structs import IdentityStruct
 from router.http_client.deadlines import NEVER, Deadlines, now
 from router.openai.errors import (
     MalformedRequestError,
@@ -437,7 +437,7 @@ class RouterProtocol(asyncio.Protocol):
         self._deadlines.watch(self)
 
 
-class ResponseWriter(IdentityStruct):
+class ResponseWriter(Struct, eq=False):
     """One answer. `is_paused` is True while the client reads too slowly. Once `is_over`, nothing
     more is written: the answer is complete, or the client has disconnected."""
 

@@ -14,9 +14,9 @@ from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 import httptools
+from msgspec import Struct
 
 from router.auth.api_keys import ApiKey
-from router.common.structs import IdentityStruct
 from router.http_client.head_cache import HeadCache, without_length
 from router.openai.errors import (
     BodyTooLargeError,
@@ -47,7 +47,7 @@ class RequestPolicy(Protocol):
         or None if the router has no API keys."""
 
 
-class IncomingRequest(IdentityStruct):
+class IncomingRequest(Struct, eq=False):
     """One request of a client.
 
     `endpoint` is the path of a proxied endpoint, or None for a request to the application. `size`
@@ -68,7 +68,7 @@ class IncomingRequest(IdentityStruct):
     """True once the key and the announced size were checked, before the body has arrived."""
     refusal: RequestError | None = None
     caller: ApiKey | str | None = None
-    pieces: list[bytes] = []  # noqa: RUF012 - msgspec makes one for each
+    pieces: list[bytes] = []
     """The body while it is incomplete."""
 
     @property

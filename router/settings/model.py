@@ -29,13 +29,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from router.settings.engines import (
-    ConnectionSettings,
-    DiscoverySettings,
-    EngineSettings,
-    HealthSettings,
-    pairing_problems,
-)
+from router.settings import engines, routing, server
+from router.settings.engines import pairing_problems
 from router.settings.fields import (
     ADMIN_URL,
     PREFIX,
@@ -45,23 +40,7 @@ from router.settings.fields import (
     flag_of,
     variable_of,
 )
-from router.settings.routing import (
-    AdmissionSettings,
-    ConversationSettings,
-    DecodeFirstSettings,
-    SelectionSettings,
-)
 from router.settings.secret import SECRETS, read_secret, secrets_set_twice
-from router.settings.server import (
-    AdminSettings,
-    DashboardSettings,
-    KeySettings,
-    LogSettings,
-    SecuritySettings,
-    ServerSettings,
-    TimeoutSettings,
-    TlsSettings,
-)
 
 # Deprecated names of settings and the current ones. A deprecated name works as flag, as variable
 # and in the YAML file for one release.
@@ -83,22 +62,22 @@ class GeneralSettings(SettingsGroup):
 
 # pydantic collects the fields of the last base first, so the groups are in reverse order here.
 class Settings(
-    LogSettings,
-    SecuritySettings,
-    TlsSettings,
-    KeySettings,
-    DashboardSettings,
-    AdminSettings,
-    DecodeFirstSettings,
-    ConversationSettings,
-    ConnectionSettings,
-    SelectionSettings,
-    HealthSettings,
-    AdmissionSettings,
-    TimeoutSettings,
-    ServerSettings,
-    DiscoverySettings,
-    EngineSettings,
+    server.LogSettings,
+    server.SecuritySettings,
+    server.TlsSettings,
+    server.KeySettings,
+    server.DashboardSettings,
+    server.AdminSettings,
+    routing.DecodeFirstSettings,
+    routing.ConversationSettings,
+    engines.ConnectionSettings,
+    routing.SelectionSettings,
+    engines.HealthSettings,
+    routing.AdmissionSettings,
+    server.TimeoutSettings,
+    server.ServerSettings,
+    engines.DiscoverySettings,
+    engines.EngineSettings,
     GeneralSettings,
     BaseSettings,
 ):
