@@ -20,16 +20,7 @@ import orjson
 from msgspec import Struct
 
 from router.common.exact_json import number
-from router.conversations.entry import (
-    Entry,
-    InexactReason,
-    Prompt,
-    PromptPrefix,
-    ReuseScope,
-    prompt_of,
-    rewrites_history,
-    scope_of,
-)
+from router.conversations.entry import Entry, Prompt, PromptPrefix, prompt_of
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
@@ -148,8 +139,6 @@ class Turn(Struct, eq=False):
 
     conversation: Conversation
     prompt: Prompt
-    scope: ReuseScope
-    rewrites_history: bool
     recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
 
@@ -196,18 +185,14 @@ class Conversations:
             return None
         try:
             prompt = prompt_of(body)
-            if prompt is None:
-                return None
-            scope, has_rewrites = scope_of(body), rewrites_history(body)
         except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
             return None
-        if given is not None:
-            conversation: Conversation | None = self._resolver.by_id(headers, given)
-        else:
-            conversation = self._resolver.by_messages(headers, prompt)
-        if conversation is None:
+        if prompt is None:
             return None
-        return Turn(conversation, prompt, scope, has_rewrites)
+        if given is not None:
+            return Turn(self._resolver.by_id(headers, given), prompt)
+        conversation = self._resolver.by_messages(headers, prompt)
+        return None if conversation is None else Turn(conversation, prompt)
 
     async def recall(self, turn: Turn) -> None:
         """Take the last turn's entry out of the store, if there is one, and put it into `turn`."""
@@ -250,12 +235,12 @@ class Conversations:
             params=params,
             created_at=now,
             expires_at=self._valid_until(params, now),
-            inexact=_why_inexact(turn, answer),
             size=prompt.size + _answer_size(answer),
             kind=prompt.kind,
-            scope=turn.scope,
+            scope=prompt.scope,
             prompts=prompt.reusable_prefixes(older, prompt_tokens),
-            whole=None if answer is None else prompt.with_answer(answer),
+            whole=prompt.with_answer(answer),
+            inexact=prompt.why_inexact(answer),
         )
         key = turn.conversation.key_after(entry.whole)
         if key is None or entry.expires_at <= now:
@@ -282,18 +267,6 @@ class Conversations:
             retained = min(max(retained, 0), MAX_UNIX_TIME_S)
             return min(now + self._ttl, retained - (retained - now) * LEASE_MARGIN_SHARE)
         return now + self._ttl
-
-
-def _why_inexact(turn: Turn, answer: AnswerChoice | None) -> InexactReason:
-    if answer is None:
-        return "rendering"
-    if answer.reasoned or turn.rewrites_history:
-        return "reasoning"
-    if answer.message is None:
-        return ""
-    content = answer.message.get("content")
-    trimmed = isinstance(content, str) and content != content.strip()
-    return "rendering" if trimmed or answer.message.get("tool_calls") else ""
 
 
 def _answer_size(answer: AnswerChoice | None) -> int:

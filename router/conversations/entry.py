@@ -14,6 +14,7 @@ is no entry. Field names are the wire format that routers of several versions sh
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from router.common.exact_json import dumps, dumps_each, loads
-from router.openai.answers import REASONING_KEYS, AnswerChoice, Json, count_before_reasoning
+from router.openai.answers import AnswerChoice, Json
 
 VERSION = 1
 DIGEST_BYTES = 16
@@ -37,6 +38,8 @@ Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
 S = TypeVar("S", bound=Struct)
 
+REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
 TOOL_FIELDS = ("tools", "functions")
 TEMPLATE_FIELDS = (
@@ -51,7 +54,7 @@ TEMPLATE_FIELDS = (
 )
 # Templates with these arguments may write an empty trace before an answer, and leave it out of the
 # history.
-THINKING_ARGUMENTS = ("enable_thinking", "thinking")
+THINKING = ("enable_thinking", "thinking")
 
 
 class PromptPrefix(Struct, frozen=True):
@@ -79,14 +82,17 @@ class Prompt(Struct, frozen=True):
     `content` is a text, a list of token ids, or of a chat a digest for each number of leading
     messages, none included. `size` is in bytes, roughly. The first `traceless` units hold no
     reasoning trace, and the first `last_answer` messages end with the last one of the assistant.
+    `rewrites_history`: the template may render a past answer differently from its tokens.
     """
 
     kind: str
     content: tuple[str, ...] | str | list[int]
+    scope: ReuseScope
     size: int
     traceless: int
     has_media: bool = False
     last_answer: int = 0
+    rewrites_history: bool = False
 
     @property
     def count(self) -> int:
@@ -103,12 +109,14 @@ class Prompt(Struct, frozen=True):
     def extends(self, prefix: PromptPrefix) -> bool:
         return self.digest_at(prefix.count) == prefix.digest
 
-    def with_answer(self, answer: AnswerChoice) -> PromptPrefix | None:
+    def with_answer(self, answer: AnswerChoice | None) -> PromptPrefix | None:
         """Return the prompt followed by its answer, as the next turn would repeat it.
 
-        Returns None where the answer is of another kind.
+        Returns None where the answer is unknown or of another kind.
         """
         whole: str | list[int]
+        if answer is None:
+            return None
         if isinstance(self.content, tuple):
             if answer.message is None:
                 return None
@@ -139,6 +147,19 @@ class Prompt(Struct, frozen=True):
             prefixes = [one for one in prefixes if one.count < self.count]
             prefixes.append(PromptPrefix(self.count, digest, tokens))
         return tuple(prefixes[-MAX_PREFIXES:])
+
+    def why_inexact(self, answer: AnswerChoice | None) -> InexactReason:
+        """Return why a template may render the answer in the next turn differently from its
+        tokens."""
+        if answer is None:
+            return "rendering"
+        if self.rewrites_history or _has_reasoning(answer.message):
+            return "reasoning"
+        if answer.message is None:
+            return ""
+        content = answer.message.get("content")
+        is_trimmed = isinstance(content, str) and content != content.strip()
+        return "rendering" if is_trimmed or answer.message.get("tool_calls") else ""
 
 
 class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fields=True):
@@ -187,38 +208,28 @@ def prompt_of(body: Json) -> Prompt | None:
 
     Raises orjson.JSONEncodeError for messages that are nested too deep.
     """
-    messages = body.get("messages")
+    messages, prompt = body.get("messages"), body.get("prompt")
+    tools = _present(body, TOOL_FIELDS)
+    if body.get("tool_choice") == "none":
+        tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
+    contents: list[object] = [_present(body, MODEL_FIELDS), tools, _present(body, TEMPLATE_FIELDS)]
     if isinstance(messages, list):
-        return _chat(messages)
-    prompt = body.get("prompt")
+        contents += map(_canonical, messages)
+    raw = dumps_each(contents, orjson.OPT_SORT_KEYS)
+    scope = ReuseScope(*[_digest(content, SCOPE_DIGEST_BYTES) for content in raw[:3]])
+    if isinstance(messages, list):
+        arguments = body.get("chat_template_kwargs")
+        rewrites = isinstance(arguments, dict) and not arguments.keys().isdisjoint(THINKING)
+        return _chat(messages, raw[3:], scope, rewrites)
     if body.get("prompt_embeds") is not None or body.get("echo"):
         return None
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return Prompt("text", prompt, len(prompt), len(prompt))
+        return Prompt("text", prompt, scope, len(prompt), len(prompt))
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return Prompt("tokens", prompt, 4 * len(prompt), len(prompt))
+        return Prompt("tokens", prompt, scope, 4 * len(prompt), len(prompt))
     return None
-
-
-def scope_of(body: Json) -> ReuseScope:
-    """Return what two turns must have in common besides their messages.
-
-    Raises orjson.JSONEncodeError for fields that are nested too deep.
-    """
-    tools = _present(body, TOOL_FIELDS)
-    if body.get("tool_choice") == "none":
-        tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
-    contents = _present(body, MODEL_FIELDS), tools, _present(body, TEMPLATE_FIELDS)
-    raw = dumps_each(contents, orjson.OPT_SORT_KEYS)
-    return ReuseScope(*(_digest(content, SCOPE_DIGEST_BYTES) for content in raw))
-
-
-def rewrites_history(body: Json) -> bool:
-    """Return whether the template may render a past answer differently from its tokens."""
-    arguments = body.get("chat_template_kwargs")
-    return isinstance(arguments, dict) and any(name in arguments for name in THINKING_ARGUMENTS)
 
 
 def _present(body: Json, names: tuple[str, ...]) -> Json:
@@ -227,20 +238,33 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
     return {name: body[name] for name in names if body.get(name) not in (None, [], {})}
 
 
-def _chat(messages: list[Any]) -> Prompt:
-    contents = dumps_each([_canonical(message) for message in messages], orjson.OPT_SORT_KEYS)
+def _chat(
+    messages: list[Any], contents: list[bytes], scope: ReuseScope, rewrites_history: bool
+) -> Prompt:
+    """`contents` are the messages as canonical JSON."""
     chain = [EMPTY_CHAT]
     for content in contents:
         chain.append(_chained(chain[-1], content))
     last_answer, has_media = 0, False
+    traceless = len(messages)
     for number, message in enumerate(messages, 1):
         if isinstance(message, dict):
             if message.get("role") == "assistant":
                 last_answer = number
             if type(message.get("content")) is list:
                 has_media = has_media or any(map(_is_media, message["content"]))
-    size, traceless = sum(map(len, contents)), count_before_reasoning(messages)
-    return Prompt("chat", tuple(chain), size, traceless, has_media, last_answer)
+            if number <= traceless and _has_reasoning(message):
+                traceless = number - 1
+    return Prompt(
+        kind="chat",
+        content=tuple(chain),
+        scope=scope,
+        size=sum(map(len, contents)),
+        traceless=traceless,
+        has_media=has_media,
+        last_answer=last_answer,
+        rewrites_history=rewrites_history,
+    )
 
 
 def _canonical(message: object) -> object:
@@ -271,6 +295,16 @@ def _canonical_call(call: object) -> object:
         return call
     function = call["function"]
     return [call.get("id"), function.get("name"), function.get("arguments")]
+
+
+def _has_reasoning(message: Json | None) -> bool:
+    """Return True if the message has a reasoning trace, in a field of its own or in its text."""
+    if message is None:
+        return False
+    if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
+        return True
+    text = message.get("content")
+    return isinstance(text, str) and "think>" in text and THINK_TAG.search(text) is not None
 
 
 def _is_media(part: object) -> bool:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from router.conversations.conversations import Turn
-from router.conversations.entry import MAX_COUNT, Entry, Prompt, ReuseScope
+from router.conversations.entry import MAX_COUNT, Entry, Prompt
 from router.fleet.engine import Engine, EngineRole, Intent, dp_rank_of, strip_dp_rank
 from router.fleet.fleet import Fleet
 from router.openai.answers import Json
@@ -56,12 +56,8 @@ class TurnOffer(Struct, frozen=True):
     """Label values of the metric conversation_turns_total, as is `outcome`."""
     params: Json | None = None
     """The KV transfer params that the engine gets, None if it may read nothing."""
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens of KV are offered."""
-        count = None if self.params is None else self.params.get("remote_num_tokens")
-        return count if type(count) is int and 0 < count <= MAX_COUNT else 0
+    tokens: int = 0
+    """How many tokens of KV are offered."""
 
 
 # The last turn's KV was read by a leg that failed, and can be read only once.
@@ -121,12 +117,20 @@ class TurnReuse(Struct, frozen=True):
         is_proven = verifies and isinstance(entry.params.get("prefix_proof"), dict)
         if is_proven and (is_whole or not self.turn.prompt.has_media):
             match = ReuseMatch.CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
-            return TurnOffer(match, decision.reason, entry.params)
+            return _offer_params(match, decision.reason, entry.params)
         if is_whole and self.unproven == "whole":
-            return TurnOffer(decision.match, decision.reason, entry.params)
+            return _offer_params(decision.match, decision.reason, entry.params)
         params = None if self.unproven == "off" else truncate_params(entry.params, decision.tokens)
-        match = ReuseMatch.MISMATCH if params is None else ReuseMatch.CUT
-        return TurnOffer(match, decision.reason or "unproven", params)
+        reason = decision.reason or "unproven"
+        if params is None:
+            return TurnOffer(ReuseMatch.MISMATCH, reason)
+        return _offer_params(ReuseMatch.CUT, reason, params)
+
+
+def _offer_params(match: ReuseMatch, reason: str, params: Json) -> TurnOffer:
+    count = params.get("remote_num_tokens")
+    tokens = count if type(count) is int and 0 < count <= MAX_COUNT else 0
+    return TurnOffer(match, reason, params, tokens)
 
 
 def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> TurnReuse:
@@ -151,14 +155,15 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
         decoder, fleet.usable_engines(EngineRole.DECODE)
     ):
         return TurnReuse(turn, unproven, "decoder_overloaded")
-    decision = decide_reuse(entry, turn.prompt, turn.scope)
+    decision = decide_reuse(entry, turn.prompt)
     return TurnReuse(
         turn, unproven, decision.match, decision.reason, home, entry, decision, decoder.group
     )
 
 
-def decide_reuse(entry: Entry, prompt: Prompt, scope: ReuseScope) -> ReuseDecision:
-    """Decide how much of the entry's KV a request with this prompt and scope may use."""
+def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
+    """Decide how much of the entry's KV a request with this prompt may use."""
+    scope = prompt.scope
     if scope.model != entry.scope.model:
         return ReuseDecision(ReuseMatch.MISMATCH, "model")
     if prompt.kind != entry.kind:
@@ -211,6 +216,5 @@ def _engine_id(entry: Entry) -> str | None:
 def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:
     """Return True if the engine has not restarted since the last turn ended."""
     known, then = decoder.capabilities.engine_id, _engine_id(entry)
-    if known is not None and then is not None and known != strip_dp_rank(then):
-        return False
-    return decoder.lost_at < entry.created_at
+    is_same = known is None or then is None or known == then or known == strip_dp_rank(then)
+    return is_same and decoder.lost_at < entry.created_at

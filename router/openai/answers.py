@@ -14,11 +14,9 @@ from msgspec import Struct
 from router.common.exact_json import dumps, loads, number
 
 Json = dict[str, Any]
-REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
 # The finish reason or stop reason of an engine whose cache holds less than the threshold.
 REJECTION = "cache_threshold"
 MAX_TOKEN_COUNT = 10**15
-THINK_TAG = re.compile("</?think>")
 TOKEN_IDS = re.compile(r"(?:[A-Za-z0-9+/]{4})+")
 # A token id has three bytes, which are four characters in base64.
 TOKEN_ID_CHARS = 4
@@ -32,13 +30,11 @@ CHUNK_OBJECTS = {
 
 
 class AnswerChoice(Struct, frozen=True):
-    """The only choice of an answer: `message` of a chat, `text` and `token_ids` of a completion.
-    `reasoned` is True if the message has a reasoning trace."""
+    """The only choice of an answer: `message` of a chat, `text` and `token_ids` of a completion."""
 
     message: Json | None = None
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    reasoned: bool = False
     prompt_tokens: int | None = None
 
 
@@ -50,8 +46,7 @@ def read_choice(answer: Json) -> AnswerChoice | None:
     prompt_tokens = prompt_tokens_of(answer)
     message = choice.get("message")
     if isinstance(message, dict):
-        reasoned = _has_reasoning(message)
-        return AnswerChoice(message=message, reasoned=reasoned, prompt_tokens=prompt_tokens)
+        return AnswerChoice(message=message, prompt_tokens=prompt_tokens)
     text = choice.get("text")
     if not isinstance(text, str):
         return None
@@ -127,40 +122,21 @@ def parse_object(raw: bytes) -> Json | None:
     return content if isinstance(content, dict) else None
 
 
-def _has_reasoning(message: Json) -> bool:
-    """Return True if the message has a reasoning trace, in a field of its own or in its text."""
-    if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
-        return True
-    text = message.get("content")
-    return isinstance(text, str) and "think>" in text and THINK_TAG.search(text) is not None
-
-
-def count_before_reasoning(messages: list[Any]) -> int:
-    """Return the number of messages before the first one with a reasoning trace."""
-    for index, message in enumerate(messages):
-        if isinstance(message, dict) and _has_reasoning(message):
-            return index
-    return len(messages)
-
-
 def prompt_tokens_of(answer: Json) -> int | None:
-    return _usage(answer, "prompt_tokens")
+    return count_in(answer.get("usage"), "prompt_tokens")
 
 
 def cached_tokens_of(answer: Json) -> int | None:
     """Return how many prompt tokens were served from cache, or None if the engine reports none."""
     usage = answer.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return count_in(details, "cached_tokens")
 
 
-def _usage(answer: Json, name: str) -> int | None:
-    usage = answer.get("usage")
-    return _count(usage.get(name)) if isinstance(usage, dict) else None
-
-
-def _count(value: object) -> int | None:
-    """Return the count, or None if it is not a plausible one: it may be too large for a float."""
+def count_in(usage: object, name: str) -> int | None:
+    """Return a count of tokens, or None if it is missing or not a plausible one: it may be too
+    large for a float."""
+    value = usage.get(name) if isinstance(usage, dict) else None
     return value if type(value) is int and 0 <= value <= MAX_TOKEN_COUNT else None
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.common.exact_json import dumps
-from router.openai.answers import Json, choices_of
+from router.openai.answers import Json, choices_of, count_in
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import STREAM, STREAM_OPTIONS, USAGE
 
@@ -319,16 +319,11 @@ def _usage(given: object) -> AnswerUsage | None:
         return None
     prompt, answer = given.get("prompt_tokens_details"), given.get("completion_tokens_details")
     return AnswerUsage(
-        _count(given, "prompt_tokens"),
-        _count(prompt, "cached_tokens"),
-        _count(given, "completion_tokens"),
-        _count(answer, "reasoning_tokens"),
+        count_in(given, "prompt_tokens") or 0,
+        count_in(prompt, "cached_tokens") or 0,
+        count_in(given, "completion_tokens") or 0,
+        count_in(answer, "reasoning_tokens") or 0,
     )
-
-
-def _count(holder: object, name: str) -> int:
-    value = holder.get(name) if isinstance(holder, dict) else None
-    return value if type(value) is int else 0
 
 
 def _text(holder: object, name: str) -> str:

@@ -17,7 +17,7 @@ from router.conversations.conversations import (
     RecallOutcome,
     Turn,
 )
-from router.conversations.entry import Entry, PromptPrefix, ReuseScope, prompt_of, scope_of
+from router.conversations.entry import Entry, PromptPrefix, ReuseScope, prompt_of
 from router.conversations.reuse import decide_reuse, truncate_params
 from router.conversations.store import MemoryStore
 from router.openai.answers import read_choice
@@ -151,7 +151,7 @@ async def test_a_real_entry_that_was_changed_is_one_with_all_types_right_or_none
     assert_typed(entry)
     prompt = prompt_of(after)
     assert prompt is not None
-    verdict = decide_reuse(entry, prompt, scope_of(after))
+    verdict = decide_reuse(entry, prompt)
     truncate_params(entry.params, verdict.tokens)
     assert Entry.from_bytes(entry.to_bytes()) == entry
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from router.conversations.conversations import ConversationResolver, Conversations
-from router.conversations.entry import Entry, prompt_of, scope_of
+from router.conversations.entry import Entry, prompt_of
 from router.conversations.reuse import (
     UNSAFE_TAIL_TOKENS,
     ReuseMatch,
@@ -102,7 +102,7 @@ async def left(
 def verdict(entry: Entry, body: dict[str, Any]) -> tuple[str, str, int]:
     prompt = prompt_of(body)
     assert prompt is not None
-    found = decide_reuse(entry, prompt, scope_of(body))
+    found = decide_reuse(entry, prompt)
     return found.match.value, found.reason, found.tokens
 
 
@@ -277,7 +277,7 @@ def test_any_json_is_a_prompt_or_none_and_an_answer_or_none(
         assert found is None or found.digest_at(found.count + 1) is None
     read_choice({"choices": choices})
     read_choice({"choices": [choices]})
-    assert scope_of({"model": messages, "tools": prompt}) is not None
+    assert prompt_of({"model": messages, "tools": prompt, "messages": []}) is not None
 
 
 async def test_an_entry_survives_its_store_bit_for_bit() -> None:
