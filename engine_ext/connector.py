@@ -23,8 +23,8 @@ from typing import NamedTuple
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.staging.stage import StagingFactory
 from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.staging import StagingFactory
 from engine_ext.worker.worker import WorkerConnector
 
 __all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector"]

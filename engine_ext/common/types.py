@@ -244,7 +244,7 @@ class TrackOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Copy these blocks to host memory after this step (see engine_ext/staging/stage.py)."""
+    """Copy these blocks to host memory after this step (see engine_ext/worker/staging.py)."""
 
     request_id: str
     block_ids: BlockIds
@@ -443,7 +443,7 @@ class CacheGeometry:
     """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or what
     `chunked` makes of a chunk's."""
     is_staged: bool = False
-    """KV travels by way of host memory, see engine_ext/staging/stage.py."""
+    """KV travels by way of host memory, see engine_ext/worker/staging.py."""
     may_load: bool = True
     """False: the host may hand a block out while a step under way still writes into it. Nothing is
     loaded into any."""

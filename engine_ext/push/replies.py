@@ -4,9 +4,9 @@ import logging
 
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
-from engine_ext.push.tables import Outcomes, Registered, RegistrationKey
-from engine_ext.transfer.readers import Readers
+from engine_ext.push.matching_state import Outcomes, Registered, RegistrationKey
 from engine_ext.wire.notifications import PushDone, PushFailed
+from engine_ext.worker.reply_channels import Readers
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())

@@ -24,18 +24,17 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import Clock, ConnectorStats, num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
 from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.push.matching_state import HeldOffer, Registered, RegistrationKey
 from engine_ext.push.replies import DIFFERENT, TOO_LATE, WITHDRAWN
-from engine_ext.push.tables import HeldOffer, Registered, RegistrationKey
-from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.moving import Moving
-from engine_ext.transfer.peer import PeerError, Peers
-from engine_ext.transfer.report import TransferReport
 from engine_ext.wire.notifications import (
     PushDone,
     PushRegistered,
     encode_extension,
     encode_read_done,
 )
+from engine_ext.worker.agent import Agent, AgentError, PeerHandle, TransferInFlight
+from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.results import TransferReport
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -48,7 +47,7 @@ class Writing:
     connect_by: float | None = None
     """Since a handshake runs."""
     peer: PeerHandle | None = None
-    moving: Moving | None = None
+    moving: TransferInFlight | None = None
     part: TokenRange = WHOLE
     """That moves, or comes next."""
     attempt: int = 0
@@ -214,7 +213,7 @@ class Writes:
         elif (reason := writing.stopped or writing.moving.problem) is not None:
             self._stop(writing, reason)
 
-    def _part_ended(self, writing: Writing, moved: Moving) -> None:
+    def _part_ended(self, writing: Writing, moved: TransferInFlight) -> None:
         if moved.problem is not None:
             self._end(writing, f"WRITE: {moved.problem}")
         elif writing.part.until is None:
@@ -257,7 +256,7 @@ class Writes:
         self._stats.early_blocks += batch.num_blocks if writing.is_early else 0
         notification = b"" if writing.is_early else _done(registered, self._us.size)
         transfer = self._agent.start_write(peer, batch.local, batch.remote, notification)
-        writing.moving = Moving(transfer, begins + self._config.transfer_timeout)
+        writing.moving = TransferInFlight(transfer, begins + self._config.transfer_timeout)
 
     def _connect(self, writing: Writing, now: float) -> PeerHandle | None:
         """None while a handshake runs."""

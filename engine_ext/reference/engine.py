@@ -19,7 +19,7 @@ from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 from engine_ext.reference.output_stream import Delivery, OutputStream, deliver
-from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.staging import StagingFactory
 
 logger = logging.getLogger(__name__)
 

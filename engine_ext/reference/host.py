@@ -25,7 +25,7 @@ from engine_ext.reference.server.served_model import SamplingDefaults, ServedMod
 from engine_ext.reference.server.serving import Stopwatch, serve
 from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig
 from engine_ext.reference.tokenizer import Tokenizer
-from engine_ext.transfer.agent import AgentError
+from engine_ext.worker.agent import AgentError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine_ext.common.types import CacheGeometry, Region
 from engine_ext.reference.model_config import ModelConfig
-from engine_ext.staging.host_buffer import HostBuffer
+from engine_ext.worker.torch_memory import HostBuffer
 
 NULL_BLOCK = 0
 """Never handed out, always finite: what the padding of a block table points at."""

@@ -17,7 +17,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.staging import StagingFactory
 
 
 class SchedulerHalf(Protocol):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.load_failure import UNKNOWN, LoadFailures
 from engine_ext.common.prefix_hashes import digest
+from engine_ext.common.request_names import base_id
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,
@@ -32,7 +33,6 @@ from engine_ext.common.types import (
     RemoteSource,
     TrackOrder,
 )
-from engine_ext.push.names import base_id
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
 from engine_ext.scheduler.room import EarlyBlocks

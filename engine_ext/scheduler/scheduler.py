@@ -40,7 +40,7 @@ from engine_ext.scheduler.loads import Loads
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferParams, TransferRole, parse
 from engine_ext.scheduler.room import EarlyBlocks, HostBlockSupply, Lack
-from engine_ext.staging.stage import SavePlanner
+from engine_ext.scheduler.save_plan import SavePlanner
 from engine_ext.wire.errors import Rank
 from engine_ext.wire.listener import HandshakeServer
 

@@ -22,21 +22,10 @@ from engine_ext.common.types import (
     TrackOrder,
 )
 from engine_ext.layout.ranks import TensorRank
-from engine_ext.push.awaiting import AwaitedPrompts
-from engine_ext.push.clocks import RemoteClocks
-from engine_ext.push.registration import Registrations
-from engine_ext.push.writer import PushWriter
-from engine_ext.transfer.agent import Agent, AgentError, PeerHandle
-from engine_ext.transfer.checksums import BlockMemory, Checksums, HostBlocks
-from engine_ext.transfer.heartbeats import Beat, HeartbeatTracker
-from engine_ext.transfer.holder import Holder
-from engine_ext.transfer.leases import NEVER, LeaseTable
-from engine_ext.transfer.peer import PeerError, Peers
-from engine_ext.transfer.pull import Pulls
-from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.report import TransferReport
-from engine_ext.transfer.results import Results
-from engine_ext.transfer.validator import TRUSTING, Validator
+from engine_ext.push.matcher import PushWriter
+from engine_ext.push.outgoing_inquiries import AwaitedPrompts
+from engine_ext.push.registrations import Registrations
+from engine_ext.push.remote_clocks import RemoteClocks
 from engine_ext.wire.dial import Dialer
 from engine_ext.wire.notifications import (
     AwaitPrompt,
@@ -61,6 +50,16 @@ from engine_ext.wire.notifications import (
     encode_heartbeat,
     encode_read_done,
 )
+from engine_ext.worker.agent import Agent, AgentError, PeerHandle
+from engine_ext.worker.checksums import BlockMemory, Checksums, HostBlocks
+from engine_ext.worker.heartbeats import Beat, HeartbeatTracker
+from engine_ext.worker.lease_service import Holder
+from engine_ext.worker.leases import NEVER, LeaseTable
+from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.pulls import Pulls
+from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.results import Results, TransferReport
+from engine_ext.worker.validator import TRUSTING, Validator
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())

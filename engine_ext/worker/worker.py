@@ -33,15 +33,15 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.staging.stage import StagedTransfers, StagingFactory
-from engine_ext.transfer.agent import Agent, AgentError, NixlAgent
-from engine_ext.transfer.checksums import BlockMemory
-from engine_ext.transfer.results import Results
-from engine_ext.transfer.sealed import sealed
-from engine_ext.transfer.validator import open_validator
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.worker.agent import Agent, AgentError, NixlAgent
+from engine_ext.worker.checksums import BlockMemory
 from engine_ext.worker.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
+from engine_ext.worker.results import Results
+from engine_ext.worker.sealed import sealed
+from engine_ext.worker.staging import StagedTransfers, StagingFactory
+from engine_ext.worker.validator import open_validator
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class WorkerConnector:
         if not self._config.checksums or first.mem_type == "DRAM":
             return None
         try:
-            from engine_ext.staging.device_memory import DeviceBlocks
+            from engine_ext.worker.torch_memory import DeviceBlocks
 
             blocks = DeviceBlocks(first.device_id)
             blocks.read(first, 0)

@@ -14,7 +14,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import FinishStatus, Region
 from engine_ext.layout.plan import Indices
 from engine_ext.scheduler import room
-from engine_ext.transfer.agent import PeerHandle, Transfer, TransferState
+from engine_ext.worker.agent import PeerHandle, Transfer, TransferState
 from tests.integration.memory_engine import BLOCK_SIZE, BLOCKS, Memory, WatchedAgent, contents
 from tests.unit.engine_ext.scheduler.fakes import Request
 

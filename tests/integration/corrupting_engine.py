@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engine_ext import connector
 from engine_ext.common.types import Region, StepMetadata, TransferResults
 from engine_ext.reference import cli
-from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.staging import StagingFactory
 from engine_ext.worker.worker import WorkerConnector
 
 

@@ -27,8 +27,8 @@ from engine_ext.common.types import (
 )
 from engine_ext.connector import Connector, SchedulerConnector, WorkerConnector
 from engine_ext.layout.plan import Indices
-from engine_ext.transfer.agent import NixlAgent, PeerHandle, Transfer, TransferState
 from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.agent import NixlAgent, PeerHandle, Transfer, TransferState
 from tests.unit.engine_ext.scheduler.fakes import Request
 
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16

@@ -9,7 +9,7 @@ import sys
 
 from engine_ext.common.types import BlockIds
 from engine_ext.reference import cli, host, kv_cache
-from engine_ext.staging.host_buffer import HostBuffer
+from engine_ext.worker.torch_memory import HostBuffer
 
 
 class Forgetful(HostBuffer):

@@ -8,8 +8,8 @@ import sys
 
 from engine_ext.layout.plan import Indices
 from engine_ext.reference import cli
-from engine_ext.transfer.agent import NixlAgent, PeerHandle, Transfer, TransferState
 from engine_ext.worker import worker
+from engine_ext.worker.agent import NixlAgent, PeerHandle, Transfer, TransferState
 
 
 class SwappingAgent(NixlAgent):

@@ -20,8 +20,6 @@ from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, FinishStatus, Region, TransferResults
 from engine_ext.layout.match import match_peer
-from engine_ext.transfer.agent import NixlAgent, PeerHandle, TransferState
-from engine_ext.transfer.sealed import seal
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import CONNECTOR_VERSION, WireError
 from engine_ext.wire.handshake import (
@@ -32,6 +30,8 @@ from engine_ext.wire.handshake import (
     encode_payload,
 )
 from engine_ext.wire.listener import HandshakeServer
+from engine_ext.worker.agent import NixlAgent, PeerHandle, TransferState
+from engine_ext.worker.sealed import seal
 from tests.integration.memory_engine import (
     BLOCK_SIZE,
     BLOCKS,

@@ -10,7 +10,7 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import STATE, BlockIds, FinishStatus, TransferResults
-from engine_ext.transfer.agent import Transfer, TransferState
+from engine_ext.worker.agent import Transfer, TransferState
 from tests.integration import memory_engine, test_plan_nixl
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.memory_engine import BLOCKS, LAYERS, TOKENS, WatchedAgent

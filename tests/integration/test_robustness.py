@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_ext.transfer.agent import NixlAgent
 from engine_ext.wire.handshake import decode_metadata, encode_request
+from engine_ext.worker.agent import NixlAgent
 from tests.integration.legs import (
     PREFILL,
     coordinates_in,

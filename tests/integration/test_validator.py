@@ -14,9 +14,10 @@ import pytest
 from engine_ext.common.access import Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import ConnectorStats, Region
-from engine_ext.transfer import validator as validators
-from engine_ext.transfer.agent import AgentError, NixlAgent
-from engine_ext.transfer.validator import (
+from engine_ext.wire.nixl_metadata import parse
+from engine_ext.worker import validator as validators
+from engine_ext.worker.agent import AgentError, NixlAgent
+from engine_ext.worker.validator import (
     BURST,
     MAX_WAITING,
     REFUSED_SECONDS,
@@ -29,7 +30,6 @@ from engine_ext.transfer.validator import (
     ProcessValidator,
     open_validator,
 )
-from engine_ext.wire.nixl_metadata import parse
 from tests.integration.malformed import Honest, deadly, renamed
 from tests.integration.processes import wait_for
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent
@@ -209,7 +209,7 @@ def test_the_process_ends_with_its_parent_however_that_ends(tmp_path: Path) -> N
     program = """
         import time
         from engine_ext.common.types import ConnectorStats
-        from engine_ext.transfer.validator import ProcessValidator
+        from engine_ext.worker.validator import ProcessValidator
         validator = ProcessValidator(("UCX",), ConnectorStats())
         validator.step(0)
         print(validator.pid, flush=True)

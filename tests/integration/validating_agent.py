@@ -12,10 +12,10 @@ import numpy as np
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import ConnectorStats, Region
-from engine_ext.transfer.agent import NixlAgent
-from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.validator import open_validator
 from engine_ext.wire.notifications import Gone
+from engine_ext.worker.agent import NixlAgent
+from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.validator import open_validator
 from tests.integration.malformed import Honest, changed, flipped, renamed
 
 

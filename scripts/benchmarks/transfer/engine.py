@@ -26,8 +26,8 @@ from engine_ext.common.types import (
 )
 from engine_ext.connector import Connector
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.transfer.agent import Agent
 from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.agent import Agent
 from engine_ext.worker.worker import WorkerConnector, open_nixl
 from scripts.benchmarks.common import BenchError, free_ports
 from scripts.benchmarks.transfer.memory import Memory, Shape, regions

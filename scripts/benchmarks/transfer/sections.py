@@ -25,8 +25,8 @@ from engine_ext.common.types import (
     TrackOrder,
 )
 from engine_ext.layout.plan import PeerLayout
-from engine_ext.transfer.agent import NixlAgent
-from engine_ext.transfer.checksums import Checksums, HostBlocks
+from engine_ext.worker.agent import NixlAgent
+from engine_ext.worker.checksums import Checksums, HostBlocks
 from scripts.benchmarks.common import BenchError, Sample, ratios, report_progress
 from scripts.benchmarks.transfer.engine import (
     BLOCK_SIZE,

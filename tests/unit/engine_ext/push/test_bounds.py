@@ -8,11 +8,9 @@ import pytest
 from engine_ext.common.access import Access, parse_networks
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
-from engine_ext.push.checks import RECHECK_SECONDS
-from engine_ext.push.inquiries import Inquiries
-from engine_ext.push.tables import Outcomes, RegisteredByKey, RegistrationKey
-from engine_ext.transfer.readers import Readers
-from engine_ext.transfer.results import Results
+from engine_ext.push.incoming_inquiries import Inquiries
+from engine_ext.push.matching_state import Outcomes, RegisteredByKey, RegistrationKey
+from engine_ext.push.sender_checks import RECHECK_SECONDS
 from engine_ext.wire.dial import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
@@ -34,6 +32,8 @@ from engine_ext.wire.notifications import (
     encode_registration,
 )
 from engine_ext.worker.loop import TransferLoop
+from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.results import Results
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, metadata_of, regions
 
 

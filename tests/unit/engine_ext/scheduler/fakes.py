@@ -7,9 +7,9 @@ from typing import Any
 from engine_ext.common.prefix_hashes import Keys, PrefixHashes
 from engine_ext.common.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
-from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
-from engine_ext.transfer.validator import MetadataValidation
 from engine_ext.wire.handshake import AgentMetadata
+from engine_ext.worker.agent import AgentError, PeerHandle, TransferState
+from engine_ext.worker.validator import MetadataValidation
 
 
 def told(params: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from engine_ext.layout.plan import Indices, PeerLayout
-from engine_ext.transfer.agent import AgentError, PeerHandle, TransferState
+from engine_ext.worker.agent import AgentError, PeerHandle, TransferState
 from tests.unit.engine_ext.simulation.memory import Memory
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Freeze:
 
 @dataclass(eq=False)
 class SimAgent:
-    """`engine_ext.transfer.agent.Agent`. Methods named in `failing` raise."""
+    """`engine_ext.worker.agent.Agent`. Methods named in `failing` raise."""
 
     name: str
     network: "Network"

@@ -22,13 +22,13 @@ from engine_ext.common.types import (
     TransferResults,
 )
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.transfer.agent import TransferState
-from engine_ext.transfer.leases import NEVER
-from engine_ext.transfer.results import Results
 from engine_ext.wire.dial import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.worker.agent import TransferState
+from engine_ext.worker.leases import NEVER
 from engine_ext.worker.loop import TransferLoop
+from engine_ext.worker.results import Results
 from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
@@ -93,7 +93,7 @@ class SimRequest:
 
 @dataclass(frozen=True)
 class SimBlocks:
-    """`engine_ext.transfer.checksums.Blocks`."""
+    """`engine_ext.worker.checksums.Blocks`."""
 
     memory: Memory
 

@@ -7,11 +7,11 @@ from functools import partial
 
 import msgspec
 
-from engine_ext.transfer.agent import AgentError, TransferState
 from engine_ext.wire.dial import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata, decode_payload
 from engine_ext.wire.notifications import PushDone, ReadDone, decode_notification
+from engine_ext.worker.agent import AgentError, TransferState
 from tests.unit.engine_ext.simulation.agents import Kind, SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import Content
 from tests.unit.engine_ext.simulation.timeline import Action, Dice, Timeline

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine_ext.transfer.agent import TransferState
 from engine_ext.wire.notifications import (
     Heartbeat,
     PushRegistered,
@@ -18,6 +17,7 @@ from engine_ext.wire.notifications import (
     encode_read_done,
     encode_registration,
 )
+from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import SimTransfer
 from tests.unit.engine_ext.simulation.engine import handshake_payload, new_name
 from tests.unit.engine_ext.simulation.memory import num_blocks_of

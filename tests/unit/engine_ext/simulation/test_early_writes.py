@@ -6,8 +6,8 @@ and that no block is given back while a WRITE may touch it.
 
 import pytest
 
-from engine_ext.transfer.agent import TransferState
 from engine_ext.wire.notifications import PushDone, decode_notification, encode_read_done
+from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import SimTransfer
 from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE, NUM_BLOCKS
 from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens

@@ -27,14 +27,14 @@ from engine_ext.common.types import (
     TrackOrder,
     TransferResults,
 )
-from engine_ext.push.registration import RETURNED_SECONDS
-from engine_ext.transfer.agent import TransferState
-from engine_ext.transfer.heartbeats import CLOCK_DRIFT
-from engine_ext.transfer.results import Results
+from engine_ext.push.registrations import RETURNED_SECONDS
 from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.listener import HandshakeServer
+from engine_ext.worker.agent import TransferState
+from engine_ext.worker.heartbeats import CLOCK_DRIFT
 from engine_ext.worker.loop import TransferLoop
+from engine_ext.worker.results import Results
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
 

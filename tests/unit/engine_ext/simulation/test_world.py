@@ -14,7 +14,7 @@ from engine_ext.common.types import (
     TrackOrder,
     TransferResults,
 )
-from engine_ext.transfer.agent import TransferState
+from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import Freeze, SimTransfer
 from tests.unit.engine_ext.simulation.pair import Pair, tokens
 from tests.unit.engine_ext.simulation.world import Violation, Weather

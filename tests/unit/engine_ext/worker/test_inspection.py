@@ -11,11 +11,11 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import LIMIT
 from engine_ext.common.types import EngineIdentity, LeaseGrant, StepMetadata
 from engine_ext.http import leases
-from engine_ext.transfer.agent import TransferState
-from engine_ext.transfer.report import MOST_ENGINES, MOST_TRANSFERS, TransferReport
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.listener import HandshakeServer
+from engine_ext.worker.agent import TransferState
+from engine_ext.worker.results import MOST_ENGINES, MOST_TRANSFERS, TransferReport
 from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions, source
 from tests.unit.engine_ext.worker.test_worker import (
@@ -97,16 +97,18 @@ def test_a_peer_is_seen_in_use_and_an_overdue_read_in_quarantine(
 def test_a_read_that_counted_is_one_line_at_info(
     harness: Harness, holder: HandshakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "engine_ext.transfer.report"):
+    with caplog.at_level(logging.INFO, "engine_ext.worker.results"):
         transfer = harness.reading(source(port=holder.port))
         transfer.state = TransferState.DONE
         harness.step()
-        assert not [one for one in caplog.records if one.name.endswith(".report")], "not proven yet"
+        assert not [one for one in caplog.records if one.name.endswith(".results")], (
+            "not proven yet"
+        )
         read = wire.decode_notification(transfer.notification)
         assert isinstance(read, wire.Read)
         harness.now += 0.5
         harness.hears(wire.ReadAck(read.sequence, valid=True))
-    (line,) = [one.getMessage() for one in caplog.records if one.name.endswith(".report")]
+    (line,) = [one.getMessage() for one in caplog.records if one.name.endswith(".results")]
     what = "request d-1: READ peer=engine-p blocks=7 bytes=57344 ms=500.0 proven_tokens=100"
     assert line == what
 

@@ -22,14 +22,12 @@ from engine_ext.common.types import (
     TrackOrder,
     TransferResults,
 )
-from engine_ext.transfer.agent import TransferState
-from engine_ext.transfer.results import Results
-from engine_ext.transfer.sealed import sealed
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
+from engine_ext.worker.agent import TransferState
 from engine_ext.worker.loop import (
     IDLE_WAIT,
     LEASED_WAIT,
@@ -38,6 +36,8 @@ from engine_ext.worker.loop import (
     RECENT_WAIT,
     TransferLoop,
 )
+from engine_ext.worker.results import Results
+from engine_ext.worker.sealed import sealed
 from tests.unit.engine_ext.scheduler.fakes import (
     FakeAgent,
     FakeTransfer,

@@ -27,7 +27,7 @@ from engine_ext.reference.messages import GenerateRequest, RequestOutput, Sampli
 from engine_ext.reference.model.decoder import LanguageModel
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.output_stream import merge
-from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
 MAX_STEPS = 2000

@@ -11,7 +11,7 @@ from engine_ext.common.prefix_hashes import PrefixHashes
 from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.reference.model.decoder import Decoder
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.staging.stage import StagingFactory
+from engine_ext.worker.staging import StagingFactory
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,

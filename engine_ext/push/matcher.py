@@ -1,0 +1,534 @@
+"""Push mode on P: finished KV meets the registration of the engine that wants it, and is written.
+
+    offer (KV is ready) ----+
+                            +--> connecting --> writing --> P's blocks freed, D told by the WRITE
+    registration (from D) --+         |            |
+                                      +------------+------> P's blocks freed, D told that it failed
+
+Either may come first: P and D work on the request at the same time, and each waits for the other in
+a table with a deadline. What P has computed of a prompt is offered as a draft, and written while it
+computes the rest; D is told when all has been. A side that gives up leaves a tombstone, so that the
+other hears of it instead of waiting. Everything runs in the owner thread, never in the engine's
+step.
+
+Where D has more ranks than we do, several of them register for one offer, each for blocks of its
+own. Each is written as soon as it has registered, and P's blocks are freed after the last.
+
+Messages may come twice, late or in another order. How a registration ended is remembered by its
+generation, so that what comes again is answered again and never written again. What was matched is
+written by writes.py, and our blocks are kept until that has ended.
+
+D may ask for the blocks of a registration back, and may wait to hear that a prompt is whole before
+it registers at all: `engine_ext.scheduler.room` explains why. A D that waits for a request that
+never comes to us is refused after a while.
+"""
+
+import logging
+from collections.abc import Callable
+from itertools import chain
+
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.log_rate_limit import LogRateLimit
+from engine_ext.common.request_names import names_of, whole_id
+from engine_ext.common.types import Clock, ConnectorStats, PushOffer
+from engine_ext.layout.ranks import TensorRank
+from engine_ext.push.incoming_inquiries import Inquiries, Inquiry
+from engine_ext.push.matching_state import (
+    Doubt,
+    HeldOffer,
+    NameTable,
+    Registered,
+    RegistrationKey,
+    RegistrationTable,
+    Tombstones,
+    lasting,
+)
+from engine_ext.push.replies import (
+    DIFFERENT,
+    GIVEN_UP,
+    LEASE_ENDED,
+    LEAVING,
+    TOO_MANY,
+    UNKNOWN,
+    WITHDRAWN,
+    Replies,
+)
+from engine_ext.push.sender_checks import Checks
+from engine_ext.push.writes import Writes, Writing
+from engine_ext.wire.notifications import (
+    AwaitPrompt,
+    PushFailed,
+    PushRegistered,
+    ReturnBlocks,
+    Withdraw,
+)
+from engine_ext.worker.agent import Agent
+from engine_ext.worker.leases import LeaseTable
+from engine_ext.worker.peers import Peers
+from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.results import TransferReport
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogRateLimit())
+
+UNKNOWN_SECONDS = 45.0
+"""D is refused when P has had no request of that name for so long. Both legs are sent at once, but
+a prefill leg may wait for its connection, for its media, or for a long step of P's."""
+DOUBT_SECONDS = 5.0
+"""A registration whose offer seems to have been another's, or to be gone, is refused after so long,
+unless P prefills a request of the same name by then."""
+LATE_SECONDS = 5.0
+"""What P offers so soon after D has withdrawn a request of that name, of which P knew nothing yet,
+is taken for that request's; what comes later is another attempt's."""
+
+
+class PushWriter:
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        readers: Readers,
+        leases: LeaseTable,
+        config: ConnectorConfig,
+        us: TensorRank,
+        stats: ConnectorStats,
+        clock: Clock,
+        report: TransferReport,
+        on_free: Callable[[str], None],
+    ) -> None:
+        """`on_free` is told of each request whose lease has ended here."""
+        self._leases = leases
+        self._on_free = on_free
+        self._config = config
+        self._us = us
+        self._clock = clock
+        self._prefilling: NameTable[str] = NameTable()
+        """Requests that will be offered, or cancelled."""
+        self._offers: dict[str, HeldOffer] = {}
+        self._offer_names: NameTable[str] = NameTable()
+        self._drafts: dict[str, HeldOffer] = {}
+        """Of requests that run yet; they are offered, or cancelled."""
+        self._draft_names: NameTable[str] = NameTable()
+        self._registrations = RegistrationTable()
+        self._failed = Tombstones(config.push_deadline)
+        self._unwanted = Tombstones(config.push_deadline)
+        self._missed = Tombstones(config.push_deadline)
+        """Of offers that are gone: a registration of such a name may have come for one of them."""
+        self._withdrawn = Tombstones(config.push_deadline)
+        """D's ids: of its ranks' withdrawals, one frees our blocks."""
+        self._hopeless = Tombstones(config.push_deadline)
+        """Of D's requests, the ones that heard that their prompts never come."""
+        self._inquiries = Inquiries(readers)
+        self._replies = Replies(readers, stats)
+        self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
+        self._writes = Writes(
+            agent,
+            peers,
+            config,
+            us,
+            clock,
+            report,
+            stats,
+            self._ended,
+            self._lapsed,
+            self._release,
+        )
+
+    @property
+    def writes(self) -> Writes:
+        """Those that have begun, or shake hands."""
+        return self._writes
+
+    @property
+    def num_waiting(self) -> int:
+        """Offers and registrations without their counterpart, drafts, and inquiries."""
+        num_registrations = len(self._registrations) + len(self._checks)
+        num_prompts = len(self._offers) + len(self._drafts)
+        return num_prompts + num_registrations + len(self._inquiries)
+
+    def expect(self, request_id: str) -> None:
+        """P has a request that somebody may register for."""
+        if self._config.transfer_mode == "push":
+            self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
+
+    def name(self, request_id: str, transfer_id: str) -> None:
+        """The router's name for a request that P has."""
+        if self._prefilling.has((whole_id(request_id),)):
+            self._prefilling.add(request_id, names_of(request_id, transfer_id))
+
+    def draft(self, draft: PushOffer, now: float) -> None:
+        """So far P's request has come: whoever waits for it is written that."""
+        names = names_of(draft.request_id, draft.transfer_id)
+        held = self._drafts.get(draft.request_id)
+        if held is None:
+            held = self._drafts[draft.request_id] = HeldOffer(draft, is_draft=True)
+            self._draft_names.add(draft.request_id, names)
+        held.offer = draft
+        if held.request is not None:
+            return
+        waiting = self._registrations.named(names, draft.transfer_id)
+        fitting = next((one for one in waiting if all(map(held.may_serve, one))), [])
+        for registered in self._registrations.pop_all(fitting):
+            self._match(held, registered, now)
+
+    def offer(self, offer: PushOffer, now: float) -> None:
+        """P's request has finished; its lease has just been granted."""
+        self._prefilling.remove(offer.request_id)
+        names = names_of(offer.request_id, offer.transfer_id)
+        if not self._leases.is_held(offer.request_id):
+            self.cancel(offer.request_id, now, offer.transfer_id)
+            return
+        for inquiry in self._inquiries.named(names):
+            if _is_answer(offer, inquiry):
+                self._inquiries.answer(inquiry)
+        if self._finish_draft(offer, now):
+            return
+        waiting = self._registrations.named(names, offer.transfer_id)
+        fitting = next((one for one in waiting if all(rank.fits(offer) for rank in one)), [])
+        if not fitting:
+            self._doubt(waiting, DIFFERENT, now)
+        if not fitting and self._unwanted.take(names, now):
+            self._free_unwanted(offer, now)
+            return
+        held = self._offers[offer.request_id] = HeldOffer(offer)
+        self._offer_names.add(offer.request_id, names)
+        for registered in self._registrations.pop_all(fitting):
+            self._match(held, registered, now)
+
+    def _finish_draft(self, offer: PushOffer, now: float) -> bool:
+        """True: it is being written already, and this is the rest of it."""
+        held = self._pop_draft(offer.request_id)
+        if held is None or held.request is None:
+            return False
+        if held.offer.digest != offer.digest or not self._leases.take(offer.request_id):
+            self._abandon(held, DIFFERENT, now)
+            return False
+        held.offer, held.is_draft = offer, False
+        held.deadline = now + self._config.transfer_timeout
+        if not held.is_complete:
+            self._offers[offer.request_id] = held
+            self._offer_names.add(offer.request_id, names_of(offer.request_id, offer.transfer_id))
+        return True
+
+    def _pop_draft(self, request_id: str) -> HeldOffer | None:
+        self._draft_names.remove(request_id)
+        return self._drafts.pop(request_id, None)
+
+    def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
+        """What has been written of a draft is not believed, and no more is."""
+        self._fail_missing(held, now)
+        self._writes.give_up(held, reason)
+
+    def registered(self, message: PushRegistered, sender: str, now: float) -> None:
+        deadline = self._deadline(message, now)
+        trusts = self._config.trust_request_ids
+        registered = Registered(message, sender, deadline, now, trusts_request_ids=trusts)
+        if registered.deadline <= now:
+            return
+        for known in (self._registrations, self._checks, self._writes):
+            if known.refresh(registered):
+                return
+        if message.disagg is None or not self._replies.repeat(registered.key):
+            self._checks.begin(registered, now)
+
+    def _welcome(self, registered: Registered, now: float) -> None:
+        offers = self._offers_named(registered.names)
+        drafts = [self._drafts[name] for name in self._draft_names.find(registered.names)]
+        held = next((one for one in (*offers, *drafts) if one.may_serve(registered)), None)
+        if self._failed.take((whole_id(registered.message.request_id),), now):
+            self._refuse_ranks([registered], GIVEN_UP, now)
+        elif self._hopeless.has((_of_sender(registered.sender, registered.message),), now):
+            self._refuse_ranks([registered], UNKNOWN, now)
+        elif held is not None:
+            self._match(held, registered, now)
+        elif self._failed.take(registered.names, now):
+            self._refuse_ranks([registered], GIVEN_UP, now)
+        elif not self._registrations.has_room_for(registered):
+            self._replies.refuse(registered, TOO_MANY)
+        else:
+            self._registrations.add(registered)
+            if any(one.may_be_meant(registered) for one in offers):
+                self._doubt([[registered]], DIFFERENT, now)
+            elif self._missed.has(registered.names, now):
+                self._doubt([[registered]], GIVEN_UP, now)
+            elif registered.message.disagg is not None and not self._knows(registered.names):
+                registered.doubt = Doubt(UNKNOWN, now + UNKNOWN_SECONDS)
+
+    def _deadline(self, message: PushRegistered, now: float) -> float:
+        longest = now + self._config.push_deadline
+        return longest if message.disagg is None else min(longest, message.disagg.begin_by)
+
+    def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
+        """D does not want it: nothing more is written, and P's blocks are freed."""
+        key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
+        if self._writes.withdraw(key):
+            return  # The WRITE's own end answers.
+        if message.generation:
+            answer = self._replies.repeat(key)
+            if answer is None:
+                self._forget_registration(key)
+                self._replies.fail(key, WITHDRAWN)
+            elif not (isinstance(answer, PushFailed) and answer.is_given_back):
+                return
+        self._leave_offer(message, sender, now)
+
+    def _forget_registration(self, key: RegistrationKey) -> None:
+        self._checks.forget(key)
+        if key in self._registrations:
+            self._registrations.pop(key)
+
+    def asked_back(self, message: ReturnBlocks, sender: str) -> None:
+        """D needs the blocks of this registration for another request."""
+        key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
+        if self._writes.give_back(key) or self._replies.repeat(key):
+            return
+        self._forget_registration(key)
+        self._replies.give_back(key)
+
+    def awaited(self, message: AwaitPrompt, sender: str, now: float) -> None:
+        """D registers when we hold this prompt."""
+        inquiry = self._inquiries.hear(message, sender, now)
+        offers = [held.offer for held in self._offers_named(inquiry.names)]
+        if any(_is_answer(offer, inquiry) for offer in offers):
+            self._inquiries.answer(inquiry)
+        elif self._failed.has(inquiry.names, now):
+            self._give_no_hope(inquiry, now)
+
+    def _give_no_hope(self, inquiry: Inquiry, now: float) -> None:
+        """Its prompt never comes: D registers, and is refused at once."""
+        self._hopeless.add((_of_sender(inquiry.sender, inquiry.message),), now)
+        self._inquiries.answer(inquiry)
+
+    def _review_inquiries(self, now: float) -> None:
+        self._inquiries.forget_old(now)
+        for inquiry in self._inquiries:
+            if self._knows(inquiry.names):
+                inquiry.unknown_since = now
+            elif now - inquiry.unknown_since >= UNKNOWN_SECONDS:
+                self._give_no_hope(inquiry, now)
+
+    def _knows(self, names: tuple[str, ...]) -> bool:
+        """P works on a request that has one of these names."""
+        return self._prefilling.has(names) or self._draft_names.has(names)
+
+    def leave(self, now: float) -> None:
+        """P shuts down: whoever waits for its prompts hears so."""
+        for registered in self._registrations.pop_everything():
+            self._replies.refuse(registered, LEAVING)
+        for inquiry in self._inquiries:
+            self._give_no_hope(inquiry, now)
+
+    def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
+        names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
+        held = next((one for one in self._offers_named(names) if one.is_for(message)), None)
+        if held is not None and held.request is not None:
+            self._leave(held, sender)
+            return
+        if self._withdrawn.has((message.request_id,), now):
+            return
+        self._withdrawn.add((message.request_id,), now)
+        if held is not None:
+            self._free_unwanted(held.offer, now, sender)
+        elif not self._failed.take(names, now):
+            self._will_be_unwanted(names, message.transfer_id, now)
+
+    def _free_unwanted(self, offer: PushOffer, now: float, sender: str = "") -> None:
+        """Another attempt of the request may have been meant, and this one's D come yet."""
+        names = names_of(offer.request_id, offer.transfer_id)
+        self._missed.add(lasting(names, offer.transfer_id), now)
+        self._confirm(offer.request_id, now, sender)
+
+    def _will_be_unwanted(
+        self, names: tuple[str, ...], transfer_id: str | None, now: float
+    ) -> None:
+        """D has withdrawn a request before P has offered it, or before it has come to P."""
+        prefilling = self._prefilling.oldest(names)
+        if transfer_id is not None:
+            self._unwanted.add(lasting(names, transfer_id), now)
+        elif prefilling is not None:
+            self._unwanted.add((whole_id(prefilling),), now)
+        else:
+            self._unwanted.add(names, now, LATE_SECONDS)
+
+    def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
+        """P's request was aborted, or its lease ended: whoever registers for it must hear."""
+        draft, held = self._pop_draft(request_id), self._offers.get(request_id)
+        if draft is not None and draft.request is not None:
+            self._abandon(draft, GIVEN_UP, now)
+            self.forget(request_id)
+            return
+        if held is not None:
+            transfer_id = held.offer.transfer_id
+        self.forget(request_id)
+        names = names_of(request_id, transfer_id)
+        for inquiry in self._inquiries.named(names):
+            if inquiry.may_mean(transfer_id) and not self._knows(inquiry.names):
+                self._give_no_hope(inquiry, now)
+        waiting = self._registrations.named(names, transfer_id)
+        is_unwanted, others = self._unwanted.take(names, now), self._prefilling.has(names)
+        if len(waiting) == 1 and not (held or others or is_unwanted):
+            self._refuse_ranks(self._registrations.pop_all(waiting[0]), GIVEN_UP, now)
+        elif waiting or others:
+            self._doubt(waiting, GIVEN_UP, now)
+            self._missed.add(lasting(names, transfer_id), now)
+        elif not is_unwanted:
+            self._failed.add(lasting(names, transfer_id), now)
+
+    def forget(self, request_id: str) -> None:
+        """Its lease has ended: there is nothing to offer any more."""
+        self._prefilling.remove(request_id)
+        self._offers.pop(request_id, None)
+        self._offer_names.remove(request_id)
+
+    def request_of(self, name: str) -> str:
+        """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
+        return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
+
+    def step(self, now: float) -> None:
+        self._checks.step(now)
+        self._review_inquiries(now)
+        self._expire(now)
+        self._writes.step(now)
+
+    def _expire(self, now: float) -> None:
+        for registered in self._registrations.pop_due(now):
+            # D asks again if it still waits, and then gets a new time.
+            logger.debug("push to %s: timed out", registered.message.request_id)
+        for registered, doubt in self._registrations.doubtful(now):
+            self._resolve(registered, doubt, now)
+        for held in [held for held in self._offers.values() if held.request is not None]:
+            if held.deadline <= now:
+                self._close(held, now)
+
+    def _doubt(self, waiting: list[list[Registered]], reason: str, now: float) -> None:
+        """Its own offer may come yet: several requests may have one name."""
+        for registered in chain.from_iterable(waiting):
+            registered.doubt = registered.doubt or Doubt(reason, now + DOUBT_SECONDS)
+
+    def _resolve(self, registered: Registered, doubt: Doubt, now: float) -> None:
+        if registered.key not in self._registrations:
+            return  # Refused with another rank's.
+        if self._prefilling.has(registered.names):
+            is_known = doubt.reason == UNKNOWN
+            registered.doubt = None if is_known else doubt._replace(until=now + DOUBT_SECONDS)
+        else:
+            ranks = self._registrations.pop_ranks(registered)
+            self._refuse_ranks(ranks, doubt.reason, now)
+
+    def _offers_named(self, names: tuple[str, ...]) -> list[HeldOffer]:
+        """Those that are being written first: other ranks of the same request may join them."""
+        offers = [self._offers[request_id] for request_id in self._offer_names.find(names)]
+        return sorted(offers, key=lambda held: held.request is None)
+
+    def _match(self, held: HeldOffer, registered: Registered, now: float) -> None:
+        if held.request is None and not self._begin(held, registered, now):
+            return
+        held.senders.add(registered.sender)
+        held.num_writing += 1
+        if held.is_complete and not held.is_draft:
+            self.forget(held.offer.request_id)
+        self._writes.begin(held, registered)
+
+    def _begin(self, held: HeldOffer, registered: Registered, now: float) -> bool:
+        if not held.is_draft and not self._leases.take(held.offer.request_id):
+            self.forget(held.offer.request_id)
+            self._replies.refuse(registered, LEASE_ENDED)
+            return False
+        held.request = registered.request
+        held.num_readers = self._num_readers(registered)
+        held.deadline = now + self._config.transfer_timeout
+        return True
+
+    def _num_readers(self, registered: Registered) -> int:
+        """How many ranks of D register with us."""
+        of_stage = max(1, registered.message.decode_tp_size // self._us.size)
+        return of_stage * registered.address.pp_size
+
+    def _leave(self, held: HeldOffer, sender: str) -> None:
+        """A rank of D withdraws where others of it have registered."""
+        held.senders.add(sender)
+        if held.is_complete:
+            self.forget(held.offer.request_id)
+        self._end_if_last(held)
+
+    def _close(self, held: HeldOffer, now: float) -> None:
+        """Ranks of D are missing: from now on their registrations come too late."""
+        self._fail_missing(held, now)
+        held.num_readers = 0
+        self.forget(held.offer.request_id)
+        self._end_if_last(held)
+
+    def _ended(self, writing: Writing) -> None:
+        """Well, or with a problem: NIXL touches our blocks no more for this one."""
+        registered = writing.registered
+        if writing.problem is None:
+            self._replies.written(registered)
+        else:
+            landing = 0.0 if writing.moving is None else self._config.landing_seconds
+            self._replies.refuse(registered, writing.problem, landing)
+        self._release(writing)
+
+    def _release(self, writing: Writing) -> None:
+        """Once."""
+        if writing.is_released:
+            return
+        writing.is_released = True
+        held = writing.held
+        held.num_writing -= 1
+        if not held.is_draft:
+            self._end_if_last(held)
+        elif self._drafts.get(held.offer.request_id) is held:
+            self._unmatch_if_last(held)
+
+    def _lapsed(self, writing: Writing) -> None:
+        held = writing.held
+        held.num_writing -= 1
+        held.senders.discard(writing.registered.sender)
+        if not held.senders:
+            held.request = None
+        if writing.is_asked_back:
+            self._replies.give_back(writing.registered.key)
+
+    def _unmatch_if_last(self, held: HeldOffer) -> None:
+        """It was for nobody, unless another registers by then: its blocks are freed at once."""
+        if held.num_writing or held.request is None:
+            return
+        now = self._clock()
+        self._fail_missing(held, now)
+        self._unwanted.add((whole_id(held.offer.request_id),), now)
+        held.request = None
+        held.senders.clear()
+
+    def _fail_missing(self, held: HeldOffer, now: float) -> None:
+        """Ranks of D that have not registered are refused when they do."""
+        if held.request is not None and not held.is_complete:
+            self._failed.add((whole_id(held.request.request_id),), now)
+
+    def _end_if_last(self, held: HeldOffer) -> None:
+        """Those it was written to are done with it; others may believe in its lease yet."""
+        if not held.is_complete or held.num_writing:
+            return
+        self._leases.put_back(held.offer.request_id)
+        for sender in held.senders:
+            self._confirm(held.offer.request_id, self._clock(), sender)
+
+    def _confirm(self, request_id: str, now: float, reader: str = "") -> None:
+        self.forget(request_id)
+        if self._leases.confirm(request_id, now, reader=reader):
+            self._on_free(request_id)
+
+    def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:
+        """These and, when they come, those of the same request's other ranks."""
+        for registered in registrations:
+            self._replies.refuse(registered, reason)
+        if self._num_readers(registrations[0]) > 1:
+            self._failed.add((whole_id(registrations[0].message.request_id),), now)
+
+
+def _is_answer(offer: PushOffer, inquiry: Inquiry) -> bool:
+    return inquiry.may_mean(offer.transfer_id) and inquiry.message.digest == offer.digest
+
+
+def _of_sender(sender: str, message: AwaitPrompt | PushRegistered) -> str:
+    """A request of that agent's, whatever others call theirs."""
+    return f"{sender} {message.request_id}"

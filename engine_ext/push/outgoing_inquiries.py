@@ -1,0 +1,114 @@
+"""Push mode on D: requests that take no blocks before P holds their prompts.
+
+P is asked, every few seconds, until it says that it holds the prompt or never will. Each inquiry
+ends in one report. What cannot be learned (P is silent, gone, or of an earlier version that does
+not answer) ends it likewise: then the request registers, and the registration's own end says what
+is wrong.
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.log_rate_limit import LogRateLimit
+from engine_ext.common.types import ConnectorStats, PushInquiry
+from engine_ext.push.registrations import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
+from engine_ext.wire.notifications import AwaitPrompt, encode_extension
+from engine_ext.worker.agent import Agent, AgentError
+from engine_ext.worker.heartbeats import HeartbeatTracker
+from engine_ext.worker.leases import NEVER
+from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.results import Results
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogRateLimit())
+
+
+@dataclass(slots=True)
+class _Asking:
+    inquiry: PushInquiry
+    deadline: float
+    ask_again_at: float = NEVER
+    asked: set[str] = field(default_factory=set)
+    """Agents of P's ranks."""
+    answered: set[str] = field(default_factory=set)
+
+
+class AwaitedPrompts:
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        beats: HeartbeatTracker,
+        results: Results,
+        config: ConnectorConfig,
+        stats: ConnectorStats,
+    ) -> None:
+        self._agent = agent
+        self._peers = peers
+        self._beats = beats
+        self._results = results
+        self._stats = stats
+        self._seconds = config.push_deadline
+        self._asks_every = min(config.heartbeat_interval, LONGEST_ASKING)
+        self._asking: dict[str, _Asking] = {}
+
+    def __len__(self) -> int:
+        return len(self._asking)
+
+    def ask(self, inquiry: PushInquiry, now: float) -> None:
+        self._stats.pushes_awaited += 1
+        self._asking[inquiry.request_id] = _Asking(inquiry, now + self._seconds)
+
+    def answered(self, request_id: str, sender: str) -> None:
+        """That rank of P holds the prompt, or never will."""
+        asking = self._asking.get(request_id)
+        if asking is None or sender not in asking.asked:
+            return
+        asking.answered.add(sender)
+        if asking.asked <= asking.answered:
+            self.end(request_id)
+
+    def end(self, request_id: str) -> None:
+        """Nothing more is to be learned, or nobody waits for it any more."""
+        if self._asking.pop(request_id, None) is not None:
+            self._results.ready(request_id)
+
+    def step(self, now: float) -> None:
+        for request_id, asking in list(self._asking.items()):
+            try:
+                is_open = self._ask_again(asking, now)
+            except (PeerError, AgentError) as error:
+                logger.warning("request %s: P was not asked: %s", request_id, error)
+                is_open = False
+            if not is_open:
+                self.end(request_id)
+
+    def _ask_again(self, asking: _Asking, now: float) -> bool:
+        """False: there is nothing to be learned."""
+        address = asking.inquiry.target.address
+        if asking.deadline <= now:
+            return False
+        if self._beats.is_silent(address, now, SILENT_BEATS, SILENT_SECONDS):
+            return False
+        if asking.ask_again_at > now:
+            return True
+        peers = self._peers.connect_all(address, now)
+        if peers is None:
+            return True
+        if not all(peer.has_extension and peer.returns_blocks for peer in peers):
+            return False
+        asking.ask_again_at = now + self._asks_every
+        asking.asked = {peer.name for peer in peers}
+        asking.answered &= asking.asked
+        for peer in peers:
+            if peer.name not in asking.answered:
+                self._agent.notify(peer.name, encode_extension(_message(asking.inquiry)))
+        return True
+
+
+def _message(inquiry: PushInquiry) -> AwaitPrompt:
+    target = inquiry.target
+    return AwaitPrompt(
+        inquiry.request_id, inquiry.digest, target.remote_request_id, target.transfer_id
+    )

@@ -1,0 +1,413 @@
+"""The NIXL agent: one object, used by one thread at a time, without NIXL's progress thread.
+
+NIXL's own progress thread burns a core when idle; here whoever owns the agent polls it. Completion
+notifications leave only when the initiator polls, so an owner polls its own transfers.
+"""
+
+import enum
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from nixl._api import nixl_agent, nixl_agent_config, nixlBind
+
+from engine_ext.common.types import ConnectorStats, Region
+from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
+from engine_ext.wire.nixl_metadata import agent_name
+
+logger = logging.getLogger(__name__)
+
+
+REHEARSAL_SECONDS = 1.0
+
+
+class AgentError(Exception):
+    """NIXL refused or failed; the message says what was tried."""
+
+
+class TransferState(enum.Enum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHandle:
+    """A remote agent that NIXL knows, and its prepared descriptors."""
+
+    name: str
+    layout: PeerLayout
+    descriptors: Any
+    has_extension: bool = False
+    lease_extension: float = 0.0
+    """Seconds by which a heartbeat extends a lease there."""
+    write_bound: float = 0.0
+    """Seconds after which a WRITE that has begun there has landed, or never will."""
+    readers: int = 1
+    """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
+    refusal: str | None = None
+    """Why no KV may move between this engine and us."""
+    returns_blocks: bool = False
+    """It answers `AwaitPrompt` and `ReturnBlocks`."""
+
+
+Transfer = Any
+"""One READ or WRITE in flight; opaque."""
+
+
+class Agent(Protocol):
+    """What the transfer machines need of NIXL. Every method may raise AgentError."""
+
+    @property
+    def name(self) -> str:
+        """What others know this agent by, and its notifications are from."""
+
+    def metadata(self) -> bytes: ...
+    def add_remote(self, metadata: bytes) -> str:
+        """Makes a remote agent known, for notifications; returns its name. Twice is once, and
+        what differs from what is known of that name is refused."""
+
+    def remove_remote(self, name: str) -> None:
+        """Not while a transfer with it runs: nobody would ever hear how it ends."""
+
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
+        """Both sides' descriptors, for `start_read`."""
+
+    def unprepare(self, peer: PeerHandle) -> None:
+        """Frees what `prepare` made."""
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """READs remote bytes into local ones. Shapes: [descriptors], indices into the rows of the
+        peer's layout.
+
+        `notification` reaches the peer once the data is here and `poll` has been called.
+        """
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        """WRITEs local bytes into remote ones; else as `start_read`."""
+
+    def poll(self, transfer: Transfer) -> TransferState: ...
+    def discard(self, transfer: Transfer) -> None:
+        """Frees the handle of a transfer that has ended. One that runs is not stopped by it."""
+
+    def notify(self, name: str, message: bytes) -> None: ...
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What remote agents sent since the last call: (name, message)."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class TransferInFlight:
+    """A READ or WRITE until NIXL has ended it.
+
+    Nothing stops a transfer that NIXL has begun: after its handle is freed, its peer removed, or
+    polling stopped, the data still arrives. So the owner polls it until NIXL reports the end,
+    however late. Only then may anything else use its blocks.
+    """
+
+    transfer: Transfer
+    deadline: float
+    problem: str | None = None
+    """Why it counts as failed, whatever NIXL says later."""
+    ended: bool = False
+
+    def is_late(self, now: float) -> bool:
+        return now >= self.deadline
+
+    def has_ended(self, agent: Agent, now: float) -> bool:
+        """True: NIXL touches the blocks no more, and `problem` tells how it went.
+
+        While NIXL cannot be asked, or says that it runs, it has not ended, whatever the time.
+        """
+        if self.ended:
+            return True
+        if self.is_late(now):
+            self.problem = self.problem or "it took too long"
+        try:
+            state = agent.poll(self.transfer)
+        except AgentError as error:
+            logger.debug("%s", error)
+            return False
+        if state is TransferState.RUNNING:
+            return False
+        if state is TransferState.FAILED:
+            self.problem = self.problem or "it failed"
+        self.ended = True
+        self._discard(agent)
+        return True
+
+    def _discard(self, agent: Agent) -> None:
+        try:
+            agent.discard(self.transfer)
+        except AgentError as error:
+            logger.warning("NIXL keeps the handle of a transfer that has ended: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """NIXL's handles of both sides' descriptors."""
+
+    local: Any
+    remote: Any
+
+
+SHARED_DESCRIPTORS = 1024
+"""From so many on NIXL splits a transfer among its worker threads, where it has any."""
+
+_ENDED = (
+    nixlBind.nixlBackendError,
+    nixlBind.nixlCancelledError,
+    nixlBind.nixlNotFoundError,
+    nixlBind.nixlNotPostedError,
+    nixlBind.nixlRemoteDisconnectError,
+)
+"""What a poll raises of a transfer that has failed. Not found: the connection has failed, and
+another transfer was asked first. We never remove a remote with which a transfer runs."""
+
+
+@dataclass(slots=True)
+class NixlTransfer:
+    handle: Any
+    is_shared: bool
+    """Worker threads carry it together: an error of one does not say that the others have ended."""
+    has_failed: bool = False
+    """It could not be started, or not all of it."""
+
+
+class NixlAgent:
+    """`Agent` over the real library. Raises AgentError when the memory cannot be registered.
+
+    `stats` learns what NIXL says of each transfer that ended well: times, bytes, descriptors.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        backends: Sequence[str],
+        threads: int,
+        stats: ConnectorStats | None = None,
+    ) -> None:
+        self._stats = stats or ConnectorStats()
+        self._regions = tuple(regions)
+        self._mem_type = self._only_mem_type()
+        self._prepared: dict[bytes, Any] = {}
+        self._remotes: dict[str, bytes] = {}
+        """By name, a digest of the metadata that was loaded."""
+        self._has_threads = threads > 0
+        self._name = str(uuid.uuid4())
+        with _errors("create the NIXL agent"):
+            self._nixl = nixl_agent(
+                self._name,
+                nixl_agent_config(
+                    enable_prog_thread=False,
+                    num_threads=threads,
+                    backends=list(backends),
+                    capture_telemetry=True,
+                ),
+            )
+        missing = [name for name in backends if name not in self._nixl.backends]
+        if missing:
+            raise AgentError(f"NIXL backend not available: {', '.join(missing)}")
+        with _errors("register the KV cache"):
+            self._registered = self._nixl.register_memory(
+                [(r.base_addr, self._extent(r), r.device_id, "") for r in self._regions],
+                self._mem_type,
+            )
+            self._prepare_local(strided_descriptors(self._regions))
+        self._rehearse(list(backends))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def metadata(self) -> bytes:
+        with _errors("read the agent's metadata"):
+            return bytes(self._nixl.get_agent_metadata())
+
+    def add_remote(self, metadata: bytes) -> str:
+        # NIXL forgets an agent of which it fails to load more, and never takes that name again:
+        # anybody may send metadata in another agent's name.
+        digest = blake2b(metadata, digest_size=16).digest()
+        if self._remotes.get(agent_name(metadata) or "", digest) != digest:
+            raise AgentError(f"agent {agent_name(metadata)} is known by other metadata")
+        with _errors("add a remote agent"):
+            name = _add(self._nixl, metadata)
+        self._remotes[name] = digest
+        return name
+
+    def remove_remote(self, name: str) -> None:
+        self._remotes.pop(name, None)
+        with _errors("remove a remote agent"):
+            self._nixl.remove_remote_agent(name)
+
+    def prepare(self, name: str, layout: PeerLayout) -> Any:
+        mem_types = {region.mem_type for region in layout.regions}
+        if not mem_types:
+            return None  # Another stage's layers.
+        if len(mem_types) != 1:
+            raise AgentError(f"the peer's regions mix memory types {sorted(mem_types)}")
+        with _errors("prepare the remote agent's blocks"):
+            local = self._prepare_local(layout.local.rows)
+            remote = self._nixl.prep_xfer_dlist(name, layout.remote.rows, mem_types.pop())
+        return Prepared(local, remote)
+
+    def unprepare(self, peer: PeerHandle) -> None:
+        if peer.descriptors is None:
+            return
+        with _errors("drop the remote agent's blocks"):
+            self._nixl.release_dlist_handle(peer.descriptors.remote)
+
+    def start_read(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        return self._start("READ", peer, local, remote, notification)
+
+    def start_write(
+        self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
+    ) -> Transfer:
+        return self._start("WRITE", peer, local, remote, notification)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See docs/engine.md, "What stops a transfer", for what is an end."""
+        with _errors("poll a transfer"):
+            try:
+                state = self._nixl.check_xfer_state(transfer.handle)
+            except _ENDED:
+                if transfer.is_shared:
+                    raise
+                return TransferState.FAILED
+        if state == "PROC":
+            return TransferState.RUNNING
+        if state != "DONE" or transfer.has_failed:
+            return TransferState.FAILED
+        self._record(transfer)
+        return TransferState.DONE
+
+    def discard(self, transfer: Transfer) -> None:
+        with _errors("release a transfer"):
+            self._nixl.release_xfer_handle(transfer.handle)
+
+    def notify(self, name: str, message: bytes) -> None:
+        try:
+            with _errors("send a notification"):
+                self._nixl.send_notif(name, message)
+        except AgentError:
+            self._stats.notifications_failed += 1
+            raise
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        with _errors("read notifications"):
+            received = self._nixl.get_new_notifs()
+        return [(name, message) for name, messages in received.items() for message in messages]
+
+    def close(self) -> None:
+        with _errors("close the agent"):
+            for descriptors in self._prepared.values():
+                self._nixl.release_dlist_handle(descriptors)
+            self._nixl.deregister_memory(self._registered)
+
+    def _start(
+        self,
+        operation: str,
+        peer: PeerHandle,
+        local: Indices,
+        remote: Indices,
+        notification: bytes,
+    ) -> Transfer:
+        ours, theirs = peer.descriptors.local, peer.descriptors.remote
+        with _errors(f"start a {operation}"):
+            handle = self._nixl.make_prepped_xfer(
+                operation, ours, local, theirs, remote, notification
+            )
+        is_shared = self._has_threads and len(local) >= SHARED_DESCRIPTORS
+        transfer = NixlTransfer(handle, is_shared)
+        try:
+            self._nixl.transfer(handle)
+        except Exception as error:
+            # Part of it may be under way: whoever polls it finds out when it has ended.
+            logger.warning("could not start a %s: %s", operation, error)
+            transfer.has_failed = True
+        return transfer
+
+    def _record(self, transfer: Transfer) -> None:
+        try:
+            said = self._nixl.get_xfer_telemetry(transfer.handle)
+        except Exception as error:
+            logger.debug("no telemetry of a transfer: %s", error)
+            return
+        self._stats.transfer_seconds.observe(said.xferDuration / 1e6)
+        self._stats.post_seconds.observe(said.postDuration / 1e6)
+        self._stats.bytes_per_transfer.observe(said.totalBytes)
+        self._stats.descriptors_per_transfer.observe(said.descCount)
+
+    def _prepare_local(self, rows: Rows) -> Any:
+        """Peers that are alike share ours; kept until the agent is closed."""
+        key = rows.tobytes()
+        if key not in self._prepared:
+            self._prepared[key] = self._nixl.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", rows, self._mem_type
+            )
+        return self._prepared[key]
+
+    def _rehearse(self, backends: list[str]) -> None:
+        """Calls an agent that goes away again, and is called by another.
+
+        At the first connection either way UCX weighs its protocols, for some twenty milliseconds in
+        which nothing else moves. Later peers on the same kind of path find that done.
+        """
+        config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
+        try:
+            for we_call in (True, False):
+                other = nixl_agent(str(uuid.uuid4()), config)
+                pair = (self._nixl, other) if we_call else (other, self._nixl)
+                _say_a_word(*pair)
+        except Exception as error:
+            logger.info("no rehearsal, the first handshake takes longer: %s", error)
+
+    def _only_mem_type(self) -> str:
+        mem_types = {region.mem_type for region in self._regions}
+        if len(mem_types) != 1:
+            raise AgentError(f"KV regions of one memory type are needed, not {sorted(mem_types)}")
+        return mem_types.pop()
+
+    @staticmethod
+    def _extent(region: Region) -> int:
+        return region.block_stride * (region.num_blocks - 1) + region.block_len
+
+
+def _add(agent: nixl_agent, metadata: bytes) -> str:
+    name = agent.add_remote_agent(metadata)
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _say_a_word(caller: nixl_agent, callee: nixl_agent) -> None:
+    """Returns when it has arrived, or after a second."""
+    name = _add(caller, callee.get_agent_metadata())
+    caller.send_notif(name, b"rehearsal")
+    deadline = time.monotonic() + REHEARSAL_SECONDS
+    while not callee.get_new_notifs() and time.monotonic() < deadline:
+        caller.get_new_notifs()
+    caller.remove_remote_agent(name)
+
+
+class _errors:  # noqa: N801 - reads as a statement
+    """NIXL's bindings raise their own exception types, one per status code."""
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise AgentError(f"could not {self._action}: {error}") from error

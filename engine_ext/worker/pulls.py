@@ -1,0 +1,512 @@
+"""READs from remote engines. Each order ends in exactly one report, well or badly.
+
+    order --> connecting --> reading --> (proven) --> reported ok
+                  |          |   |  \\---> confirming --> reported ok
+                  |          |   |             |
+                  +----------|---+-------------+------> reported failed
+                             +--(late)----------------> reported failed, in quarantine --> (ended)
+
+The holder may have taken its blocks back while we read them: then the bytes are wrong and nothing
+else tells. Where it runs our extension, a READ counts only if its lease is known to have been valid
+when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself. When it
+ended is told by a clock that is read after NIXL said so: the process may have stood still.
+
+A READ that outlives its deadline may write into our blocks for as long as NIXL has not ended it. It
+is reported, and its blocks are in quarantine: whoever wants to free them asks `touches`. Where the
+host would compute into the same blocks, the report waits instead. An engine that keeps us waiting
+so is not read from again before that READ has ended.
+
+With `kv_checksum` the answer to a READ brings the holder's checksums, and the READ counts only if
+what is here has the same ones; see checksums.py. A holder that sends none is trusted as without.
+
+Where the holder has more ranks than we do, an order is read in parts, one from each rank, all at
+once. It has ended well when all parts have, and badly when one has and the others have ended too.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.types import (
+    Clock,
+    ConnectorStats,
+    LoadProblem,
+    PeerAddress,
+    PullOrder,
+    RemoteSource,
+    num_blocks_in,
+)
+from engine_ext.layout.plan import Batch, PlanError
+from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
+from engine_ext.worker.agent import Agent, AgentError, PeerHandle, TransferInFlight
+from engine_ext.worker.checksums import SLOWEST_BYTES_PER_SECOND, ChecksumComparison, Checksums
+from engine_ext.worker.heartbeats import HeartbeatTracker
+from engine_ext.worker.peers import PeerError, Peers, RefusedPeerError
+from engine_ext.worker.results import Results, TransferReport
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ENDED = "its request has ended"
+"""The only reason for a missing load that is not a fault."""
+UNENDED = "an earlier READ from this engine has not ended"
+
+
+@dataclass(slots=True)
+class RankRead:
+    """One READ, from one rank."""
+
+    peer: PeerHandle
+    moving: TransferInFlight
+    sequence: int
+    is_running: bool = True
+    answer: bool | None = None
+    """The holder's, once it has come."""
+    wants_sums: bool = False
+    sums: tuple[bytes, ...] | None = None
+    """The holder's checksums, if its answer had any."""
+    check: ChecksumComparison | None = None
+    """Of what it brought."""
+
+    @property
+    def is_verified(self) -> bool:
+        """It brought what the holder had, once it is compared and no corruption is found."""
+        return self.check is not None and self.sums is not None
+
+    @property
+    def is_compared(self) -> bool:
+        return self.check is None or self.sums is None or self.check.is_done
+
+    @property
+    def corruption(self) -> str | None:
+        if self.check is None or self.sums is None:
+            return None
+        return self.check.problem(self.sums)
+
+
+@dataclass(slots=True, eq=False)
+class ActivePull:
+    order: PullOrder
+    peers: list[PeerHandle]
+    """Every rank that holds the request, read from or not."""
+    parts: list[RankRead] = field(default_factory=list)
+    began: float = 0.0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    problem: str | None = None
+    """Why it will fail, once no part runs."""
+    has_begun: bool = False
+    """It could be planned: what fails from here on is the engine's fault, or the way's."""
+    answer_by: float = 0.0
+
+    @property
+    def running(self) -> list[RankRead]:
+        return [part for part in self.parts if part.is_running]
+
+
+class Pulls:
+    """`decline` tells a holder that we will not read; `max_quarantined` is in blocks."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        beats: HeartbeatTracker,
+        sequence: Iterator[int],
+        results: Results,
+        config: ConnectorConfig,
+        stats: ConnectorStats,
+        clock: Clock,
+        report: TransferReport,
+        decline: Callable[[RemoteSource], None],
+        max_quarantined: int,
+        checksums: Checksums | None = None,
+    ) -> None:
+        self._agent = agent
+        self._peers = peers
+        self._beats = beats
+        self._sequence = sequence
+        self._results = results
+        self._config = config
+        self._stats = stats
+        self._clock = clock
+        self._report = report
+        self._decline = decline
+        self._max_quarantined = max_quarantined
+        self._checksums = checksums
+        self._connecting: list[PullOrder] = []
+        self._reading: list[ActivePull] = []
+        self._confirming: list[ActivePull] = []
+        self._quarantine: list[ActivePull] = []
+        """Let go of, and not ended."""
+
+    @property
+    def youngest_began(self) -> float | None:
+        """When the youngest READ began that a request waits for, confirmation included."""
+        return max((one.began for one in (*self._reading, *self._confirming)), default=None)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._reading) + len(self._confirming) + len(self._connecting)
+
+    @property
+    def num_quarantined(self) -> int:
+        """READs."""
+        return len(self._quarantine)
+
+    @property
+    def num_blocks_quarantined(self) -> int:
+        return sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        for reading in self._quarantine:
+            deadline = max(part.moving.deadline for part in reading.parts)
+            yield QuarantineSeen(
+                reading.order.request_id,
+                reading.order.source.address.engine_id,
+                num_blocks_in(reading.order.local_block_ids),
+                max(0.0, now - deadline),
+            )
+
+    def uses(self, peer: PeerHandle) -> bool:
+        """A READ is under way for which this peer is needed."""
+        return any(peer is one for reading in self._moving() for one in reading.peers)
+
+    def touches(self, request_id: str) -> bool:
+        """A READ may still write into this request's blocks, or will."""
+        return any(request_id == one.order.request_id for one in self._moving()) or any(
+            request_id == order.request_id for order in self._connecting
+        )
+
+    def reads(self, request_id: str) -> bool:
+        """Its READ is under way, and ends with a message to the holder."""
+        readings = (*self._moving(), *self._confirming)
+        return any(request_id == one.order.request_id for one in readings)
+
+    def start(self, order: PullOrder) -> None:
+        self._connecting.append(order)
+
+    def give_up(self, request_id: str) -> None:
+        """The request has ended: nobody waits for its load, which is reported all the same."""
+        for order in [one for one in self._connecting if one.request_id == request_id]:
+            self._connecting.remove(order)
+            self._fail(order, REQUEST_ENDED)
+            self._decline(order.source)
+        for reading in self._reading:
+            if reading.order.request_id == request_id:
+                reading.problem = reading.problem or REQUEST_ENDED
+        for reading in [one for one in self._confirming if one.order.request_id == request_id]:
+            self._confirming.remove(reading)
+            self._stop_checks(reading)
+            self._give_up(reading, REQUEST_ENDED)
+
+    def step(self, now: float) -> None:
+        for reading in list(self._reading):
+            self._guard(reading, partial(self._poll, reading, now))
+        for reading in list(self._confirming):
+            self._guard(reading, partial(self._confirm, reading, now))
+        for reading in list(self._quarantine):
+            self._guard(reading, partial(self._poll_quarantined, reading, now))
+        orders, self._connecting = self._connecting, []
+        for order in orders:
+            self._guard(ActivePull(order, []), partial(self._try_to_read, order, now))
+        self._stats.pulls_active = self.num_active
+
+    def answered(
+        self, peer_name: str, sequence: int, valid: bool, sums: tuple[bytes, ...] | None = None
+    ) -> None:
+        """The holder says whether what a READ found was still the request's, and its checksums."""
+        for reading in (*self._reading, *self._confirming):
+            for part in reading.parts:
+                is_asked = part.sequence == sequence and part.peer.name == peer_name
+                if is_asked and part.answer is None:
+                    part.answer, part.sums = valid, sums
+
+    def _moving(self) -> tuple[ActivePull, ...]:
+        return (*self._reading, *self._quarantine)
+
+    def _guard(self, reading: ActivePull, action: Callable[[], None]) -> None:
+        """A fault of ours must not park a request for ever, nor free what is still written to."""
+        try:
+            action()
+        except Exception as error:
+            logger.exception("request %s", reading.order.request_id)
+            if reading in self._quarantine:
+                return
+            if reading in self._reading:
+                reading.problem = reading.problem or repr(error)
+                self._let_go(reading)
+                return
+            self._confirming = [one for one in self._confirming if one is not reading]
+            self._stop_checks(reading)
+            self._fail(reading.order, repr(error))
+
+    def _try_to_read(self, order: PullOrder, now: float) -> None:
+        if self._beats.is_gone(order.request_id):
+            self._fail(order, "its lease has ended")
+            return
+        if (problem := self._quarantine_problem(order.source.address)) is not None:
+            self._do_without(order, problem, is_of_pair=problem == UNENDED)
+            return
+        try:
+            peers = self._peers.connect_all(order.source.address, now)
+        except RefusedPeerError as error:
+            self._stats.pulls_refused += 1
+            self._do_without(order, str(error), is_of_pair=True)
+            return
+        except PeerError as error:
+            self._fail(order, str(error), is_of_pair=True)
+            return
+        if peers is None:
+            self._connecting.append(order)
+            return
+        reading = ActivePull(order, peers, began=now)
+        if (problem := refusal_of(order, peers)) is not None:
+            self._stats.pulls_refused += 1
+            self._give_up(reading, problem)
+            return
+        try:
+            self._read(reading, now)
+        except (PlanError, AgentError) as error:
+            reading.problem = str(error)
+        except Exception as error:
+            # Not for `_guard`: parts may be under way.
+            logger.exception("request %s", order.request_id)
+            reading.problem = repr(error)
+        if reading.running:
+            self._reading.append(reading)
+        else:
+            self._settle(reading, now)
+
+    def _do_without(self, order: PullOrder, problem: str, *, is_of_pair: bool) -> None:
+        """Fail a load before any READ begins, and notify the holder."""
+        self._fail(order, problem, is_of_pair=is_of_pair)
+        # Nothing waits for that lease any more, so its heartbeats stop now.
+        self._beats.untrack(order.request_id)
+        self._decline(order.source)
+
+    def _quarantine_problem(self, address: PeerAddress) -> str | None:
+        """Why nothing may be read from there as long as quarantine lasts."""
+        if any(reading.order.source.address == address for reading in self._quarantine):
+            return UNENDED
+        if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
+            return f"{num_blocks} blocks are in quarantine"
+        return None
+
+    def _read(self, reading: ActivePull, now: float) -> None:
+        """Plans all parts before the first starts."""
+        order = reading.order
+        batches = [
+            (peer, self._plan(order, peer)) for peer in reading.peers if not peer.layout.skips_read
+        ]
+        reading.has_begun = True
+        for peer, batch in batches:
+            if not len(batch.local):
+                continue
+            sequence = next(self._sequence)
+            wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
+            read_done = _read_done(order, peer, sequence, wants_sums)
+            transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
+            moving = TransferInFlight(transfer, now + self._config.transfer_timeout)
+            reading.parts.append(RankRead(peer, moving, sequence, wants_sums=wants_sums))
+            reading.num_bytes += batch.num_bytes
+            reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
+
+    @staticmethod
+    def _plan(order: PullOrder, peer: PeerHandle) -> Batch:
+        source = order.source
+        return peer.layout.to_read(
+            order.local_block_ids,
+            source.block_ids,
+            order.first_token,
+            order.last_token,
+            source.num_tokens,
+        )
+
+    def _poll(self, reading: ActivePull, now: float) -> None:
+        self._ask_nixl(reading, now)
+        if not reading.running:
+            self._reading.remove(reading)
+            self._settle(reading, self._clock())
+        elif all(part.moving.is_late(now) for part in reading.running):
+            self._let_go(reading)
+
+    def _poll_quarantined(self, reading: ActivePull, now: float) -> None:
+        self._ask_nixl(reading, now)
+        if reading.running:
+            return
+        self._quarantine.remove(reading)
+        logger.info("request %s: its late READ has ended", reading.order.request_id)
+        if reading.order.recomputes:
+            self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
+        self._end_badly(reading)
+
+    def _ask_nixl(self, reading: ActivePull, now: float) -> None:
+        for part in reading.running:
+            moving = part.moving
+            moving.problem = moving.problem or reading.problem
+            part.is_running = not moving.has_ended(self._agent, now)
+            if moving.problem is not None:
+                reading.problem = reading.problem or f"READ: {moving.problem}"
+
+    def _let_go(self, reading: ActivePull) -> None:
+        """Nobody waits for it any more, nor renews its lease; what it may still write into stays
+        ours to watch. Where that would be computed into, the report waits, too."""
+        self._reading.remove(reading)
+        self._quarantine.append(reading)
+        self._beats.untrack(reading.order.request_id)
+        if not reading.order.recomputes:
+            self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
+
+    def _settle(self, reading: ActivePull, now: float) -> None:
+        """`now` was read after NIXL had ended the last part."""
+        if reading.problem is None:
+            self._arrive(reading, now)
+        else:
+            self._give_up(reading, reading.problem)
+
+    def _arrive(self, reading: ActivePull, now: float) -> None:
+        """With several holders, one's answered heartbeat proves nothing about the others."""
+        is_proven = len(reading.peers) == 1 and (
+            self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
+        )
+        self._read_by_us(reading.order)
+        awaited = [
+            part
+            for part in reading.parts
+            if part.peer.has_extension and (part.wants_sums or not is_proven)
+        ]
+        if not awaited:
+            self._succeed(reading)
+            return
+        reading.answer_by = now + self._config.confirm_timeout
+        for part in reading.parts:
+            if self._checksums is not None and part.wants_sums:
+                part.check = self._checksums.check(reading.order)
+                reading.answer_by += reading.num_bytes / SLOWEST_BYTES_PER_SECOND
+        self._confirming.append(reading)
+
+    def _confirm(self, reading: ActivePull, now: float) -> None:
+        answers = [part.answer for part in reading.parts if part.peer.has_extension]
+        if None in answers and False not in answers and now < reading.answer_by:
+            return
+        if all(answers) and not all(part.is_compared for part in reading.parts):
+            return
+        self._confirming.remove(reading)
+        self._stop_checks(reading)
+        if all(answers):
+            corruptions = (part.corruption for part in reading.parts)
+            problem = next((one for one in corruptions if one is not None), None)
+            if problem is None:
+                self._succeed(reading)
+                return
+            self._stats.loads_corrupted += 1
+            self._fail(reading.order, problem)
+            self._tell_done(reading)
+            return
+        self._stats.reads_unproven += 1
+        silent = False not in answers
+        problem = "no answer to the READ" if silent else "its lease ended meanwhile"
+        self._fail(reading.order, problem, is_of_pair=silent)
+        self._tell_done(reading)
+        if silent:
+            self._peers.forget(reading.order.source.address)
+
+    def _stop_checks(self, reading: ActivePull) -> None:
+        for part in reading.parts:
+            if self._checksums is not None and part.check is not None:
+                self._checksums.cancel(part.check.ours)
+
+    def _succeed(self, reading: ActivePull) -> None:
+        self._stats.pulls_ok += 1
+        self._stats.blocks_received += reading.num_blocks
+        self._stats.bytes_received += reading.num_bytes
+        if self._checksums is not None:
+            is_verified = all(part.is_verified for part in reading.parts)
+            self._stats.loads_verified += is_verified
+            self._stats.loads_unverified += not is_verified
+        self._note(reading)
+        self._results.received(reading.order.request_id, ok=True)
+        self._tell_done(reading)
+
+    def _note(self, reading: ActivePull) -> None:
+        order = reading.order
+        self._report.note(
+            "READ",
+            order.request_id,
+            order.source.address.engine_id,
+            num_blocks=reading.num_blocks,
+            num_bytes=reading.num_bytes,
+            began=reading.began,
+            num_proven=order.last_token if order.is_proven else 0,
+        )
+
+    def _give_up(self, reading: ActivePull, problem: str) -> None:
+        self._fail(reading.order, problem, is_of_pair=reading.has_begun)
+        self._end_badly(reading)
+
+    def _end_badly(self, reading: ActivePull) -> None:
+        self._read_by_us(reading.order)
+        self._tell_done(reading, even_if_read=True)
+        if reading.has_begun and reading.problem != REQUEST_ENDED:
+            self._peers.forget(reading.order.source.address)
+
+    def _read_by_us(self, order: PullOrder) -> None:
+        self._beats.confirm(order.source.address.engine_id, order.source.request_id)
+
+    def _tell_done(self, reading: ActivePull, *, even_if_read: bool = False) -> None:
+        """Those whose READ has not told them already may free their blocks."""
+        told = set() if even_if_read else {part.peer.name for part in reading.parts}
+        for peer in reading.peers:
+            if peer.name not in told:
+                self._say_done(reading.order, peer)
+
+    def _say_done(self, order: PullOrder, peer: PeerHandle) -> None:
+        try:
+            self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
+        except AgentError as error:
+            logger.debug("engine %s: %s", order.source.address.engine_id, error)
+
+    def _fail(self, order: PullOrder, problem: str, *, is_of_pair: bool = False) -> None:
+        """`is_of_pair`: of a `LoadProblem`."""
+        is_abort = problem == REQUEST_ENDED
+        logger.log(
+            logging.DEBUG if is_abort else logging.WARNING,
+            "request %s: KV of %s on engine %s was not loaded: %s",
+            order.request_id,
+            order.source.request_id,
+            order.source.address.engine_id,
+            problem,
+        )
+        self._stats.pulls_aborted += is_abort
+        self._stats.pulls_failed += not is_abort
+        if not is_abort:
+            self._results.explain(order.request_id, LoadProblem(problem, is_of_pair))
+        self._results.received(order.request_id, ok=False)
+
+
+def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
+    """Why these may not be read from, now that it is known what they are.
+
+    A stock engine says nothing of the content it holds and is trusted, as stock does. One that runs
+    our extension always gives a proof; where there is none, it got lost on the way. A turn that its
+    holder may end at any time is read only where the holder answers whether it has: not from one
+    that takes us for stock, or that we take for stock, because one of us lacks the secret.
+    """
+    if not order.is_proven and any(peer.has_extension for peer in peers):
+        return "no proof that it is of this prompt, from an engine that gives one"
+    if order.source.is_revocable and not all(peer.has_extension for peer in peers):
+        return "a turn that may end at any time, of an engine that cannot say whether it has"
+    return None
+
+
+def _read_done(
+    order: PullOrder, peer: PeerHandle, sequence: int, wants_sums: bool = False
+) -> bytes:
+    """A stock peer gets stock bytes."""
+    if peer.has_extension:
+        message = Read(order.source.request_id, peer.readers, sequence, wants_sums)
+        return encode_extension(message)
+    return encode_read_done(order.source.request_id, peer.readers)

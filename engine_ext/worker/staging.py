@@ -1,0 +1,96 @@
+"""Host buffers (`kv_buffer_device: cpu` on a GPU): KV travels between mirrors of the caches.
+
+What NIXL knows is a mirror of the cache in host memory, block for block. The holder copies what a
+step has written for a request that others will read before the step's tokens leave the engine, so
+nobody can ask for it earlier; the reader copies what has come before it reports it. Both happen in
+the engine's thread.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from engine_ext.common.types import (
+    BlockIds,
+    PullOrder,
+    PushRegistration,
+    Region,
+    SaveOrder,
+    StepMetadata,
+    TransferResults,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Staging(Protocol):
+    """A cache's mirror in host memory. Both copies are complete when they return."""
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """The mirror's, one for each of the cache's and in their order."""
+
+    def save(self, block_ids: BlockIds) -> None:
+        """Cache -> mirror. `block_ids` by KV-cache group."""
+
+    def load(self, block_ids: BlockIds) -> None:
+        """Mirror -> cache."""
+
+
+StagingFactory = Callable[[Sequence[Region]], Staging]
+"""The cache's regions -> its mirror."""
+
+
+class StagedTransfers:
+    """Worker half: copies at the right moments. What could not be copied is never used."""
+
+    def __init__(self, staging: Staging, block_size: int) -> None:
+        self._staging = staging
+        self._block_size = block_size
+        self._arriving: dict[str, BlockIds] = {}
+        self._unsaved: set[str] = set()
+
+    def begin(self, meta: StepMetadata) -> StepMetadata:
+        """The orders as the transfers are to have them."""
+        orders: tuple[PullOrder | PushRegistration, ...] = (*meta.pulls, *meta.registrations)
+        for order in orders:
+            blocks = self._between(order.local_block_ids, order.first_token, order.last_token)
+            self._arriving[order.request_id] = blocks
+        if not self._unsaved:
+            return meta
+        self._unsaved.difference_update(cancel.request_id for cancel in meta.cancels)
+        lost = [grant.request_id for grant in meta.grants if grant.request_id in self._unsaved]
+        self._unsaved.difference_update(lost)
+        offers = tuple(offer for offer in meta.offers if offer.request_id not in lost)
+        return replace(meta, revokes=(*meta.revokes, *lost), offers=offers)
+
+    def save(self, orders: Iterable[SaveOrder]) -> None:
+        """A request whose blocks cannot be saved is revoked when it is to be read."""
+        for order in orders:
+            try:
+                self._staging.save(order.block_ids)
+            except Exception:
+                logger.exception("request %s: its KV did not get to host memory", order.request_id)
+                self._unsaved.add(order.request_id)
+
+    def arrived(self, results: TransferResults) -> TransferResults:
+        """Loads what has come well; what cannot be loaded has failed."""
+        failed = set(results.failed_recving)
+        for request_id in results.finished_recving:
+            blocks = self._arriving.pop(request_id, ())
+            if request_id not in failed and not self._load(request_id, blocks):
+                failed.add(request_id)
+        return replace(results, failed_recving=frozenset(failed))
+
+    def _load(self, request_id: str, blocks: BlockIds) -> bool:
+        try:
+            self._staging.load(blocks)
+        except Exception:
+            logger.exception("request %s: its KV did not get from host memory", request_id)
+            return False
+        return True
+
+    def _between(self, block_ids: BlockIds, first_token: int, last_token: int) -> BlockIds:
+        first, end = first_token // self._block_size, -(-last_token // self._block_size)
+        return tuple(ids[first:end] for ids in block_ids)
