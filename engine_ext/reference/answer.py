@@ -5,10 +5,102 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from engine_ext.reference.detokenizer import Detokenizer
-from engine_ext.reference.finish import LENGTH, Finish, stopped
-from engine_ext.reference.messages import SamplingParams
-from engine_ext.reference.stop_strings import StopStrings
+from engine_ext.reference.messages import LENGTH, Finish, SamplingParams, stopped
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 8
+"""Decoders look at the token before (a leading space is only one at the very start), and one
+character spans at most four tokens."""
+_WINDOW_TOKENS = 24
+
+
+class Detokenizer:
+    """The pieces concatenated, `flush` included, are the text of all tokens.
+
+    Only a window of tokens is decoded again at each step. A trailing U+FFFD may be an unfinished
+    character (at most three bytes of one) and is kept back until the next token decides.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._text = self._decode(self._window)
+        self._given = len(self._text)
+        """Characters of `_text` that left already."""
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        self._text = self._decode(self._window)
+        piece = self._give(len(self._text) - _num_undecided(self._text))
+        if len(self._window) >= _WINDOW_TOKENS:
+            self._slide()
+        return piece
+
+    def flush(self) -> str:
+        return self._give(len(self._text))
+
+    def _give(self, end: int) -> str:
+        piece = self._text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
+
+    def _slide(self) -> None:
+        tail = self._decode(self._window[-_CONTEXT_TOKENS:])
+        if self._text.endswith(tail):
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._given -= len(self._text) - len(tail)
+            self._text = tail
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+def _num_undecided(text: str) -> int:
+    tail = text[-3:]
+    return len(tail) - len(tail.rstrip(_REPLACEMENT))
+
+
+class Scanned(NamedTuple):
+    text: str
+    """What may leave."""
+    matched: str | None
+    """The stop string that ended the text."""
+
+
+class StopStrings:
+    """Keeps back exactly the text that may still become a stop string."""
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._include = include_in_output
+        self._held = ""
+
+    def scan(self, piece: str) -> Scanned:
+        text = self._held + piece
+        first = min(
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None
+        )
+        if first is not None:
+            at, stop = first
+            self._held = ""
+            return Scanned(text[: at + len(stop) if self._include else at], stop)
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return Scanned(text[:cut], None)
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, `stop` itself left out."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class StopRules(NamedTuple):

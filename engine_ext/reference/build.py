@@ -9,17 +9,14 @@ from tokenizers import Tokenizer
 from engine_ext.common.types import CacheGeometry
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.core import EngineCore
-from engine_ext.reference.counters import Counters
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.kv_cache import KVCache
-from engine_ext.reference.kv_connector import KVConnector
-from engine_ext.reference.model.batch import BatchBuilder
-from engine_ext.reference.model.decoder import Decoder, LanguageModel
-from engine_ext.reference.model.rope import RotaryEmbedding
+from engine_ext.reference.kv_connector import KVConnector, NoConnector
+from engine_ext.reference.messages import Counters
+from engine_ext.reference.model import BatchBuilder, Decoder, LanguageModel, RotaryEmbedding
 from engine_ext.reference.model_config import ModelConfig, read_model_config
-from engine_ext.reference.no_connector import NoConnector
 from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.scheduler import Scheduler

@@ -18,9 +18,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.config import EngineConfig, ReferenceSettings, SideChannelConfig
 from engine_ext.reference.server.serving import SIGNALS, bind
-from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig
 
 PROGRAM = "disagg-engine"
 LOG_LEVELS = ("debug", "info", "warning", "error")

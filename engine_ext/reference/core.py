@@ -14,23 +14,23 @@ from tokenizers import Tokenizer
 
 from engine_ext.common.types import EMPTY_STEP, StepMetadata, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
-from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.block_manager import BlockManager
-from engine_ext.reference.counters import Counters
-from engine_ext.reference.finish import Finish, failed
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import (
+    Counters,
     EngineStats,
+    Finish,
     GenerateRequest,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
+    failed,
 )
+from engine_ext.reference.resume import Beginning
 from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import SampledToken, pass_over
-from engine_ext.reference.scheduler import Scheduler
+from engine_ext.reference.scheduler import Scheduler, SchedulerStep
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.step import SchedulerStep
 
 logger = logging.getLogger(__name__)
 

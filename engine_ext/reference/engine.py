@@ -5,23 +5,151 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats, Region
-from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.core import EngineCore, StepResult
-from engine_ext.reference.inbox import Abort, Call, Command, Inbox, Submit
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
-from engine_ext.reference.output_stream import Delivery, OutputStream, deliver
+from engine_ext.reference.resume import Beginning
 from engine_ext.worker.staging import StagingFactory
 
+
+class OutputStream:
+    """`put` and `get` belong to the loop's thread. What came while the consumer was busy is
+    handed over as one output, so a slow consumer costs no more than the answer itself."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._pending: list[RequestOutput] = []
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._pending.append(output)
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        await self._ready.wait()
+        self._ready.clear()
+        outputs, self._pending = self._pending, []
+        return merge(outputs)
+
+
+Delivery = tuple[OutputStream, RequestOutput]
+
+
+def deliver(deliveries: Iterable[Delivery]) -> None:
+    """From any thread: one wake-up per loop, however many streams have news."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+    for stream, output in deliveries:
+        by_loop.setdefault(stream.loop, []).append((stream, output))
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put_all, batch)
+        except RuntimeError:  # The loop is closed: nobody is left to read.
+            continue
+
+
+def merge(outputs: list[RequestOutput]) -> RequestOutput:
+    """`outputs` of one request, in order, as one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    last = outputs[-1]
+    return RequestOutput(
+        request_id=last.request_id,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        kv_transfer_params=last.kv_transfer_params,
+        num_cached_tokens=last.num_cached_tokens,
+        error=last.error,
+        load_failure=last.load_failure,
+    )
+
+
+def _put_all(batch: list[Delivery]) -> None:
+    for stream, output in batch:
+        stream.put(output)
+
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: GenerateRequest
+    stream: OutputStream
+    begun: Beginning | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+    stream: OutputStream | None = None
+    """Only if the request is this stream's; None: whosever it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run `function` between two steps."""
+
+    function: Callable[[], Any]
+    result: Future[Any]
+
+
+Command = Submit | Abort | Call
+
+
+class Inbox:
+    """Unbounded, but every entry stands for a caller who waits, or who has just left."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._woken = False
+        self._closed = False
+
+    def put(self, command: Command) -> bool:
+        """False, and nothing is kept, once the inbox is closed."""
+        with self._news:
+            if self._closed:
+                return False
+            self._commands.append(command)
+            self._news.notify()
+            return True
+
+    def wake(self) -> None:
+        """From any thread, at any time."""
+        with self._news:
+            self._woken = True
+            self._news.notify()
+
+    def take(self, timeout: float) -> list[Command]:
+        """All commands. Waits up to `timeout` seconds for a command or a wake."""
+        with self._news:
+            self._news.wait_for(lambda: self._woken or bool(self._commands), timeout)
+            return self._drain()
+
+    def close(self) -> list[Command]:
+        """The last commands; none come after them."""
+        with self._news:
+            self._closed = True
+            return self._drain()
+
+    def _drain(self) -> list[Command]:
+        self._woken = False
+        commands = list(self._commands)
+        self._commands.clear()
+        return commands
+
 
 _BACKSTOP = 1.0
 """Seconds after which an idle engine looks around although nobody woke it."""

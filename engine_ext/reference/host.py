@@ -14,17 +14,15 @@ from engine_ext.common.types import CacheGeometry
 from engine_ext.connector import Connector, build_connector
 from engine_ext.http import identity
 from engine_ext.reference.build import build_engine, max_model_len
-from engine_ext.reference.chat_template import ChatTemplate
+from engine_ext.reference.compatibility import model_factors, renders
+from engine_ext.reference.config import EngineConfig, ReferenceSettings, SideChannelConfig
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.fingerprint import model_factors, renders
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
 from engine_ext.reference.server.serving import Stopwatch, serve
-from engine_ext.reference.settings import ReferenceSettings, SideChannelConfig
-from engine_ext.reference.tokenizer import Tokenizer
+from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.worker.agent import AgentError
 
 logger = logging.getLogger(__name__)

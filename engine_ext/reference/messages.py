@@ -1,9 +1,13 @@
 """What the HTTP server and the engine of the reference engine say to each other."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine_ext.common.resume_payload import PREEMPTED
+from engine_ext.common.types import FinishStatus
 from engine_ext.reference.grammar import Grammar
+from engine_ext.scheduler import admission
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
@@ -96,3 +100,45 @@ class EngineStats:
     requests_finished: dict[str, int]
     """By finish reason."""
     preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    status: FinishStatus
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+ABORTED = Finish("abort", FinishStatus.ABORTED)
+LENGTH = Finish("length", FinishStatus.LENGTH_CAPPED)
+
+
+HANDED_BACK = Finish(admission.FINISH_REASON, FinishStatus.ABORTED, PREEMPTED)
+"""Another engine is to go on with it: nothing is kept of it here."""
+
+
+def stopped(stop_reason: str | int | None = None) -> Finish:
+    return Finish("stop", FinishStatus.STOPPED, stop_reason)
+
+
+def failed(error: str) -> Finish:
+    return Finish("error", FinishStatus.ERROR, error=error)
+
+
+def refused(stop_reason: str) -> Finish:
+    """Too little of its KV is at hand: the connector takes it for aborted."""
+    return Finish(admission.FINISH_REASON, FinishStatus.ABORTED, stop_reason)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine's start; `EngineStats` says what each means."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_fetched: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    finished: Counter[str] = field(default_factory=Counter)

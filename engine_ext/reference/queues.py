@@ -12,8 +12,7 @@ orphaned ──> freed when the load has ended
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from engine_ext.reference.block_manager import BlockManager
-from engine_ext.reference.integrity import require
+from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.sequence import Sequence
 
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence as Seq
 import torch
 
 from engine_ext.reference.kv_cache import KVCache
-from engine_ext.reference.model.batch import BatchBuilder, ChunkInput
-from engine_ext.reference.model.decoder import LanguageModel
+from engine_ext.reference.model import BatchBuilder, ChunkInput, LanguageModel
 from engine_ext.reference.sampler import SampledToken, Sampler
+from engine_ext.reference.scheduler import Chunk, SchedulerStep
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.step import Chunk, SchedulerStep
 
 
 class ModelRunner:

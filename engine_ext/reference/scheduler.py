@@ -12,20 +12,94 @@ a hook ends the request it was about and nothing else.
 import enum
 import logging
 from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from engine_ext.common import resume_payload
 from engine_ext.common.types import NO_RESULTS, FinishDecision, TransferResults
-from engine_ext.reference.beginning import handed_over
 from engine_ext.reference.block_manager import BlockManager
-from engine_ext.reference.counters import Counters
-from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.finish import ABORTED, HANDED_BACK, Finish, failed, refused
+from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
-from engine_ext.reference.prefill_shares import shares
+from engine_ext.reference.messages import ABORTED, HANDED_BACK, Counters, Finish, failed, refused
 from engine_ext.reference.queues import Queues
+from engine_ext.reference.resume import handed_over
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
-from engine_ext.reference.step import SchedulerStep
 from engine_ext.scheduler.admission import FIELD, AdmissionVerdict, hands_back, judge, prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` tokens of a sequence, to be run through the model."""
+
+    seq: Sequence
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.seq.num_computed_tokens + self.num_tokens
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the sequence's next token can be sampled after it."""
+        return self.end == self.seq.num_tokens
+
+
+@dataclass(slots=True)
+class SchedulerStep:
+    budget: int
+    """Tokens that may still be added."""
+    seats: int = 0
+    """Sequences that may still be admitted: each is to have a token in this step."""
+    num_admitted: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    fresh_blocks: list[int] = field(default_factory=list)
+    """Newly handed out, to be computed into, with stale contents."""
+    parked: list[Sequence] = field(default_factory=list)
+    """Began to wait for remote KV in this step."""
+    ended: list[Sequence] = field(default_factory=list)
+    """Ended while being scheduled."""
+    num_preempted: int = 0
+    must_ask_again: bool = False
+    """The connector wants to be asked about a waiting request once more."""
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        self.chunks.append(Chunk(seq, num_tokens))
+        self.budget -= num_tokens
+
+    def admit(self, fresh_blocks: list[int]) -> None:
+        """A sequence runs from now on; `add` tells how far it comes in this step."""
+        self.seats -= 1
+        self.num_admitted += 1
+        self.fresh_blocks += fresh_blocks
+
+
+_OLDEST = 4
+"""The oldest prompt has this part of the tokens to itself."""
+
+
+def shares(remaining: Seq[int], budget: int, num_new: int) -> list[int]:
+    """Tokens of each prompt in this step; `remaining` in order of admission.
+
+    Those with the least to do go first: they end soonest, and hold up the others least. So that
+    long ones come to their end too, whatever follows them, the oldest has its part before that.
+    The last `num_new` have a token each at least: their blocks are made ready in this step.
+    """
+    granted = [0] * len(remaining)
+
+    def give(index: int, most: int) -> int:
+        given = min(most, remaining[index] - granted[index])
+        granted[index] += given
+        return given
+
+    left = budget
+    for index in range(len(remaining) - num_new, len(remaining)):
+        left -= give(index, min(1, left))
+    if remaining:
+        left -= give(0, min(-(-budget // _OLDEST), left))
+    for index in sorted(range(len(remaining)), key=remaining.__getitem__):
+        left -= give(index, left)
+    return granted
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,13 @@ import torch
 
 from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import BlockIds
-from engine_ext.reference.beginning import Beginning, hands_over
-from engine_ext.reference.finish import Finish
-from engine_ext.reference.messages import GenerateRequest, SamplingParams, TokenLogprob
+from engine_ext.reference.messages import (
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+)
+from engine_ext.reference.resume import Beginning, hands_over
 
 REMOTE_CACHED = "remote_prefill_cached_tokens"
 

@@ -4,15 +4,54 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine_ext.reference import latent_weights
-from engine_ext.reference.model_config import ModelConfig
+from engine_ext.reference.model_config import LatentShape, ModelConfig
 
 Shape = tuple[int, ...]
+
+
+class Folded(NamedTuple):
+    qkv: Tensor
+    """[num_heads * row_dim + row_dim, hidden]: queries, then the latent vector and rotated key."""
+    output: Tensor
+    """[hidden, num_heads * rank]"""
+
+
+def expected_latent_shapes(config: ModelConfig, latent: LatentShape) -> dict[str, Shape]:
+    heads, hidden = config.num_heads, config.hidden_size
+    return {
+        "self_attn.q_proj.weight": (heads * config.head_dim, hidden),
+        "self_attn.kv_a_proj_with_mqa.weight": (config.row_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (heads * (latent.plain + latent.value), latent.rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.value),
+    }
+
+
+def fold(own: dict[str, Tensor], config: ModelConfig, latent: LatentShape) -> Folded:
+    heads, hidden = config.num_heads, config.hidden_size
+    up = own["self_attn.kv_b_proj.weight"].view(heads, -1, latent.rank)
+    up_key, up_value = up.tensor_split((latent.plain,), dim=1)
+    query = own["self_attn.q_proj.weight"].view(heads, -1, hidden)
+    plain, rotated = query.tensor_split((latent.plain,), dim=1)
+    down, key = own["self_attn.kv_a_proj_with_mqa.weight"].tensor_split((latent.rank,))
+    queries = torch.cat((up_key.mT @ plain, _in_halves(rotated)), dim=1).flatten(0, 1)
+    output = own["self_attn.o_proj.weight"].view(hidden, heads, -1).transpose(0, 1) @ up_value
+    return Folded(
+        torch.cat((queries, down, _in_halves(key))),
+        output.transpose(0, 1).reshape(hidden, -1),
+    )
+
+
+def _in_halves(rows: Tensor) -> Tensor:
+    """DeepSeek rotates neighbours, `rotate` the halves: queries and keys are both reordered, which
+    leaves their products what they are."""
+    return torch.cat((rows[..., 0::2, :], rows[..., 1::2, :]), dim=-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +187,7 @@ def _expected_layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def _expected_attention_shapes(config: ModelConfig) -> dict[str, Shape]:
     if config.latent is not None:
-        return latent_weights.expected_shapes(config, config.latent)
+        return expected_latent_shapes(config, config.latent)
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {
@@ -180,7 +219,7 @@ def _fuse_layer(tensors: dict[str, Tensor], index: int, config: ModelConfig) -> 
 
     qkv: Tensor | None
     if config.latent is not None:
-        qkv, own["self_attn.o_proj.weight"] = latent_weights.fold(own, config, config.latent)
+        qkv, own["self_attn.o_proj.weight"] = fold(own, config, config.latent)
     else:
         qkv = fused("self_attn.{}_proj.weight", ("q", "k", "v"))
     gate_up = fused("mlp.{}_proj.weight", ("gate", "up"))

@@ -4,25 +4,17 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
-
 from engine_ext.common import load_failure
 from engine_ext.common.resume_payload import ALL, KEY, PREEMPTED, token_id_comment
-from engine_ext.reference.beginning import handed_back
+from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import RequestOutput
-from engine_ext.reference.output_stream import merge
+from engine_ext.reference.resume import handed_back
+from engine_ext.reference.server.connection import DONE, event
 from engine_ext.reference.server.dialect import AnswerFormat
 from engine_ext.reference.server.errors import EngineFailureError
-from engine_ext.reference.server.generation import Outputs
+from engine_ext.reference.server.generation import JobTally, Outputs
 from engine_ext.reference.server.job import Job
-from engine_ext.reference.server.tally import JobTally
 from engine_ext.scheduler.admission import FINISH_REASON
-
-DONE = b"data: [DONE]\n\n"
-
-
-def event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 async def whole(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any]:
@@ -59,10 +51,10 @@ async def streamed(dialect: AnswerFormat, outputs: Outputs) -> AsyncGenerator[by
                 continue
             opening = [] if begun else [event(chunk) for chunk in dialect.opening()]
             begun = True
-            token_id_comment, is_first = _told(dialect.job, output, is_first), False
+            comment, is_first = _told(dialect.job, output, is_first), False
             failed = _failure(tally, output)
             yield b"".join(
-                [failed, *opening, token_id_comment, event(_chunk(dialect, tally, choice, output))]
+                [failed, *opening, comment, event(_chunk(dialect, tally, choice, output))]
             )
     _check_complete(tally)
     yield b"".join(_closing(dialect, tally))

@@ -14,11 +14,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
 from engine_ext.http import identity, leases, release
-from engine_ext.reference.server import answer, generation, tokenization
-from engine_ext.reference.server.body import json_object, read_body
+from engine_ext.reference.server import answer, generation
+from engine_ext.reference.server.connection import (
+    ClientGoneError,
+    EventStream,
+    json_object,
+    read_body,
+    until_disconnect,
+)
 from engine_ext.reference.server.dialect import AnswerFormat, ChatDialect, CompletionDialect
-from engine_ext.reference.server.disconnect import ClientGoneError, until_disconnect
-from engine_ext.reference.server.engine_like import EngineLike
 from engine_ext.reference.server.errors import (
     ApiError,
     EngineBadRequestError,
@@ -26,12 +30,11 @@ from engine_ext.reference.server.errors import (
     UnavailableError,
     error_body,
 )
-from engine_ext.reference.server.event_stream import EventStream
-from engine_ext.reference.server.job import Job
+from engine_ext.reference.server.generation import EngineLike
+from engine_ext.reference.server.job import Job, prepare_chat, prepare_completion, remote_params
 from engine_ext.reference.server.metrics import exposition, registry_of
-from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
+from engine_ext.reference.server.prompts import detokenize, tokenize
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.server.transfer import remote_params
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +104,11 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
-        return _json(await asyncio.to_thread(tokenization.tokenize, self._model, body))
+        return _json(await asyncio.to_thread(tokenize, self._model, body))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request)
-        return _json(await asyncio.to_thread(tokenization.detokenize, self._model, body))
+        return _json(await asyncio.to_thread(detokenize, self._model, body))
 
     async def health(self) -> Response:
         self._check_health()

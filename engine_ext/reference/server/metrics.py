@@ -17,7 +17,7 @@ from engine_ext.common.histogram import Histogram
 from engine_ext.common.types import ConnectorStats
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
 from engine_ext.reference.messages import EngineStats
-from engine_ext.reference.server.engine_like import EngineLike
+from engine_ext.reference.server.generation import EngineLike
 
 PREFIX = "disagg_engine"
 

@@ -1,15 +1,11 @@
-"""What the bodies of the OpenAI endpoints may hold, field by field.
-
-Unknown fields are ignored. Known ones that would change the answer and that this engine does not
-have are refused, unless they ask for what happens anyway.
-"""
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
 
 from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Field
 
-from engine_ext.reference.server.body import json_object
+from engine_ext.reference.server.connection import json_object
 from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.scheduler.admission import parse_threshold
 

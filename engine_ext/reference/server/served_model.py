@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext.reference.answer import StopRules
-from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.server.errors import EngineNotFoundError
-from engine_ext.reference.tokenizer import Tokenizer, read_json_object
+from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer, read_json_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine_ext.reference.build import build_model
-from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.model.decoder import Decoder
+from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.core.harness import BLOCK, Driver, FakeConnector, make_parts

@@ -20,13 +20,13 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.reference.beginning import Beginning
 from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
-from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
-from engine_ext.reference.model.decoder import LanguageModel
+from engine_ext.reference.model import LanguageModel
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.output_stream import merge
+from engine_ext.reference.resume import Beginning
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
-from engine_ext.reference.beginning import Beginning, BeginningError, begin
+from engine_ext.reference.engine import merge
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import RequestOutput, SamplingParams
-from engine_ext.reference.output_stream import merge
+from engine_ext.reference.resume import Beginning, BeginningError, begin
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (

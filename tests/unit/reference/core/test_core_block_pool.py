@@ -5,9 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine_ext.reference.block_manager import chain_digest
-from engine_ext.reference.block_pool import BlockPool
-from engine_ext.reference.integrity import IntegrityError
+from engine_ext.reference.block_manager import BlockPool, IntegrityError, chain_digest
 
 BLOCKS = range(1, 9)
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from engine_ext.common.types import StepMetadata
 from engine_ext.reference.build import build_engine
-from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.engine_config import EngineConfig
+from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.engine import ReferenceEngine, merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput
-from engine_ext.reference.model.batch import ForwardBatch
-from engine_ext.reference.model.decoder import Decoder
-from engine_ext.reference.output_stream import merge
+from engine_ext.reference.model import Decoder, ForwardBatch
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,

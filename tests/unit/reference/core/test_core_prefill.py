@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.reference.engine_config import EngineConfig
-from engine_ext.reference.prefill_shares import shares
+from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.scheduler import shares
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import Driver, greedy, prompt, request
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_ext.reference.messages import RequestOutput
-from engine_ext.reference.model.batch import ForwardBatch
-from engine_ext.reference.model.decoder import Decoder
+from engine_ext.reference.model import Decoder, ForwardBatch
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import greedy, prompt, request

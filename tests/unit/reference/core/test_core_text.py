@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from engine_ext.reference.detokenizer import Detokenizer
-from engine_ext.reference.stop_strings import StopStrings
+from engine_ext.reference.answer import Detokenizer, StopStrings
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, TinyModel, write_tiny_model
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.prefix_hashes import PrefixHashes
 from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
-from engine_ext.reference.model.decoder import Decoder
+from engine_ext.reference.model import Decoder
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.worker.staging import StagingFactory
 from tests.unit.reference.core.conftest import MakeDriver

@@ -13,8 +13,6 @@ import uvicorn
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats
-from engine_ext.reference.beginning import Beginning
-from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
     EngineStats,
@@ -23,11 +21,12 @@ from engine_ext.reference.messages import (
     RequestOutput,
     TokenLogprob,
 )
+from engine_ext.reference.resume import Beginning
 from engine_ext.reference.server.app import BodyLimits, build_app
-from engine_ext.reference.server.engine_like import EngineLike
+from engine_ext.reference.server.generation import EngineLike
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import ReferenceServer
-from engine_ext.reference.tokenizer import Tokenizer
+from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 
 STATS = EngineStats(
     num_running=1,

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
 from engine_ext.reference.build import build_engine
+from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.engine_config import EngineConfig
 from engine_ext.reference.server.errors import EngineBadRequestError
-from engine_ext.reference.server.preparation import prepare_chat, prepare_completion
+from engine_ext.reference.server.job import prepare_chat, prepare_completion, remote_params
 from engine_ext.reference.server.served_model import ServedModel
-from engine_ext.reference.server.transfer import remote_params
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,

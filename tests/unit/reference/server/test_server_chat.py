@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.tokenizer import ChatTemplate
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.reference.chat_template import ChatTemplate
 from engine_ext.reference.tiny_model import CHATML, write_tiny_model
-from engine_ext.reference.tokenizer import Tokenizer
+from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 
 USER = {"role": "user", "content": "hi"}
 

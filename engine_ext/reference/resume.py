@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import Logprob, ResumePayload
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
-from engine_ext.reference.finish import Finish
 from engine_ext.reference.grammar import Constraint
-from engine_ext.reference.messages import SamplingParams, TokenLogprob
+from engine_ext.reference.messages import Finish, SamplingParams, TokenLogprob
 from engine_ext.scheduler.admission import prefills
 
 

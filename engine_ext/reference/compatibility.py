@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine_ext.common.short_hash import short_hash
-from engine_ext.reference.chat_template import chat_template_source
 from engine_ext.reference.model_config import ModelConfig
-from engine_ext.reference.tokenizer import Tokenizer
+from engine_ext.reference.tokenizer import Tokenizer, chat_template_source
 
 SAMPLES = 64
 SAMPLE_BYTES = 4096

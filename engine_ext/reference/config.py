@@ -1,8 +1,9 @@
-"""What an operator decides about one engine. Frozen, checked once, passed down."""
+"""What the command line of `disagg-engine` comes down to. Frozen; knows nothing of torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_ext.common.config import ConnectorConfig
 from engine_ext.scheduler.admission import parse_threshold
 
 _CPU_PREFILL = 256
@@ -59,3 +60,25 @@ class EngineConfig:
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannelConfig:
+    """Where other engines ask for the handshake: vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT."""
+
+    host: str = "localhost"
+    port: int = 5600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSettings:
+    engine: EngineConfig
+    connector: ConnectorConfig | None
+    """None: an engine that transfers nothing."""
+    side_channel: SideChannelConfig
+    served_model_names: tuple[str, ...]
+    host: str
+    port: int
+    log_level: str
+    shutdown_timeout: int
+    """Seconds that running requests get to finish after the first signal."""
