@@ -19,8 +19,8 @@ generation, so that what comes again is answered again and never written again. 
 written by writes.py, and our blocks are kept until that has ended.
 
 D may ask for the blocks of a registration back, and may wait to hear that a prompt is whole before
-it registers at all: `engine_ext.scheduler.room` explains why. A D that waits for a request that
-never comes to us is refused after a while.
+it registers at all: `engine_ext.scheduler.block_pressure` explains why. A D that waits for a
+request that never comes to us is refused after a while.
 """
 
 import logging

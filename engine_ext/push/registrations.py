@@ -25,11 +25,11 @@ Where P has more ranks than we do, several write: the registration has ended wel
 badly when one has not and the others can write no more.
 
 A registration whose blocks another request needs more is given back (see
-`engine_ext.scheduler.room`): only when every rank of P has said that it has not written, and will
-not. Silence gives nothing back: it ends the request as ever. Where some ranks of P have written and
-others gave back, P holds the whole prompt: the blocks stay, and we register again with those
-others. So it is among our own ranks: the scheduler half hears when all have given back, and orders
-the end; a rank that waits for that order in vain registers again, for others may have been
+`engine_ext.scheduler.block_pressure`): only when every rank of P has said that it has not written,
+and will not. Silence gives nothing back: it ends the request as ever. Where some ranks of P have
+written and others gave back, P holds the whole prompt: the blocks stay, and we register again with
+those others. So it is among our own ranks: the scheduler half hears when all have given back, and
+orders the end; a rank that waits for that order in vain registers again, for others may have been
 written.
 """
 

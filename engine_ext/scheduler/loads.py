@@ -1,21 +1,29 @@
-"""What is loaded for our requests, and how far each load is.
+"""KV that is loaded for our requests, and the state of each load.
 
     OFFERED --(blocks allocated, tokens to load)--> LOADING --(reported)--> USED
        |                                               +------(reported as failed)--> FAILED
-       +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is told
+       +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is notified
 
-`engine_ext.scheduler.room` limits the blocks of pushes whose prompts P has not computed yet. A push
-that was given back is offered again.
+`engine_ext.scheduler.block_pressure` limits the blocks of pushes whose prompts P has not computed
+yet. A push whose blocks were given back becomes OFFERED again.
 
 A request that finishes while it is loading, or because its load failed, is fenced: a transfer may
-still write into its blocks, which the host keeps until the worker half says that nothing does. What
-is reported of its load in the meantime is not for the host.
+still write into its blocks, so the host keeps them until the worker half reports that nothing
+touches them. Reports about the load that arrive in the meantime are not passed on to the host.
+
+Several answers to one prompt (`n`): hosts make one request of each answer, `0_cmpl-x`, `1_cmpl-x`,
+all with the same params. The first one loads the remote KV and the others wait for it, because a
+holder frees its blocks when a reader is done. The others then find the KV in the host's own prefix
+cache. They compute if there is none, or if the first request ended before.
 """
 
 import enum
+import re
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.common.latest import keep_latest
 from engine_ext.common.load_failure import UNKNOWN, LoadFailures
 from engine_ext.common.prefix_hashes import digest
 from engine_ext.common.request_names import base_id
@@ -33,10 +41,37 @@ from engine_ext.common.types import (
     RemoteSource,
     TrackOrder,
 )
+from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
-from engine_ext.scheduler.room import EarlyBlocks
-from engine_ext.scheduler.siblings import RequestFamilies
+
+MAX_FAMILIES = 4096
+"""Families that are remembered, because a member may arrive after the first has ended."""
+
+_CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
+
+
+class RequestFamilies:
+    """Remembers which request of each family (the answers to one prompt) arrived first."""
+
+    def __init__(self) -> None:
+        self._first: OrderedDict[str, str] = OrderedDict()
+
+    def first_of(self, request_id: str) -> str:
+        """Return the first request of the family, or the request itself if it has no siblings."""
+        family = _family_of(request_id)
+        return request_id if family is None else self._first.get(family, request_id)
+
+    def join(self, request_id: str) -> None:
+        """Note a request. The first of its family is to load."""
+        family = _family_of(request_id)
+        if family is not None and family not in self._first:
+            keep_latest(self._first, family, request_id, MAX_FAMILIES)
+
+
+def _family_of(request_id: str) -> str | None:
+    found = _CHILD.fullmatch(request_id)
+    return None if found is None else found[1]
 
 
 class LoadState(enum.Enum):
@@ -64,17 +99,18 @@ _NEXT = {
 @dataclass(slots=True)
 class KVLoad:
     origin: RemoteSource | PushTarget
-    """Whom we read from, or who writes to us."""
+    """The engine that we read from, or that writes to us."""
     role: TransferRole
     num_tokens: int
-    """Leading tokens whose KV can be had, proven or trusted."""
+    """Leading tokens whose KV can be loaded, verified or trusted."""
     is_proven: bool = False
-    """Of what is read: the remote has told which content it holds."""
+    """For a read: prefix hashes show which content the remote holds."""
     state: LoadState = LoadState.OFFERED
     is_stale: bool = False
-    """The engine's weights have changed since the load began: whatever it brings is not used."""
+    """The engine's weights have changed since the load began, so its KV is not used."""
     is_ready: bool = False
-    """A push whose prompt P holds, or never will hold; or P does not answer inquiries."""
+    """A push that waits for P no longer: P holds the prompt, never will, or answers no
+    inquiries."""
     is_inquired: bool = False
     """D has asked P whether it holds the prompt."""
     is_reclaimed: bool = False
@@ -82,11 +118,11 @@ class KVLoad:
     is_given_back: bool = False
     """Every rank of this engine has reported that its blocks were given back."""
     is_withdrawn: bool = False
-    """Its registration ends as failed, for want of blocks."""
+    """Its registration ends as failed, because other requests need the blocks."""
 
     @property
     def is_early(self) -> bool:
-        """It has blocks for a prompt that P is not known to hold."""
+        """True if it has blocks for a prompt that P is not known to hold."""
         is_push = isinstance(self.origin, PushTarget)
         return is_push and self.state is LoadState.LOADING and not self.is_ready
 
@@ -96,34 +132,35 @@ class KVLoad:
 
 
 class Loads:
-    """One per engine. Writes into `orders` what the worker half is to do."""
+    """One per engine. It writes the orders for the worker half into `orders`."""
 
     def __init__(
         self,
         orders: Orders,
         block_size: int,
         config: ConnectorConfig,
-        early: EarlyBlocks | None = None,
+        early: EarlyBlockLimit | None = None,
     ) -> None:
         self._orders = orders
         self._block_size = block_size
-        self._early = early or EarlyBlocks(block_size)
+        self._early = early or EarlyBlockLimit(block_size)
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
         self._loads: dict[str, KVLoad] = {}
         self._fenced: dict[str, PeerAddress] = {}
-        """And which engine each was loaded from."""
+        """Fenced requests, with the engine that each was loaded from."""
         self.failures = LoadFailures()
-        """A host takes each with the request's next output."""
+        """The host takes the failure of a request with the request's next output."""
         self._siblings = RequestFamilies()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
-        """A prefill that cannot have the last turn's KV computes it: that is what it is for."""
+        """Return what the host does if the load fails. A prefill engine always recomputes:
+        computing prompts is its job."""
         load = self._loads.get(request_id)
         return self._policy if load is None else self._policy_of(load)
 
     def is_left_to_sibling(self, request_id: str) -> bool:
-        """Another answer to the same prompt loads, or has."""
+        """Return True if another answer to the same prompt loads the KV, or has loaded it."""
         self._siblings.join(request_id)
         return self._siblings.first_of(request_id) != request_id
 
@@ -141,7 +178,7 @@ class Loads:
         num_tokens: int,
         is_proven: bool,
     ) -> None:
-        """A remote holds the KV of the request's first `num_tokens` tokens."""
+        """Note that a remote engine holds the KV of the request's first `num_tokens` tokens."""
         load = self._loads[request_id] = KVLoad(source, role, num_tokens, is_proven)
         if num_tokens < self._least_tokens(role):
             self._decline(request_id, load)
@@ -149,7 +186,7 @@ class Loads:
             self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
 
     def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
-        """`target` will write the KV of the request's first `num_tokens` tokens."""
+        """Note that `target` will write the KV of the request's first `num_tokens` tokens."""
         load = self._loads[request_id] = KVLoad(target, TransferRole.DECODE, num_tokens)
         if not num_tokens:
             self._decline(request_id, load)
@@ -204,8 +241,8 @@ class Loads:
         return True
 
     def take_back(self) -> None:
-        """The host puts a request whose load was given back among those that wait for blocks,
-        whatever its load-failure policy."""
+        """Note that the host queues a request whose blocks were given back for new blocks, whatever
+        its load-failure policy."""
         self._early.host_takes_back = True
 
     def give_back(self, request_id: str) -> None:
@@ -237,12 +274,12 @@ class Loads:
             is_push = load.state is LoadState.LOADING and isinstance(load.origin, PushTarget)
             if is_push and not load.is_withdrawn:
                 load.is_withdrawn = True
-                self._tell_holder(request_id, load.origin)
+                self._notify_holder(request_id, load.origin)
                 return request_id
         return None
 
     def missing(self, request_id: str, num_computed_tokens: int) -> int:
-        """Tokens to load beyond those that are computed; 0 where there are none worth it."""
+        """Return the tokens to load beyond the computed ones, or 0 if a load is not worth it."""
         load = self._offered(request_id)
         if load is None:
             return 0
@@ -250,8 +287,8 @@ class Loads:
         return 0 if missing < self._least_tokens(load.role) else missing
 
     def allocated(self, request: EngineRequest, block_ids: BlockIds, num_tokens: int) -> None:
-        """The last `num_tokens` of what was offered are loaded into `block_ids`, which cover the
-        request from position 0; nothing is, where `num_tokens` is 0."""
+        """Order the load of the last `num_tokens` offered tokens into `block_ids`, which cover the
+        request from position 0. With `num_tokens` 0 nothing is loaded."""
         load = self._offered(request.request_id)
         if load is None:
             return
@@ -264,8 +301,8 @@ class Loads:
         self._order(request, load, block_ids, first_token)
 
     def fail(self, request_id: str) -> None:
-        """`allocated` raised, and the host waits for a load: it is reported as failed, unless it
-        was ordered all the same."""
+        """Handle an exception of `allocated`, after which the host waits for a load: report it as
+        failed, unless it was ordered all the same."""
         ordered = (self._orders.pulls, self._orders.registrations)
         if any(order.request_id == request_id for orders in ordered for order in orders):
             return
@@ -274,7 +311,7 @@ class Loads:
         if load is not None:
             load.state = LoadState.LOADING
             self._orders.untracks.append(request_id)
-            self._tell_holder(request_id, load.origin)
+            self._notify_holder(request_id, load.origin)
 
     def drop(self, request_id: str) -> None:
         """Give up the KV on offer, because the request will be computed with other weights."""
@@ -296,11 +333,11 @@ class Loads:
     def reported(
         self, request_id: str, *, failed: bool, problem: LoadProblem | None = None
     ) -> None:
-        """The worker half is done with the load, well or badly."""
+        """Note the worker half's report that the load has ended."""
         load = self._loads.get(request_id)
         if load is None or load.state is not LoadState.LOADING:
             if problem is not None and request_id in self._fenced:
-                # It ended because its load had failed, in a host that ends it first (vLLM).
+                # vLLM ends a request whose load failed before it passes on the report.
                 self.failures.note(request_id, self._fenced[request_id], problem)
             return
         if failed and load.is_given_back:
@@ -314,8 +351,8 @@ class Loads:
         self._orders.untracks.append(request_id)
 
     def finish(self, request_id: str) -> bool:
-        """The request has ended, wherever its load was. True: it is fenced, the host keeps its
-        blocks until the fence is answered."""
+        """Note that the request has ended, in whatever state its load is. Return True if it is
+        fenced: the host then keeps its blocks until the fence is answered."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return False
@@ -332,11 +369,11 @@ class Loads:
         return True
 
     def fence_answered(self, request_id: str) -> None:
-        """Nothing touches the request's blocks any more."""
+        """Note that nothing touches the request's blocks any more."""
         self._fenced.pop(request_id, None)
 
     def is_fenced(self, request_id: str) -> bool:
-        """The host hears of this request by its fence alone."""
+        """Return True if the host hears about this request only through its fence."""
         return request_id in self._fenced
 
     def _policy_of(self, load: KVLoad) -> LoadFailurePolicy:
@@ -349,7 +386,8 @@ class Loads:
         return self._policy
 
     def _least_tokens(self, role: TransferRole) -> int:
-        """Fewer are computed: a prefill engine is there for that."""
+        """Return the least number of tokens that is loaded. A prefill engine computes fewer
+        ones."""
         return max(1, self._recompute_threshold if role is TransferRole.PREFILL else 1)
 
     def _offered(self, request_id: str) -> KVLoad | None:
@@ -376,9 +414,9 @@ class Loads:
     def _decline(self, request_id: str, load: KVLoad) -> None:
         load.on(LoadEvent.DECLINE)
         self._orders.untracks.append(request_id)
-        self._tell_holder(request_id, load.origin)
+        self._notify_holder(request_id, load.origin)
 
-    def _tell_holder(self, request_id: str, origin: RemoteSource | PushTarget) -> None:
+    def _notify_holder(self, request_id: str, origin: RemoteSource | PushTarget) -> None:
         if isinstance(origin, PushTarget):
             self._orders.withdrawals.append(PushWithdrawal(request_id, origin))
         else:

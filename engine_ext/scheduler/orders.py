@@ -1,4 +1,4 @@
-"""What the scheduler half has decided and the worker half has not heard yet."""
+"""Orders that the scheduler half has decided on and the worker half has not received yet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -49,7 +49,7 @@ class Orders:
         return any(map(len, _contents(self)))
 
     def take(self) -> StepMetadata:
-        """All of it, for the next step; nothing is left."""
+        """Return all orders for the next step, and empty this object."""
         if not self:
             return EMPTY_STEP
         contents = _contents(self)
@@ -59,6 +59,6 @@ class Orders:
         return meta
 
 
-# Asked several times per engine step: reflection at each would cost more than all the rest. The
-# fields are those of `StepMetadata`, in its order.
+# This runs several times per engine step, where reflection would cost more than everything else.
+# The fields are those of `StepMetadata`, in its order.
 _contents: Callable[[Orders], tuple[list[Any], ...]] = attrgetter(*(f.name for f in fields(Orders)))

@@ -13,7 +13,7 @@ import numpy as np
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import FinishStatus, Region
 from engine_ext.layout.plan import Indices
-from engine_ext.scheduler import room
+from engine_ext.scheduler import block_pressure
 from engine_ext.worker.agent import PeerHandle, Transfer, TransferState
 from tests.integration.memory_engine import BLOCK_SIZE, BLOCKS, Memory, WatchedAgent, contents
 from tests.unit.engine_ext.scheduler.fakes import Request
@@ -75,7 +75,7 @@ class ConnectorPuppet(Memory):
         config = ConnectorConfig(engine_id=name, **settings)
         super().__init__(name, port, BLOCK_BYTES, config)
         # Both halves of the cache may wait for P at once.
-        room.EARLY_SHARE = 1.0
+        block_pressure.EARLY_SHARE = 1.0
         self.name = name
         self.port = port
         self.sent: list[str] = []

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from engine_ext.push.matcher import UNKNOWN_SECONDS
-from engine_ext.scheduler.room import STALLED_SECONDS
+from engine_ext.scheduler.block_pressure import STALLED_SECONDS
 from engine_ext.wire.notifications import (
     PushDone,
     PushFailed,

@@ -1,7 +1,7 @@
-"""P in push mode: how far a prompt's KV stands in its blocks, told while the rest is computed.
+"""P in push mode: reports how much of a prompt's KV is in its blocks, while the rest is computed.
 
-It counts while the request keeps these blocks. When it has lost them, an empty draft says so, and
-what comes then is another attempt's.
+A partial offer holds as long as the request keeps these blocks. If the request loses them (it is
+preempted), an empty offer reports that, and later offers belong to another attempt.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,27 @@ from engine_ext.scheduler.orders import Orders
 
 
 @dataclass(slots=True)
-class _DraftedPrompt:
+class _OfferedPrompt:
     request: EngineRequest
     num_tokens: int
-    """Of the request as it came."""
+    """Tokens of the request on arrival."""
     transfer_id: str | None
     attempt: int = 0
     last: PushOffer | None = None
-    """What was told of it."""
 
     @property
-    def num_told(self) -> int:
-        """Tokens, in this attempt."""
+    def num_offered(self) -> int:
+        """Tokens that were offered in this attempt."""
         return self.last.num_tokens if self.last else 0
 
 
-class Drafts:
-    """One per engine. Writes into `orders` what the worker half is to know."""
+class PartialOffers:
+    """One per engine. It writes the offers for the worker half into `orders`."""
 
     def __init__(self, orders: Orders, block_size: int) -> None:
         self._orders = orders
         self._block_size = block_size
-        self._prompts: dict[str, _DraftedPrompt] = {}
+        self._prompts: dict[str, _OfferedPrompt] = {}
 
     def __bool__(self) -> bool:
         return bool(self._prompts)
@@ -42,50 +41,50 @@ class Drafts:
         return request_id in self._prompts
 
     def expect(self, request: EngineRequest, transfer_id: str | None) -> None:
-        prompt = _DraftedPrompt(request, len(request.token_ids), transfer_id)
+        prompt = _OfferedPrompt(request, len(request.token_ids), transfer_id)
         self._prompts[request.request_id] = prompt
 
     def computed(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """The KV of the request's first `num_tokens` tokens stands in its blocks."""
+        """Note that the KV of the request's first `num_tokens` tokens is in its blocks."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
         num_blocks = min(num_tokens, prompt.num_tokens) // self._block_size
-        if num_blocks * self._block_size <= prompt.num_told:
+        if num_blocks * self._block_size <= prompt.num_offered:
             return
         content = prompt.last.digest if prompt.last else self._digest(prompt)
         if content is None:
             del self._prompts[request_id]
             return
         blocks = tuple(group[:num_blocks] for group in block_ids)
-        self._tell(prompt, blocks, num_blocks * self._block_size, content)
+        self._offer(prompt, blocks, num_blocks * self._block_size, content)
 
     def lost(self, request_id: str) -> None:
-        """The request has no blocks any more, or others."""
+        """Note that the request has lost its blocks, or has other ones."""
         prompt = self._prompts.get(request_id)
-        if prompt is not None and prompt.last is not None and prompt.num_told:
+        if prompt is not None and prompt.last is not None and prompt.num_offered:
             prompt.attempt += 1
-            self._tell(prompt, (), 0, prompt.last.digest)
+            self._offer(prompt, (), 0, prompt.last.digest)
 
     def attempt_of(self, request_id: str) -> int:
         prompt = self._prompts.get(request_id)
         return prompt.attempt if prompt else 0
 
     def forget(self, request_id: str) -> bool:
-        """The request has ended. True: something was told of it, and may be read from its
-        blocks."""
+        """Forget a request that has ended. Return True if an offer was made, so that its blocks may
+        be read."""
         prompt = self._prompts.pop(request_id, None)
         return prompt is not None and prompt.last is not None
 
     @staticmethod
-    def _digest(prompt: _DraftedPrompt) -> bytes | None:
+    def _digest(prompt: _OfferedPrompt) -> bytes | None:
         keys = prompt.request.content_keys
         if keys is None:
             return None
         return digest(prompt.request.token_ids, keys, prompt.num_tokens)
 
-    def _tell(
-        self, prompt: _DraftedPrompt, blocks: BlockIds, num_tokens: int, content: bytes
+    def _offer(
+        self, prompt: _OfferedPrompt, blocks: BlockIds, num_tokens: int, content: bytes
     ) -> None:
         prompt.last = PushOffer(
             prompt.request.request_id,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engine_ext.common.types import FinishStatus, MatchedTokens, TransferResults
+from engine_ext.scheduler.loads import MAX_FAMILIES, RequestFamilies
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.scheduler.siblings import MOST, RequestFamilies
 from tests.unit.engine_ext.scheduler.fakes import Request
 from tests.unit.engine_ext.scheduler.test_scheduler import BLOCKS, answer_of_p, make
 
@@ -97,7 +97,7 @@ def test_of_several_one_is_kept_for_the_next_turn() -> None:
 
 def test_only_so_many_families_are_remembered() -> None:
     siblings = RequestFamilies()
-    for number in range(MOST + 10):
+    for number in range(MAX_FAMILIES + 10):
         siblings.join(f"0_d-{number}")
         siblings.join(f"1_d-{number}")
         assert siblings.first_of(f"1_d-{number}") == f"0_d-{number}"

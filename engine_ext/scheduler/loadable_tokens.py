@@ -1,6 +1,5 @@
-"""How many of a request's leading tokens can be loaded from a remote: pure arithmetic.
-
-Of its prompt, and of what was generated elsewhere where it begins in mid-answer.
+"""How many leading tokens of a request can be loaded from a remote engine: pure arithmetic. The
+tokens are the prompt's and, for a resumed answer, those that another engine has generated.
 """
 
 import logging
@@ -15,7 +14,9 @@ from engine_ext.scheduler.params import TransferRole
 logger = logging.getLogger(__name__)
 
 
-class Loadable:
+class LoadableTokens:
+    """The limits that the cache's geometry and the settings put on loads."""
+
     def __init__(self, config: ConnectorConfig, geometry: CacheGeometry) -> None:
         self._config = config
         self._block_size = geometry.block_size
@@ -24,17 +25,21 @@ class Loadable:
         self._lookahead = geometry.lookahead
         self._may_load = geometry.may_load
 
-    def most_tokens(self, request: EngineRequest) -> int:
-        """0 for a request whose KV depends on what nobody can tell, and where nothing is loaded.
+    def limit(self, request: EngineRequest) -> int:
+        """Return the most tokens that may be loaded for the request.
 
-        A host that has all of them computes the last one again. Where a group has a window,
-        vLLM's block manager has by then given up the block in which that token's window begins, if
-        it begins at the end of one; so the last token is left to compute. A state that knows the
-        last token would count it twice. And where KV depends on tokens to come, more is computed
-        again: those that the remote had guessed, or sampled, are not these."""
-        return self._most_of(len(request.token_ids)) if self._loads(request) else 0
+        It is 0 if the KV depends on content without a name, or if the engine loads nothing. A host
+        that has the KV of all tokens computes the last one again. Three cases need more care:
 
-    def _loads(self, request: EngineRequest) -> bool:
+        * Groups with a window: vLLM's block manager has freed the block in which the last token's
+          window begins, if it begins at the end of a block. So the last token is not loaded.
+        * A state that includes the last token would count it twice.
+        * KV that depends on later tokens (`lookahead`): more tokens are computed again, because the
+          remote used the tokens that it had drafted or sampled.
+        """
+        return self._most_of(len(request.token_ids)) if self._may_load_for(request) else 0
+
+    def _may_load_for(self, request: EngineRequest) -> bool:
         return self._may_load and request.content_keys is not None
 
     def _most_of(self, num_tokens: int) -> int:
@@ -42,7 +47,7 @@ class Loadable:
         num_left = self._lookahead if self._lookahead > 1 else has_windows
         return max(0, num_tokens - num_left)
 
-    def tokens(
+    def count(
         self,
         request: EngineRequest,
         role: TransferRole,
@@ -50,24 +55,26 @@ class Loadable:
         proof: PrefixHashes | UnusableHashes,
         unix_time: float,
     ) -> int:
-        """Tokens from position 0 whose KV the remote's blocks hold, and which are this request's,
-        or may be, where there is no proof and the remote may be a stock engine."""
+        """Return how many tokens from position 0 can be loaded from the remote's blocks.
+
+        They are verified to be this request's, except for a stock engine, which sends no hashes.
+        """
         if role is TransferRole.PREFILL and not self._may_pull_turn(source, proof, unix_time):
             return 0
-        if not self._loads(request):
+        if not self._may_load_for(request):
             return 0
-        token_ids = request.token_ids  # asked for once: a host may copy them
-        held = min(self._held_tokens(source), len(token_ids))
-        shared = min(held, self._proven_tokens(request, token_ids, proof, held))
+        token_ids = request.token_ids  # read once, because a host may copy them
+        held = min(self._count_held(source), len(token_ids))
+        shared = min(held, self._count_verified(request, token_ids, proof, held))
         most = self._most_of(len(token_ids))
         if shared < len(token_ids):
             most = min(most, shared - self._lookahead)
         tokens = max(0, min(shared, most))
-        is_there = self._windows_reach(source, tokens) and self._state_is_of(source, tokens)
-        return tokens if is_there else 0
+        is_usable = self._holds_windows(source, tokens) and self._has_state_at(source, tokens)
+        return tokens if is_usable else 0
 
     @staticmethod
-    def _proven_tokens(
+    def _count_verified(
         request: EngineRequest,
         token_ids: Sequence[int],
         proof: PrefixHashes | UnusableHashes,
@@ -78,19 +85,19 @@ class Loadable:
         keys = request.content_keys
         if isinstance(proof, UnusableHashes) or keys is None:
             return 0
-        proven = proof.count_verified_tokens(token_ids, keys)
-        if proven < held:
+        verified = proof.count_verified_tokens(token_ids, keys)
+        if verified < held:
             logger.info(
                 "request %s: %d of %d remote tokens are this request's",
                 request.request_id,
-                proven,
+                verified,
                 held,
             )
-        return proven
+        return verified
 
-    def _held_tokens(self, source: RemoteSource) -> int:
-        """At most what the remote's lists can hold. Groups with a window list only its end; a peer
-        that does not tell its block size is taken to have ours."""
+    def _count_held(self, source: RemoteSource) -> int:
+        """Return the most tokens that the remote's block lists can hold. Groups with a window list
+        only its end. A peer that does not send its block size is taken to have ours."""
         groups = zip(source.block_ids, self._windows, strict=False)
         lengths = [len(ids) for ids, window in groups if window is None]
         if not lengths:
@@ -98,10 +105,10 @@ class Loadable:
         held = min(lengths) * (source.block_size or self._block_size)
         return held if source.num_tokens is None else min(held, source.num_tokens)
 
-    def _windows_reach(self, source: RemoteSource, num_tokens: int) -> bool:
-        """Whether the remote keeps what the token behind `num_tokens` sees through a window, and
-        all else of our blocks in which that is: its lists end with its own last token, which it has
-        to name, and it may have gone further than we can follow."""
+    def _holds_windows(self, source: RemoteSource, num_tokens: int) -> bool:
+        """Return True if the remote's blocks cover the windows of the token behind `num_tokens`,
+        and the rest of our blocks in which they lie. The remote's lists end with its own last
+        token, which it must name; it may be further ahead than we can use."""
         if source.num_tokens is None:
             return all(window is None for window in self._windows)
         block_size = source.block_size or self._block_size
@@ -116,14 +123,16 @@ class Loadable:
     def _block_start(self, token: int) -> int:
         return token - token % self._block_size
 
-    def _state_is_of(self, source: RemoteSource, num_tokens: int) -> bool:
-        """A state is of all that the remote has computed: there is none of fewer tokens."""
+    def _has_state_at(self, source: RemoteSource, num_tokens: int) -> bool:
+        """Return True if the remote's state can be used for so many tokens. A state includes all
+        tokens that the remote has computed."""
         return not self._has_state or source.num_tokens == num_tokens
 
     def _may_pull_turn(
         self, source: RemoteSource, proof: PrefixHashes | UnusableHashes, unix_time: float
     ) -> bool:
-        """Without proof it is the operator's word that counts, and only a stock engine is read."""
+        """Return True if a retained turn may be read. Without hashes it may be read only from a
+        stock engine, and if the operator trusts it (trust_unproven_prefix)."""
         if not self._config.bidirectional or self._has_state:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:

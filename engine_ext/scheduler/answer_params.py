@@ -1,5 +1,6 @@
-"""What an answer's `kv_transfer_params` say of the KV that is kept: where it lies, in vLLM 0.32's
-words, and which tokens it is of, in ours."""
+"""The `kv_transfer_params` of an answer whose KV this engine holds: the place of the blocks, in the
+fields of vLLM 0.32, and prefix hashes of their tokens (`prefix_proof`).
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from engine_ext.common.types import BlockIds, CacheGeometry, EngineIdentity, Eng
 from engine_ext.layout.plan import without_holes
 
 
-class Answers:
+class AnswerParams:
     def __init__(
         self,
         identity: EngineIdentity,
@@ -27,23 +28,26 @@ class Answers:
         self._mode = mode
         self._unix_time = unix_time
 
-    def of_prefill(
+    def for_prefill(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, hands_over: bool = False
     ) -> dict[str, Any]:
-        """The proof is of what stood in our blocks, as a rule the prompt: what D decodes itself it
-        does not load."""
-        where = self._where(request, block_ids)
-        begins = {resume_payload.KEY: _begun(request)} if hands_over else {}
+        """Return the params of a prefill engine's answer.
+
+        The hashes cover the tokens in our blocks, usually the prompt. A decode engine does not load
+        the tokens that it generates itself.
+        """
+        place = self._place_of(request, block_ids)
+        generated = {resume_payload.KEY: _resume_payload(request)} if hands_over else {}
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            **where,
+            **place,
             "remote_blocks_expiry_time": None,
-            "prefix_proof": _proof(request.token_ids, keys, where),
-            **begins,
+            "prefix_proof": _prefix_hashes(request.token_ids, keys, place),
+            **generated,
         }
 
-    def of_turn(
+    def for_turn(
         self,
         request: EngineRequest,
         keys: Keys,
@@ -52,30 +56,33 @@ class Answers:
         *,
         is_firm: bool,
     ) -> dict[str, Any]:
-        """A turn that is not firm may be dropped at any time. Stock readers cannot learn of that,
-        so for them the expiry time of such a turn has already passed."""
-        where = self._where(request, block_ids)
+        """Return the params of a retained turn.
+
+        A turn that is not firm may be dropped at any time. Stock readers cannot learn of that, so
+        for them the expiry time of such a turn has already passed.
+        """
+        place = self._place_of(request, block_ids)
         return {
             "do_remote_prefill": False,
             "do_remote_decode": True,
-            **where,
+            **place,
             # Stock's readers compare it with this process's clock, whose offset they measured.
             "remote_blocks_expiry_time": time.perf_counter() + seconds if is_firm else 0.0,
             "revocable": not is_firm,
             "retained_until": self._unix_time() + seconds,
-            "prefix_proof": _proof(request.token_ids, keys, where),
+            "prefix_proof": _prefix_hashes(request.token_ids, keys, place),
         }
 
-    def listed(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
+    def list_blocks(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
         """Return the blocks that hold the request's KV, in the form that readers receive."""
         num_blocks = -(-request.num_computed_tokens // self._block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
         return without_holes(held, self._windows)
 
-    def _where(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
+    def _place_of(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:
         num_tokens = request.num_computed_tokens
         return {
-            "remote_block_ids": [list(group) for group in self.listed(request, block_ids)],
+            "remote_block_ids": [list(group) for group in self.list_blocks(request, block_ids)],
             "remote_engine_id": self._identity.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self._identity.host,
@@ -89,10 +96,10 @@ class Answers:
         }
 
 
-def _begun(request: EngineRequest) -> dict[str, Any]:
+def _resume_payload(request: EngineRequest) -> dict[str, Any]:
     prompt = tuple(request.prompt_token_ids)
     return ResumePayload(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
 
 
-def _proof(tokens: Sequence[int], keys: Keys, where: dict[str, Any]) -> dict[str, Any]:
-    return PrefixHashes.of(tokens, keys, where["remote_num_tokens"]).to_wire(where)
+def _prefix_hashes(tokens: Sequence[int], keys: Keys, place: dict[str, Any]) -> dict[str, Any]:
+    return PrefixHashes.of(tokens, keys, place["remote_num_tokens"]).to_wire(place)

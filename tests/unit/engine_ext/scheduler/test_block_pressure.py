@@ -1,4 +1,4 @@
-"""What a decode engine does without room: see the docstring of `engine_ext.scheduler.room`."""
+"""Requests that lack blocks at a decode engine: see `engine_ext.scheduler.block_pressure`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.scheduler.room import LATE_SECONDS, STALLED_SECONDS, TURN_SECONDS
+from engine_ext.scheduler.block_pressure import LATE_SECONDS, STALLED_SECONDS, TURN_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.scheduler.fakes import Request
 
