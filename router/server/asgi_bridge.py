@@ -18,7 +18,6 @@ import httptools
 from starlette.types import ASGIApp, Message, Scope
 
 from router.openai.errors import JSON, RequestError, body_of, headers_of, shape_of
-from router.proxy.exchange import Header
 from router.server.middleware import CALLER
 from router.server.request_reader import IncomingRequest
 
@@ -91,8 +90,7 @@ class AsgiBridge:
         self._writer = writer
         self._is_head = is_head
         self._is_read = False
-        self._status = 0
-        self._headers: list[Header] = []
+        self._start: Message = {}
         self._has_body = True
         # The bytes that are still to come of a body with a Content-Length.
         self._missing: int | None = None
@@ -108,43 +106,38 @@ class AsgiBridge:
         return {"type": "http.request", "body": self._writer.body, "more_body": False}
 
     async def send(self, message: Message) -> None:
+        writer = self._writer
         if message["type"] == "http.response.start":
-            self._status, self._headers = message["status"], list(message.get("headers", ()))
-        elif message["type"] == "http.response.body":
-            while self._writer.is_paused and not self._writer.is_over:
-                await self._writer.wait_for_change()
-            self._write(message.get("body", b""), not message.get("more_body", False))
-
-    def _write(self, block: bytes, last: bool) -> None:
+            self._start = message
+            return
+        while writer.is_paused and not writer.is_over:
+            await writer.wait_for_change()
         if not self.has_begun:
             self.has_begun = True
             self._open()
-        if not self._has_body:
-            block = b""
-        elif self._missing is not None:
+        block = message.get("body", b"") if self._has_body else b""
+        last = not message.get("more_body", False)
+        if self._missing is not None:
             self._missing -= len(block)
             if self._missing < 0 or (last and self._missing):
                 logger.error("an answer's length differs from its Content-Length")
-                self._writer.abort()
+                writer.abort()
         if block or last:
-            self._writer.write(block, last)
+            writer.write(block, last)
 
     def _open(self) -> None:
-        headers, writer = [(name.lower(), value) for name, value in self._headers], self._writer
-        given: dict[bytes, Any] = dict(headers)
-        if given.get(b"connection", b"").lower() == b"close":
+        writer, status, headers = self._writer, self._start["status"], self._start["headers"]
+        given = dict(headers)
+        if b"connection" in given:  # to close it; the writer says so
             writer.keep_alive = False
-        dropped = {b"connection", b"transfer-encoding"}
-        self._has_body = not (self._is_head or self._status in BODYLESS_STATUSES)
-        if self._has_body or self._status == 204:
-            dropped.add(b"content-length")
-        kept = [header for header in headers if header[0] not in dropped]
-        if not self._has_body:
-            writer.open_bare(self._status, kept)
-            return
-        length = given.get(b"content-length", b"")
-        self._missing = int(length) if length.isdigit() else None
-        writer.open(self._status, kept, self._missing)
+            headers = [header for header in headers if header[0] != b"connection"]
+        self._has_body = not self._is_head and status not in BODYLESS_STATUSES
+        length = given.get(b"content-length")
+        if self._has_body and length is None:
+            writer.open(status, headers, None)
+        else:
+            self._missing = int(length) if self._has_body and length is not None else None
+            writer.open_bare(status, headers)
 
 
 def _address(name: object) -> tuple[str, int] | None:

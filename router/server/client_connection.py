@@ -523,7 +523,7 @@ class ResponseWriter(Struct, eq=False):
         self.head = _head(status, headers, framing + self.connection.common_lines(self))
 
     def open_bare(self, status: int, headers: Iterable[Header]) -> None:
-        """Prepare the head of an answer without a body, whatever the head declares."""
+        """Prepare the head of an answer that has its framing among the headers, or no body."""
         self.head = _head(status, headers, self.connection.common_lines(self))
 
     # Called by the connection.

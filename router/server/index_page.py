@@ -36,7 +36,6 @@ class Operation(NamedTuple):
     content: Mapping[str, Any]
 
 
-@router.head("/", include_in_schema=False)
 @router.get("/", summary="Index of the endpoints: JSON, or HTML for browsers")
 async def index(request: Request) -> Response:
     found = [one for one in _operations(request.app.openapi()) if one.path != "/"]

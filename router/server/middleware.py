@@ -6,9 +6,9 @@ keys (see client_connection and router.proxy.dispatch).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+import anyio
 from fastapi import FastAPI
 from starlette.responses import Response
 from starlette.routing import Match
@@ -118,24 +118,12 @@ def _adding(send: Send, lines: Sequence[Header]) -> Send:
 
 async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve a GET up to the end of its head: the body may be a stream without an end."""
-    has_head = asyncio.Event()
+    with anyio.CancelScope() as running:
 
-    async def send_head(message: Message) -> None:
-        if message["type"] == "http.response.start" and not has_head.is_set():
-            has_head.set()
-            await send(message)
-            await send({"type": "http.response.body", "body": b""})
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+                running.cancel()
 
-    async def serve() -> None:
         await app({**scope, "method": "GET"}, receive, send_head)
-
-    serving = asyncio.create_task(serve())
-    waiting = asyncio.create_task(has_head.wait())
-    try:
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if not has_head.is_set():
-            await serving
-    finally:
-        for task in (serving, waiting):
-            task.cancel()
-        await asyncio.gather(serving, waiting, return_exceptions=True)

@@ -148,7 +148,6 @@ def _json(content: object) -> Response:
 # Operations.
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Whether this process is alive", tags=["Operations"])
 async def health() -> dict[str, str]:
     return {"status": "ok"}
@@ -166,7 +165,6 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
     }
 
 
-@router.head("/ready", include_in_schema=False)
 @router.get(
     "/ready",
     summary="Whether a prefill engine and a decode engine are healthy",
