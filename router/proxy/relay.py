@@ -73,7 +73,12 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
     note_first_byte(run, answer)
     passed = messages.to_client(answer.headers, request.record.request_id)
     limits, exchange = gateway.limits, request.exchange
-    raw = None if answer.is_event_stream else answer.take_if_complete(limits.max_answer_size)
+    if answer.is_event_stream:
+        raw = None
+    elif request.path:  # the server translates the answer, whole
+        raw = await answer.read(limits.max_answer_size)
+    else:
+        raw = answer.take_if_complete(limits.max_answer_size)
     if raw is not None:
         if len(raw) > HIGH_WATER and request.decode_only_reason != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that its engine has broken off")

@@ -20,12 +20,7 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_memory import Reservation
 from router.http_client.engine_answer import NO_ROOM
-from router.http_client.errors import (
-    AnswersFullError,
-    AnswerTooLargeError,
-    BrokenAnswerError,
-    UpstreamError,
-)
+from router.http_client.errors import AnswersFullError, BrokenAnswerError
 from router.http_client.sse import data_in, events_in
 from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
@@ -198,7 +193,6 @@ class DialectExchange(ExchangeWrapper):
         super().__init__(inner)
         self.headers = dialect.request_headers(inner.headers)
         self._dialect = dialect
-        self._max_answer_bytes = gateway.limits.max_answer_size
         self._reservation = Reservation(gateway.memory.answers)
         self._is_ended = False
         # Events that were translated when the answer turned out to have an unsupported end.
@@ -232,11 +226,6 @@ class DialectExchange(ExchangeWrapper):
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
-        if not answer.is_event_stream:
-            collected = CollectedAnswer(answer, self._max_answer_bytes, self._reservation)
-            await answer.relay(collected, idle, latest)
-            await self.respond(status, headers, collected.body())
-            return
         translated = TranslatedStream(answer, self._translate, self._reserve)
         await self._inner.relay(status, headers, translated, idle, latest)
         if translated.is_over:  # with heartbeats the proxy does not call `finish`
@@ -353,39 +342,6 @@ class TranslatedStream(BodySourceWrapper):
             self._sink.write(events, False)
         if not self._reserve():
             self.fail(AnswersFullError(NO_ROOM))
-
-
-class CollectedAnswer:
-    """An AnswerSink that collects an unstreamed answer of up to `max_bytes`."""
-
-    def __init__(self, answer: BodySource, max_bytes: int, reservation: Reservation) -> None:
-        self._answer, self._max_bytes, self._reservation = answer, max_bytes, reservation
-        self._size = 0
-        self._pieces: list[bytes] = []
-        self._error: UpstreamError | None = None
-
-    def write(self, block: bytes, last: bool) -> None:
-        self._size += len(block)
-        size = max(self._size, self._answer.length or 0)
-        if self._error is not None:
-            return
-        if size > self._max_bytes:
-            self._error = AnswerTooLargeError(f"an answer of more than {self._max_bytes} bytes")
-        elif not self._reservation.resize(size):
-            self._error = AnswersFullError(NO_ROOM)
-        else:
-            self._pieces.append(block)
-            return
-        self._pieces.clear()
-        self._reservation.release()
-        self._answer.fail(self._error)
-
-    def body(self) -> bytes:
-        """Raises AnswerTooLargeError, AnswersFullError."""
-        if self._error is not None:
-            raise self._error
-        pieces, self._pieces = self._pieces, []
-        return b"".join(pieces)
 
 
 def _openai_error(status: int, error: object, body: bytes) -> Json:
