@@ -91,17 +91,14 @@ def parser() -> CommandParser:
         title = group_title(name)
         if title not in groups:
             groups[title] = made.add_argument_group(title)
-        groups[title].add_argument(*_spellings(name), dest=name, **_options(name))
+        flags = [flag_of(name)]
+        if name.endswith(("_hosts", "_ports")):  # --decoder-host, as in vLLM's example proxies
+            flags.append(flags[0][:-1])
+        groups[title].add_argument(*flags, dest=name, **_options(name))
     for name, current in RENAMED.items():
         options = _options(current) | {"help": argparse.SUPPRESS}
         made.add_argument(flag_of(name), dest=name, **options)
     return made
-
-
-def _spellings(name: str) -> list[str]:
-    """Return the flags of a setting: --decoder-host works as well, as in vLLM's example proxies."""
-    flag = flag_of(name)
-    return [flag, flag[:-1]] if name.endswith(("_hosts", "_ports")) else [flag]
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -125,17 +122,12 @@ def _serve(flags: dict[str, Any]) -> int:
 
     try:
         settings = load(flags)
-    except SettingsError as error:
-        for problem in error.problems:
-            print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
-        return 2
-    logs.configure(settings.log_level, settings.log_format)
-    logger = logging.getLogger("disagg_router")
-    for line in deprecation_warnings(settings, flags):
-        logger.warning("%s", line)
-    for variable in unknown_variables(os.environ):
-        logger.warning("%s is not a setting, and is ignored", variable)
-    try:
+        logs.configure(settings.log_level, settings.log_format)
+        logger = logging.getLogger("disagg_router")
+        for line in deprecation_warnings(settings, flags):
+            logger.warning("%s", line)
+        for variable in unknown_variables(os.environ):
+            logger.warning("%s is not a setting, and is ignored", variable)
         check_sources(settings)
         # Report unreadable secrets and files before the router listens.
         for secret in ("admin_token", "ui_token", "engine_api_key"):

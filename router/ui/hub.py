@@ -34,15 +34,10 @@ UPDATE_INTERVAL_S = 0.25
 MAX_ENDED = 256
 # The most ended requests in one event: the latest ones. The others are only counted.
 MAX_ENDED_PER_EVENT = 100
-MAX_VIEWERS = 16
 MAX_QUEUED_EVENTS = 64
 MAX_QUEUED_BYTES = 8 * 1024 * 1024
 HIDDEN = "set, not shown"
 LOCAL_STORES = ("memory", "off")
-
-
-class TooManyViewersError(Exception):
-    """There are MAX_VIEWERS viewers already."""
 
 
 class Viewer:
@@ -113,9 +108,7 @@ class DashboardHub:
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[Viewer]:
-        """Add a viewer until the block ends. Raises TooManyViewersError."""
-        if len(self._viewers) >= MAX_VIEWERS:
-            raise TooManyViewersError
+        """Add a viewer until the block ends."""
         viewer = Viewer()
         if self._work is None or self._work.done():
             self._snapshot = {}

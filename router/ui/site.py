@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import AsyncIterator
 from importlib.resources import files
 
 from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from router.auth.api_keys import has_bearer_token
 from router.openai.errors import error_body
-from router.ui.hub import MAX_VIEWERS, DashboardHub, TooManyViewersError, Viewer
+from router.ui.hub import DashboardHub, Viewer
 
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -23,6 +24,7 @@ CONTENT_TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
+MAX_VIEWERS = 16
 INDEX = "index.html"
 SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -68,8 +70,13 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
         return RedirectResponse("ui/", 307)
 
     @router.get("/ui/events", summary="What the page shows, as server-sent events")
-    async def events() -> Response:
-        return DashboardFeed(hub, token)
+    async def events(request: Request) -> Response:
+        if rejection := _reject(request.headers, token):
+            return rejection
+        if hub.num_viewers >= MAX_VIEWERS:
+            text = f"the dashboard has {MAX_VIEWERS} viewers already"
+            return _error(503, "ServiceUnavailableError", text)
+        return DashboardFeed(hub)
 
     @router.head("/ui/{name}", include_in_schema=False)
     @router.get("/ui/{name}", include_in_schema=False)
@@ -94,56 +101,30 @@ def _answer(file: Response | None, request: Request) -> Response:
 
 
 class DashboardFeed(Response):
-    """One viewer's server-sent events."""
+    """One viewer's server-sent events, until the client disconnects or does not read for long."""
 
-    def __init__(self, hub: DashboardHub, token: str | None) -> None:
-        super().__init__(headers=FEED_HEADERS)
-        del self.headers["content-length"]
+    def __init__(self, hub: DashboardHub) -> None:
+        super().__init__()
         self._hub = hub
-        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = _reject(scope, self._token)
-        if rejection is not None:
-            return await rejection(scope, receive, send)
-        try:
-            with self._hub.viewing() as viewer:
-                await self._serve(viewer, receive, send)
-        except TooManyViewersError:
-            text = f"the dashboard has {MAX_VIEWERS} viewers already"
-            await _error(503, "ServiceUnavailableError", text)(scope, receive, send)
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
 
-    async def _serve(self, viewer: Viewer, receive: Receive, send: Send) -> None:
-        """Send events until the client disconnects or is cut off."""
-
-        async def disconnect() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        tasks = [asyncio.create_task(one) for one in (self._send(viewer, send), disconnect())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _send(self, viewer: Viewer, send: Send) -> None:
-        body = "http.response.body"
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        block = b": here you are\n\n"
-        with contextlib.suppress(TimeoutError):
-            while True:
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await send({"type": body, "body": block, "more_body": True})
-                if viewer.is_cut_off:
-                    return await send({"type": body, "body": b"", "more_body": False})
-                block = await viewer.next(HEARTBEAT_INTERVAL_S) or HEARTBEAT
+        with self._hub.viewing() as viewer, contextlib.suppress(TimeoutError):
+            stream = StreamingResponse(_events(viewer), headers=FEED_HEADERS)
+            await stream(scope, receive, send_in_time)
 
 
-def _reject(scope: Scope, token: str | None) -> Response | None:
-    headers = Headers(scope=scope)
-    if token is not None and not has_bearer_token(scope["headers"], token):
+async def _events(viewer: Viewer) -> AsyncIterator[bytes]:
+    yield b": here you are\n\n"
+    while not viewer.is_cut_off:
+        yield await viewer.next(HEARTBEAT_INTERVAL_S) or HEARTBEAT
+
+
+def _reject(headers: Headers, token: str | None) -> Response | None:
+    if token is not None and not has_bearer_token(headers.raw, token):
         text = "the dashboard needs its token: Authorization: Bearer ..."
         rejection = _error(401, "AuthenticationError", text)
         rejection.headers["www-authenticate"] = "Bearer"

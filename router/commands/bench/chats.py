@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -46,21 +46,9 @@ class LoadPlan:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(NamedTuple):
     name: str
     questions: Sequence[str]
-
-    def body(self, history: Sequence[Message], plan: LoadPlan) -> dict[str, Any]:
-        return {
-            "model": plan.model,
-            "messages": list(history),
-            "conversation_id": self.name,
-            "max_tokens": plan.tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
 
 
 def chats(plan: LoadPlan, run: str) -> Iterator[Chat]:
@@ -69,13 +57,9 @@ def chats(plan: LoadPlan, run: str) -> Iterator[Chat]:
     while left > 0:
         chance = random.Random(f"{plan.seed}/{number}")
         turns = min(left, plan.turns)
-        questions = [_question(chance, plan.words) for _ in range(turns)]
+        questions = [" ".join(chance.choices(WORDS, k=plan.words)) for _ in range(turns)]
         yield Chat(f"bench-{run}-{number}", questions)
         left, number = left - turns, number + 1
-
-
-def _question(chance: random.Random, words: int) -> str:
-    return " ".join(chance.choices(WORDS, k=words))
 
 
 class Sample:
@@ -103,7 +87,6 @@ class Sample:
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """`ordered` is not empty."""
     return ordered[max(0, -(-round(share * 1000) * len(ordered) // 1000) - 1)]
 
 
@@ -161,22 +144,21 @@ class Target:
     credential: str = ""
 
 
+@dataclass(frozen=True, slots=True)
 class ChatLoad:
     """The load of `disagg-router bench`. One answer may take `timeout` seconds."""
 
-    def __init__(self, target: Target, plan: LoadPlan, timeout: float, figures: Figures) -> None:
-        self._target = target
-        self._plan = plan
-        self._timeout = timeout
-        self._figures = figures
+    target: Target
+    plan: LoadPlan
+    timeout: float
+    figures: Figures
 
     async def run(self, concurrency: int, run: str) -> None:
         """Hold all chats of the plan, `concurrency` at a time. `run` names this load's chats."""
-        count = min(concurrency, self._plan.requests)
-        clients = [Client(self._target.host, self._target.port) for _ in range(count)]
-        waiting: Iterator[Chat] = chats(self._plan, run)
+        count = min(concurrency, self.plan.requests)
+        clients = [Client(self.target.host, self.target.port) for _ in range(count)]
         try:
-            await drive(clients, waiting, self._hold)
+            await drive(clients, chats(self.plan, run), self._hold)
         finally:
             for client in clients:
                 client.close()
@@ -192,20 +174,28 @@ class ChatLoad:
 
     async def _ask(self, client: Client, chat: Chat, history: list[Message]) -> str | None:
         """Return the answer's text; count what is none and return None."""
-        target = self._target
+        target = self.target
         host = f"[{target.host}]" if ":" in target.host else target.host
         headers = [("authorization", target.credential)] if target.credential else []
-        body = orjson.dumps(chat.body(history, self._plan))
-        request = request_bytes(PATH, body, headers, f"{host}:{target.port}")
+        body = {
+            "model": self.plan.model,
+            "messages": history,
+            "conversation_id": chat.name,
+            "max_tokens": self.plan.tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        request = request_bytes(PATH, orjson.dumps(body), headers, f"{host}:{target.port}")
         error = bytearray()
-        reader = ChatStreamReader(time.monotonic(), self._figures)
+        reader = ChatStreamReader(time.monotonic(), self.figures)
 
         def on_body(piece: bytes) -> None:
             reader.write(piece)
             if len(error) < MAX_EVENT_BYTES:
                 error.extend(piece)
 
-        exchange = await client.send(request, self._timeout, on_body)
+        exchange = await client.send(request, self.timeout, on_body)
         try:
             if exchange.status not in (0, 200):
                 message = _error_message(parse_object(bytes(error)) or {})
@@ -214,7 +204,7 @@ class ChatLoad:
                 raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
             reader.end(exchange.ended)
         except ChatError as failure:
-            self._figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
+            self.figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
             return None
         return "".join(reader.texts)
 
@@ -262,31 +252,24 @@ class ChatStreamReader:
             self._is_done = True
             return
         content = parse_object(data)
-        if content is None:
-            self._problem = "an event that is no JSON object"
-        elif "error" in content:
-            self._problem = _error_message(content)
-        else:
-            self._chunk(content, moment)
-
-    def _chunk(self, content: dict[str, Any], moment: float) -> None:
-        usage = content.get("usage")
+        if content is None or "error" in content:
+            self._problem = (
+                _error_message(content) if content else "an event that is no JSON object"
+            )
+            return
+        usage, choices = content.get("usage"), content.get("choices")
         if isinstance(usage, dict):
             self._usage = usage
-        choices = content.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             delta = choice.get("delta") if isinstance(choice, dict) else None
             text = delta.get("content") if isinstance(delta, dict) else None
             if isinstance(text, str) and text:
                 self.texts.append(text)
-                self._note_text(moment)
-
-    def _note_text(self, moment: float) -> None:
-        if self._last is None:
-            self._figures.first.add(moment - self.asked)
-        else:
-            self._figures.gaps.add(moment - self._last)
-        self._last = moment
+                if self._last is None:
+                    self._figures.first.add(moment - self.asked)
+                else:
+                    self._figures.gaps.add(moment - self._last)
+                self._last = moment
 
 
 def _error_message(content: dict[str, Any]) -> str:
