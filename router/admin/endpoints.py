@@ -131,7 +131,6 @@ async def reload(control: TheControl) -> ReloadResult:
 
 
 def application(control: Control) -> FastAPI:
-    """Return the admin API of a control."""
     app = FastAPI(
         title="disagg-router admin",
         version=version("disagg-router"),

@@ -66,7 +66,6 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
 def _run(
     options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
 ) -> int:
-    """Raises UsageError, CommandError."""
     name = _engine_name(options.url)
     if not 0 < options.timeout <= 1e7:
         raise UsageError("--timeout: not a number of seconds above 0")
@@ -152,7 +151,6 @@ class AdminClient:
         return ask_router(method, f"{self.url}{path}", self._headers)
 
     def _engine(self, answer: RouterAnswer) -> dict[str, Any]:
-        """Raises CommandError."""
         content = _json(answer)
         if answer.status == 200 and isinstance(content.get("drained"), bool):
             return content
@@ -162,7 +160,6 @@ class AdminClient:
         raise CommandError(f"{self.url} answers {answer.status}: {text}")
 
     def _names(self) -> str:
-        """Raises CommandError."""
         engines = _json(self._request("GET", "/admin/engines")).get("engines")
         names = [str(e.get("name")) for e in engines or () if isinstance(e, dict)]
         if not names:
@@ -186,7 +183,6 @@ def _post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[
 
 
 def _poll_all(admins: Sequence[AdminClient], name: str) -> list[dict[str, Any]]:
-    """Raises CommandError."""
     engines = []
     for admin in admins:
         engine = admin.poll(name)
@@ -227,7 +223,6 @@ def _engine_name(given: str) -> str:
 
 
 def _token(variables: Mapping[str, str]) -> str | None:
-    """Raises UsageError."""
     token = variables.get(TOKEN)
     if token is None and TOKEN_FILE in variables:
         path = Path(variables[TOKEN_FILE])

@@ -99,7 +99,6 @@ def _run(
 
 
 def _look(url: str) -> RouterStatus:
-    """Raises CommandError."""
     answer = ask_router("GET", url)
     if answer.status != 200:
         raise CommandError(f"{url} answers {answer.status}")

@@ -95,7 +95,6 @@ def client_context(ca: Path | None, pair: CertificateFiles | None) -> TlsContext
 
 
 def _trust(context: ssl.SSLContext, ca: Path) -> None:
-    """Raises ValueError."""
     try:
         context.load_verify_locations(cafile=ca)
     except OSError as error:

@@ -51,7 +51,6 @@ class EngineSettings(SettingsGroup):
 
     @property
     def over_tls(self) -> frozenset[Address]:
-        """The addresses that are reached over TLS."""
         pairs = (
             *zip(self.prefiller_hosts, self.prefillers, strict=True),
             *zip(self.decoder_hosts, self.decoders, strict=True),

@@ -73,7 +73,6 @@ class EnginePoller:
         self._transfers = TransferHistory()
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         while True:
             try:
                 await self.poll_all()

@@ -197,7 +197,6 @@ class DashboardHub:
 
 
 def encode_event(name: str, content: Any) -> bytes:
-    """Encode a server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(content))
 
 

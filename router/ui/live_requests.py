@@ -145,7 +145,6 @@ class Origin(NamedTuple):
 
 
 def summarize_request(record: Record, origin: Origin) -> RequestSummary:
-    """Summarize a running or ended request."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record)
 

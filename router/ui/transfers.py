@@ -159,7 +159,6 @@ class TransferHistory:
             pages.popleft()
 
     def keep(self, engines: Iterable[str]) -> None:
-        """Forget all other engines."""
         self._pages = {name: self._pages[name] for name in engines if name in self._pages}
 
     def latest(self, oldest: float) -> dict[str, TransferPage]:

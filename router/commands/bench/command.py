@@ -48,7 +48,6 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
 def _bench(
     options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
 ) -> int:
-    """Raises UsageError, CommandError."""
     target = _target(options.url, variables)
     model = options.model or _first_model(options.url, target)
     plan = LoadPlan(
@@ -92,7 +91,6 @@ def _say(figures: Figures, requests: int, seconds: float, is_terminal: bool) -> 
 
 
 def _first_model(url: str, target: Target) -> str:
-    """Raises CommandError."""
     headers = {"authorization": target.credential} if target.credential else {}
     answer = ask_router("GET", f"{_base(url)}/v1/models", headers)
     try:
@@ -102,7 +100,6 @@ def _first_model(url: str, target: Target) -> str:
 
 
 def _target(url: str, variables: Mapping[str, str]) -> Target:
-    """Raises UsageError."""
     parsed = http_url(_base(url))
     if parsed is not None and parsed.scheme == "https":
         text = "bench does not support https; use the router's plain HTTP address"

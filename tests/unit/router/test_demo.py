@@ -26,12 +26,10 @@ from router.commands.demo.engines import (
     NEEDED,
     DemoModel,
     DemoOptions,
+    EngineBuilder,
     EngineCommands,
-    EnginePorts,
     cache_directory,
     find_vllm,
-    reference_engine,
-    vllm_engine,
     write_secret,
 )
 from tests.conftest import find_free_ports
@@ -167,15 +165,19 @@ def test_engines_can_be_vllm(tmp_path: Path) -> None:
     assert "(vLLM, " in output.read_text()
 
 
-PLACE = EnginePorts(8100, 5600, Path("/s"))
 OPTIONS = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
+
+
+def built(
+    engines: EngineCommands, options: DemoOptions, model: DemoModel, threads: int = 1
+) -> tuple[list[str], dict[str, str]]:
+    return EngineBuilder(engines, options, model, threads, Path("/s")).build(8100, 5600)
 
 
 def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> None:
     engines = EngineCommands(find_vllm=lambda: "/venv/bin/python")
     model = DemoModel(tmp_path, "chat", talks=True)
-    made = vllm_engine(engines, OPTIONS, model, 2, PLACE)
-    command = made.command
+    command, variables = built(engines, OPTIONS, model, threads=2)
     assert command[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
     assert int(command[command.index("--block-size") + 1]) % 32 == 0
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
@@ -184,14 +186,14 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
     assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
     assert transfer["kv_buffer_device"] == "cpu"
     assert command[command.index("--dtype") + 1] == "float32"
-    assert made.variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    assert made.variables["OMP_NUM_THREADS"] == "2"
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert variables["OMP_NUM_THREADS"] == "2"
 
 
 def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
     options = replace(OPTIONS, device="cuda", prefillers=2)
     engines = EngineCommands(find_vllm=lambda: "python")
-    command = vllm_engine(engines, options, DemoModel(tmp_path, "chat"), 2, PLACE).command
+    command, _ = built(engines, options, DemoModel(tmp_path, "chat"))
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
     assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
 
@@ -263,7 +265,7 @@ def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_pat
     """Its weights are wide enough that no two words tie for the first question."""
     options = replace(OPTIONS, device=device, vllm=False)
     model = DemoModel(tmp_path, "chat", talks=True)
-    command = reference_engine(EngineCommands(), options, model, 1, PLACE).command
+    command, _ = built(EngineCommands(), options, model)
     assert command[command.index("--dtype") + 1] == "float32"
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
