@@ -5,7 +5,6 @@ stores this report as an `Entry`; the next turn takes the entry, and its prefill
 retained KV instead of computing it. What the other rooms use:
 
 * `conversations.Conversations` finds a request's turn, recalls the entry and keeps a new one;
-  `ConversationResolver` maps a request to its conversation and its tenant;
 * `entry` has what is stored: prompts as digests, so that two turns can be compared, and `Entry`;
 * `reuse.find_reuse` decides how much of an entry the next prompt may use, and at which engines;
 * `store.Store` is the interface of `MemoryStore`, `RedisStore`, and `SignedStore`, which wraps the

@@ -1,10 +1,10 @@
 """The turns of conversations, and the entries that turns leave for the next ones.
 
-`ConversationResolver` finds out which conversation a request belongs to, and which tenant sent it.
-The configured names are tried in order, and the first one that is set wins. A name that begins with
-"x-" is a header, `prefix` recognizes a chat by its messages, and any other name is a field of the
-body. The key of an entry is a hash over the tenant's credential and the id. So an id is useless to
-another tenant, and a store shows neither credential nor id.
+Which conversation a request belongs to is found by configured names. They are tried in order, and
+the first one that is set wins. A name that begins with "x-" is a header, `prefix` recognizes a chat
+by its messages, and any other name is a field of the body. The key of an entry is a hash over the
+tenant's credential and the id. So an id is useless to another tenant, and a store shows neither
+credential nor id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 from msgspec import Struct
 
 from router.common.exact_json import number
-from router.conversations.entry import Entry, Prompt, PromptPrefix, prompt_of
+from router.conversations.entry import Entry, Prompt, prompt_of
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
@@ -37,89 +37,6 @@ LEASE_MARGIN_SHARE = 1 / 16
 MAX_UNIX_TIME_S = 1e11
 
 
-class Conversation(Struct, frozen=True):
-    """One request's place in its conversation.
-
-    `session` identifies the conversation in all of its turns. `take_key` is the store key of the
-    last turn's entry, None for a first turn. `keep_key` is the key for this turn's entry, None if
-    the key depends on the answer. `tenant` is a hash of the credential.
-    """
-
-    session: str
-    take_key: str | None
-    keep_key: str | None
-    tenant: str
-
-    def key_after(self, whole: PromptPrefix | None) -> str | None:
-        """Return the key for this turn's entry. `whole` is its prompt with the answer."""
-        if self.keep_key is not None:
-            return self.keep_key
-        return None if whole is None else _hash(self.tenant, PREFIX, whole.digest)
-
-
-class ConversationResolver:
-    """Reads conversation ids and tenants out of requests, in one pass over the headers."""
-
-    def __init__(self, names: Sequence[str], tenant_header: str) -> None:
-        lowered = tuple(name.lower() for name in names)
-        self.uses_prefix = PREFIX in lowered
-        self._names = tuple(name for name in lowered if name != PREFIX)
-        self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
-        self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
-        self._header_names = frozenset(self._headers)
-        self._tenant_header = tenant_header.lower().encode("latin-1")
-
-    def id_of(self, headers: Sequence[Header], body: Json) -> str | None:
-        """Return the value of the first name that is set. PREFIX is left to `by_messages`."""
-        wanted = self._headers
-        if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
-            return None
-        given: dict[str, str] = {}
-        for name, value in headers:
-            if name in wanted and value:
-                given.setdefault(wanted[name], value.decode("latin-1"))
-        for known in self._names:
-            text = given.get(known)
-            if not text:
-                field = body.get(known)
-                text = field if isinstance(field, str) else str(field) if type(field) is int else ""
-            if text:
-                return text
-        return None
-
-    def by_id(self, headers: Sequence[Header], given: str) -> Conversation:
-        """Return the conversation of an id that `id_of` returned."""
-        tenant = self.tenant_of(headers)
-        key = _hash(tenant, "id", given)
-        return Conversation(key, key, key, tenant)
-
-    def by_messages(self, headers: Sequence[Header], prompt: Prompt) -> Conversation | None:
-        """Return a chat's conversation, known by its messages up to the last answer."""
-        if prompt.kind != "chat":
-            return None
-        tenant = self.tenant_of(headers)
-        opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""
-        last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
-        take = None if last is None else _hash(tenant, PREFIX, last)
-        return Conversation(_hash(tenant, "opening", opening), take, None, tenant)
-
-    def tenant_of(self, headers: Sequence[Header]) -> str:
-        """Return a hash of the tenant's credential; requests without one share a tenant."""
-        return _tenant(*[value for name, value in headers if name == self._tenant_header])
-
-
-@lru_cache(maxsize=1024)
-def _tenant(*values: bytes) -> str:
-    return _hash("tenant", *(value.decode("latin-1") for value in values))
-
-
-def _hash(*parts: str) -> str:
-    """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
-    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
-    whole = b"".join([b"%d:%b" % (len(part), part) for part in raw])
-    return hashlib.blake2b(whole, digest_size=20).hexdigest()
-
-
 class RecallOutcome(StrEnum):
     """The result of looking for the last turn's entry."""
 
@@ -134,10 +51,16 @@ class RecallOutcome(StrEnum):
 class Turn(Struct, eq=False):
     """One request of a conversation.
 
-    `recall` sets `recalled`, and `entry` to what the last turn left for this one.
+    `session` identifies the conversation in all of its turns. `take_key` is the store key of the
+    last turn's entry, None for a first turn. `keep_key` is the key for this turn's entry, None if
+    the key depends on the answer. `tenant` is a hash of the credential. `recall` sets `recalled`,
+    and `entry` to what the last turn left for this one.
     """
 
-    conversation: Conversation
+    session: str
+    take_key: str | None
+    keep_key: str | None
+    tenant: str
     prompt: Prompt
     recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
@@ -157,20 +80,27 @@ class KeepOutcome(Struct, frozen=True):
 class Conversations:
     """The turns of all conversations, with their entries in one store.
 
-    `ttl` is how long an entry is valid, in seconds. It must be less than the time for which decode
-    engines retain KV; where an engine reports that time, the earlier of the two counts. `clock`
-    returns Unix time in seconds.
+    `names` tell how requests name their conversation (see above). `ttl` is how long an entry is
+    valid, in seconds. It must be less than the time for which decode engines retain KV; where an
+    engine reports that time, the earlier of the two counts. `clock` returns Unix time in seconds.
     """
 
     def __init__(
         self,
         store: Store,
-        resolver: ConversationResolver,
+        names: Sequence[str],
+        tenant_header: str,
         ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
-        self._resolver = resolver
+        lowered = tuple(name.lower() for name in names)
+        self._uses_prefix = PREFIX in lowered
+        self._names = tuple(name for name in lowered if name != PREFIX)
+        self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
+        self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
+        self._header_names = frozenset(self._headers)
+        self._tenant_header = tenant_header.lower().encode("latin-1")
         self._ttl = ttl
         self._clock = clock
 
@@ -180,27 +110,49 @@ class Conversations:
         Returns None for a request that belongs to no conversation, and for one whose prompt cannot
         be compared with another prompt.
         """
-        given = self._resolver.id_of(headers, body)
-        if given is None and not self._resolver.uses_prefix:
+        given = self._id_of(headers, body)
+        if given is None and not self._uses_prefix:
             return None
         try:
             prompt = prompt_of(body)
         except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
             return None
-        if prompt is None:
+        if prompt is None or (given is None and prompt.kind != "chat"):
             return None
+        tenant = tenant_of(headers, self._tenant_header)
         if given is not None:
-            return Turn(self._resolver.by_id(headers, given), prompt)
-        conversation = self._resolver.by_messages(headers, prompt)
-        return None if conversation is None else Turn(conversation, prompt)
+            key = _hash(tenant, "id", given)
+            return Turn(key, key, key, tenant, prompt)
+        # The chat is known by its messages up to the last answer.
+        opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""
+        last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
+        take_key = None if last is None else _hash(tenant, PREFIX, last)
+        return Turn(_hash(tenant, "opening", opening), take_key, None, tenant, prompt)
+
+    def _id_of(self, headers: Sequence[Header], body: Json) -> str | None:
+        """Return the value of the first name that is set, other than PREFIX."""
+        wanted = self._headers
+        if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+            return None
+        given: dict[str, str] = {}
+        for name, value in headers:
+            if name in wanted and value:
+                given.setdefault(wanted[name], value.decode("latin-1"))
+        for known in self._names:
+            text = given.get(known)
+            if not text:
+                field = body.get(known)
+                text = field if isinstance(field, str) else str(field) if type(field) is int else ""
+            if text:
+                return text
+        return None
 
     async def recall(self, turn: Turn) -> None:
         """Take the last turn's entry out of the store, if there is one, and put it into `turn`."""
-        key = turn.conversation.take_key
-        if key is None:
+        if turn.take_key is None:
             return
         try:
-            raw = await self.store.take(key)
+            raw = await self.store.take(turn.take_key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
             turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
@@ -242,7 +194,9 @@ class Conversations:
             whole=prompt.with_answer(answer),
             inexact=prompt.why_inexact(answer),
         )
-        key = turn.conversation.key_after(entry.whole)
+        key = turn.keep_key
+        if key is None and entry.whole is not None:
+            key = _hash(turn.tenant, PREFIX, entry.whole.digest)
         if key is None or entry.expires_at <= now:
             return KeepOutcome(False, [entry])
         try:
@@ -274,3 +228,20 @@ def _answer_size(answer: AnswerChoice | None) -> int:
         return 0
     text = answer.text if answer.message is None else answer.message.get("content")
     return len(str(text or ""))
+
+
+def tenant_of(headers: Sequence[Header], tenant_header: bytes) -> str:
+    """Return a hash of the tenant's credential; requests without one share a tenant."""
+    return _tenant(*[value for name, value in headers if name == tenant_header])
+
+
+@lru_cache(maxsize=1024)
+def _tenant(*values: bytes) -> str:
+    return _hash("tenant", *(value.decode("latin-1") for value in values))
+
+
+def _hash(*parts: str) -> str:
+    """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
+    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join([b"%d:%b" % (len(part), part) for part in raw])
+    return hashlib.blake2b(whole, digest_size=20).hexdigest()

@@ -11,7 +11,7 @@ import orjson
 from msgspec import Meta, Struct
 
 from router.common.exact_json import dumps
-from router.conversations.conversations import ConversationResolver, Header
+from router.conversations.conversations import Header, tenant_of
 from router.conversations.entry import VERSION, decode_versioned
 from router.conversations.store import Store, StoreError
 from router.openai.answers import Json
@@ -48,10 +48,10 @@ class ResponseStore:
 
     def __init__(self, store: Store | None, tenant_header: str, seconds: float) -> None:
         self._store, self._seconds = store, seconds
-        self._resolver = ConversationResolver((), tenant_header)
+        self._tenant_header = tenant_header.lower().encode("latin-1")
 
     def tenant_of(self, headers: Sequence[Header]) -> str:
-        return self._resolver.tenant_of(headers)
+        return tenant_of(headers, self._tenant_header)
 
     async def keep(self, tenant: str, name: str, response: StoredResponse) -> None:
         """Store a response. Where the store fails, the client's next request gets an error."""

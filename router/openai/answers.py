@@ -40,8 +40,9 @@ class AnswerChoice(Struct, frozen=True):
 
 def read_choice(answer: Json) -> AnswerChoice | None:
     """Return the choice of an answer, or None unless it has exactly one. Never raises."""
-    choice = _only_choice(answer)
-    if choice is None:
+    choices = answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    if not isinstance(choice, dict):
         return None
     prompt_tokens = prompt_tokens_of(answer)
     message = choice.get("message")
@@ -50,23 +51,15 @@ def read_choice(answer: Json) -> AnswerChoice | None:
     text = choice.get("text")
     if not isinstance(text, str):
         return None
-    return AnswerChoice(
-        text=text, token_ids=_ids(choice.get("token_ids")), prompt_tokens=prompt_tokens
-    )
+    return AnswerChoice(None, text, _ids(choice.get("token_ids")), prompt_tokens)
 
 
 def read_streamed_choice(chunks: Iterable[Json]) -> AnswerChoice | None:
     """Return the choice of a stream, or None unless it has exactly one."""
-    answer = merge_chunks(chunks)
-    return None if answer is None else read_choice(answer)
-
-
-def merge_chunks(chunks: Iterable[Json]) -> Json | None:
-    """Merge a stream into one answer without logprobs, or None unless it has exactly one choice."""
     message: Json = {}
     texts: list[str] = []
     token_ids: list[int] = []
-    chat, usage = False, None
+    is_chat, usage = False, None
     for chunk in chunks:
         usage = chunk.get("usage") or usage
         for choice in choices_of(chunk):
@@ -74,13 +67,15 @@ def merge_chunks(chunks: Iterable[Json]) -> Json | None:
                 return None
             delta = choice.get("delta")
             if isinstance(delta, dict):
-                chat = True
+                is_chat = True
                 _add_delta(message, delta)
             elif isinstance(choice.get("text"), str):
                 texts.append(choice["text"])
             token_ids += _ids(choice.get("token_ids")) or ()
-    content = {"message": message} if chat else {"text": "".join(texts)}
-    return {"choices": [{"index": 0, "token_ids": token_ids or None, **content}], "usage": usage}
+    prompt_tokens = count_in(usage, "prompt_tokens")
+    if is_chat:
+        return AnswerChoice(message=message, prompt_tokens=prompt_tokens)
+    return AnswerChoice(None, "".join(texts), tuple(token_ids) or None, prompt_tokens)
 
 
 def _add_delta(message: Json, delta: Json) -> None:
@@ -99,11 +94,12 @@ def _add_call(calls: list[Json], part: Json) -> None:
     """Add a piece of a tool call: its name comes first, its arguments follow in pieces."""
     index = part.get("index", len(calls))
     call = next((known for known in calls if known.get("index") == index), None)
-    function = part.get("function") if isinstance(part.get("function"), dict) else {}
+    given = part.get("function")
+    function: Json = given if isinstance(given, dict) else {}
     if call is None:
-        calls.append({**part, "index": index, "function": dict(function or {})})
+        calls.append({**part, "index": index, "function": {**function}})
         return
-    for name, value in (function or {}).items():
+    for name, value in function.items():
         if isinstance(value, str):
             call["function"][name] = _longer(call["function"].get(name), value)
 
@@ -138,13 +134,6 @@ def count_in(usage: object, name: str) -> int | None:
     large for a float."""
     value = usage.get(name) if isinstance(usage, dict) else None
     return value if type(value) is int and 0 <= value <= MAX_TOKEN_COUNT else None
-
-
-def _only_choice(answer: Json) -> Json | None:
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1:
-        return None
-    return choices[0] if isinstance(choices[0], dict) else None
 
 
 def choices_of(answer: Json) -> list[Json]:

@@ -59,45 +59,26 @@ def _is_plainly_valid(body: Mapping[str, object], context: int | None) -> bool:
 def _invalid_value(
     body: Mapping[str, object], is_chat: bool, context: int | None
 ) -> InvalidField | None:
-    most = body.get(MAX_TOKENS)
-    name = MAX_TOKENS
-    if is_chat and (given := body.get(MAX_COMPLETION_TOKENS)) is not None:
-        if most is not None and (why := _integer_problem(most)):
-            return InvalidField(MAX_TOKENS, why)
-        most, name = given, MAX_COMPLETION_TOKENS
-    if most is not None and (why := _integer_problem(most)):
-        return InvalidField(name, why)
-    least = body.get(MIN_TOKENS)
-    if MIN_TOKENS in body and (why := _integer_problem(least)):
-        return InvalidField(MIN_TOKENS, why)
-    return (
-        _out_of_range(name, _integer(most), _integer(least), body, is_chat, context)
-        or _invalid_stream(body)
-    )  # fmt: skip
-
-
-def _out_of_range(
-    name: str,
-    most: int | None,
-    least: int | None,
-    body: Mapping[str, object],
-    is_chat: bool,
-    context: int | None,
-) -> InvalidField | None:
-    if most is not None:
-        if context is not None and most > context:
-            text = f"{name}={most} cannot be greater than max_model_len={context}. "
-            return InvalidField(name, f"{text}Please request fewer output tokens.")
-        # vLLM accepts 0 tokens for a completion that only echoes the prompt.
-        is_echo = most == 0 and not is_chat and body.get("echo")
-        if most < 1 and not is_echo:
-            return InvalidField(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
+    lengths = (MAX_TOKENS, MAX_COMPLETION_TOKENS) if is_chat else (MAX_TOKENS,)
+    given = [name for name in lengths if body.get(name) is not None]
+    for name in (*given, MIN_TOKENS):
+        if name in body and (why := _integer_problem(body[name])):
+            return InvalidField(name, why)
+    name = given[-1] if given else MAX_TOKENS
+    most, least = _integer(body.get(name)), _integer(body.get(MIN_TOKENS))
+    if most is not None and context is not None and most > context:
+        text = f"{name}={most} cannot be greater than max_model_len={context}. "
+        return InvalidField(name, f"{text}Please request fewer output tokens.")
+    # vLLM accepts 0 tokens for a completion that only echoes the prompt.
+    is_echo = most == 0 and not is_chat and body.get("echo")
+    if most is not None and most < 1 and not is_echo:
+        return InvalidField(MAX_TOKENS, f"max_tokens must be at least 1, got {most}.")
     if least is not None and least < 0:
-        return InvalidField(
-            MIN_TOKENS, f"min_tokens must be greater than or equal to 0, got {least}."
-        )
+        text = f"min_tokens must be greater than or equal to 0, got {least}."
+        return InvalidField(MIN_TOKENS, text)
     room = most or context
-    return None if room is None or least is None else _min_tokens_problem(least, room)
+    wrong = None if room is None or least is None else _min_tokens_problem(least, room)
+    return wrong or _invalid_stream(body)
 
 
 def _min_tokens_problem(least: int, room: int) -> InvalidField | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from router.conversations.conversations import ConversationResolver
+from router.conversations.conversations import tenant_of
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet, GroupPool
 from router.http_client.deadlines import Deadlines, now
@@ -196,7 +196,7 @@ class Admission:
         self.limits = EngineLimits(settings.max_engine_requests, settings.max_engine_prefill_tokens)
         self.timeout = settings.queue_timeout
         self._queue: AdmissionQueue[QueuedRequest] = AdmissionQueue(settings.queue_size)
-        self._resolver = ConversationResolver((), settings.tenant_header)
+        self._tenant_header = settings.tenant_header.lower().encode("latin-1")
         self._uses_priorities = settings.queue_priorities
         self._fleet = fleet
         self._metrics = metrics
@@ -233,7 +233,8 @@ class Admission:
         """
         headers = request.exchange.headers
         priority = priority_of(headers, request.body) if self._uses_priorities else 0
-        queued = QueuedRequest(request, self._resolver.tenant_of(headers), priority, self)
+        tenant = tenant_of(headers, self._tenant_header)
+        queued = QueuedRequest(request, tenant, priority, self)
         request.record.stage, request.record.queued = "queue", queued.queued_at
         self._queue.add(queued)
         if not self._queue.is_stuck(queued, self._fleet.snapshot.pools(request.model)):

@@ -69,7 +69,7 @@ class RouteFinder:
         pools = self.pools(request.body.get("model"))
         if but:
             pools = [pool for pool in pools if pool.group not in but]
-        session = "" if request.turn is None else request.turn.conversation.session
+        session = "" if request.turn is None else request.turn.session
         is_long = request.tokens >= TOKENS_PER_CHUNK
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
         turn = self._decode_turn

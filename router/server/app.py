@@ -20,7 +20,7 @@ from router.auth.authenticator import Authenticator
 from router.common.signature import ValueSigner
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
-from router.conversations.conversations import ConversationResolver, Conversations
+from router.conversations.conversations import Conversations
 from router.conversations.store import MemoryStore, SignedStore, Store
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.consistency import count_groups, find_duplicate_ids
@@ -101,8 +101,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     ]
     conversations = None
     if store is not None:
-        resolver = ConversationResolver(settings.conversation_ids, settings.tenant_header)
-        conversations = Conversations(store, resolver, settings.conversation_ttl)
+        conversations = Conversations(
+            store, settings.conversation_ids, settings.tenant_header, settings.conversation_ttl
+        )
     # In memory, responses have a store of their own, so that they do not evict turns.
     is_in_memory = settings.conversation_store == "memory"
     response_store = _memory_store(settings) if is_in_memory else store

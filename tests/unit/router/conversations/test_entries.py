@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.conversations.conversations import (
-    ConversationResolver,
     Conversations,
     RecallOutcome,
     Turn,
@@ -78,9 +77,7 @@ def turn_of(conversations: Conversations, body: dict[str, Any]) -> Turn:
 async def written(body: dict[str, Any], params: dict[str, Any], said: Any, tokens: Any) -> bytes:
     """What two turns of a conversation leave, as it lies in the store; empty if they left none."""
     shelf = Open(MemoryStore(9, 10**6))
-    conversations = Conversations(
-        shelf, ConversationResolver(["conversation_id"], "authorization"), 450, lambda: NOW
-    )
+    conversations = Conversations(shelf, ["conversation_id"], "authorization", 450, lambda: NOW)
     for _ in range(2):
         turn = turn_of(conversations, body)
         await conversations.recall(turn)

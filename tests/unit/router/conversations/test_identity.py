@@ -6,15 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.conversations import Conversation, ConversationResolver, Header
-from router.conversations.entry import prompt_of
+from router.conversations.conversations import Conversations, Header, Turn
+from router.conversations.store import MemoryStore
 from router.openai.answers import AnswerChoice
 
 ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
 
 
-def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
-    return ConversationResolver(ORDER, "authorization").id_of(headers, body)
+def key_of(
+    headers: list[Header], body: dict[str, object], tenant_header: str = "authorization"
+) -> str | None:
+    """Return the key of a completion's entry."""
+    conversations = Conversations(MemoryStore(9, 10**6), ORDER, tenant_header, 450)
+    turn = conversations.turn_of(headers, {"prompt": "x", **body})
+    return None if turn is None else turn.take_key
 
 
 @pytest.mark.parametrize(
@@ -37,14 +42,15 @@ def id_of(headers: list[Header], body: dict[str, object]) -> str | None:
 def test_the_first_name_that_is_set_wins(
     headers: list[Header], body: dict[str, object], found: str | None
 ) -> None:
-    assert id_of(headers, body) == found
+    expected = None if found is None else key_of([], {"conversation_id": found})
+    assert key_of(headers, body) == expected
 
 
 def key(headers: list[Header], id: str, tenant_header: str = "authorization") -> str | None:
-    return ConversationResolver(ORDER, tenant_header).by_id(headers, id).take_key
+    return key_of(headers, {"conversation_id": id}, tenant_header)
 
 
-@given(st.text(), st.text(), st.binary(max_size=20), st.binary(max_size=20))
+@given(st.text(min_size=1), st.text(min_size=1), st.binary(max_size=20), st.binary(max_size=20))
 def test_keys_are_the_same_for_the_same_caller_and_id_only(
     one: str, other: str, secret: bytes, another: bytes
 ) -> None:
@@ -68,31 +74,45 @@ def test_another_header_can_tell_callers_apart() -> None:
     assert len(keys) == 2
 
 
-def recognised(headers: list[Header], *messages: dict[str, str]) -> Conversation:
-    prompt = prompt_of({"messages": list(messages)})
-    assert prompt is not None
-    found = ConversationResolver(("prefix",), "authorization").by_messages(headers, prompt)
-    assert found is not None
-    return found
-
-
 ASKED = {"role": "user", "content": "hello"}
 SAID = {"role": "assistant", "content": "hi"}
 NEXT = {"role": "user", "content": "how are you?"}
+PARAMS = {"remote_host": "h"}
 
 
-def test_a_chat_without_an_id_is_recognised_by_its_messages() -> None:
-    first = recognised([], ASKED)
+class Chats:
+    """Conversations that are recognised by their messages."""
+
+    def __init__(self) -> None:
+        self.conversations = Conversations(MemoryStore(9, 10**6), ("prefix",), "authorization", 450)
+
+    def turn(self, *messages: dict[str, str], headers: tuple[Header, ...] = ()) -> Turn:
+        turn = self.conversations.turn_of(headers, {"messages": list(messages)})
+        assert turn is not None
+        return turn
+
+    async def finds_entry(
+        self, *messages: dict[str, str], headers: tuple[Header, ...] = ()
+    ) -> bool:
+        turn = self.turn(*messages, headers=headers)
+        await self.conversations.recall(turn)
+        return turn.entry is not None
+
+
+async def test_a_chat_without_an_id_is_recognised_by_its_messages() -> None:
+    chats = Chats()
+    first = chats.turn(ASKED)
     assert first.take_key is None
-    prompt = prompt_of({"messages": [ASKED]})
-    assert prompt is not None
-    left_at = first.key_after(prompt.with_answer(AnswerChoice(message=SAID)))
-    second = recognised([], ASKED, SAID, NEXT)
-    assert second.take_key == left_at
-    assert second.session != recognised([], NEXT).session
-    assert recognised([], ASKED, {**SAID, "content": "no"}, NEXT).take_key != left_at
-    assert recognised([(b"authorization", b"x")], ASKED, SAID, NEXT).take_key != left_at
+    answer = AnswerChoice(message=SAID)
+    kept = await chats.conversations.keep(first, "d:1", PARAMS, answer, 3)
+    assert kept.is_kept
+    assert chats.turn(ASKED, SAID, NEXT).session != chats.turn(NEXT).session
+    assert not await chats.finds_entry(ASKED, {**SAID, "content": "no"}, NEXT)
+    assert not await chats.finds_entry(ASKED, SAID, NEXT, headers=((b"authorization", b"x"),))
+    assert await chats.finds_entry(ASKED, SAID, NEXT)
 
 
-def test_without_the_answer_a_chat_cannot_be_recognised_again() -> None:
-    assert recognised([], ASKED).key_after(None) is None
+async def test_without_the_answer_a_chat_cannot_be_recognised_again() -> None:
+    chats = Chats()
+    kept = await chats.conversations.keep(chats.turn(ASKED), "d:1", PARAMS, None, 3)
+    assert not kept.is_kept

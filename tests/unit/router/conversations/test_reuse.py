@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.conversations.conversations import ConversationResolver, Conversations
+from router.conversations.conversations import Conversations
 from router.conversations.entry import Entry, prompt_of
 from router.conversations.reuse import (
     UNSAFE_TAIL_TOKENS,
@@ -57,9 +57,9 @@ class Desk:
 
     def __init__(self, *names: str) -> None:
         self.clock = Clock()
-        identity = ConversationResolver(names or ("conversation_id",), "authorization")
+        names = names or ("conversation_id",)
         self.conversations = Conversations(
-            MemoryStore(100, 10**6), identity, ttl=450, clock=self.clock
+            MemoryStore(100, 10**6), names, "authorization", ttl=450, clock=self.clock
         )
 
     async def leave(
