@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from engine_ext.common.access import EVERYWHERE, OPEN, Access
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import PeerAddress
-from engine_ext.wire.dial import PeerRank, TcpDialer
+from engine_ext.wire.dialer import PeerRank, TcpDialer
 from engine_ext.wire.errors import CONNECTOR_VERSION, EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata
 
@@ -129,7 +129,7 @@ def _rank(
         "remote_port": at.port,
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,
-        "compatibility_hash": payload.fits,
+        "compatibility_hash": payload.effective_hash,
         "compatibility_factors": payload.compat_factors,
         "block_size": metadata.block_size,
         "num_blocks": metadata.num_blocks,

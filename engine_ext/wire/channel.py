@@ -6,14 +6,14 @@ from itertools import islice
 from engine_ext.wire.zmtp import ZmtpSession
 
 MAX_PIECES = 64
-"""Handed to the kernel at once; Linux takes 1,024."""
+"""Pieces that one call passes to the kernel. Linux takes 1,024."""
 
 
 class Channel:
-    """Owns its socket. Methods never block, and raise OSError when the connection is over."""
+    """Owns its socket. Methods never block, and raise OSError when the connection has ended."""
 
     def __init__(self, connection: socket.socket, session: ZmtpSession, chunk: int) -> None:
-        """`chunk`: bytes that are read at once, and so the most that a read can cost."""
+        """`chunk` is the most bytes that one call reads."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -29,7 +29,7 @@ class Channel:
         return self.session.num_kept + sum(map(len, self.session.outgoing))
 
     def read(self) -> None:
-        """What has arrived, at most one chunk of it."""
+        """Read what has arrived, at most one chunk."""
         try:
             data = self.socket.recv(self._chunk)
         except (BlockingIOError, InterruptedError):
@@ -39,7 +39,7 @@ class Channel:
         self.session.feed(data)
 
     def flush(self) -> None:
-        """As much as the kernel takes."""
+        """Send as much as the kernel takes."""
         outgoing = self.session.outgoing
         try:
             while outgoing:

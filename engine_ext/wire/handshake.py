@@ -1,9 +1,9 @@
-"""The handshake's bytes, those of vLLM 0.32's NixlConnector (connector version 14).
+"""The messages of the handshake: those of vLLM 0.32's NixlConnector (connector version 14).
 
-The reader sends msgpack `(b"get_meta_msg", pp_rank, tp_rank)`; the listener answers two frames, a
-`HandshakePayload` and its perf_counter. `disagg_ext` in the inner map says that an engine runs this
-extension. What is said where engines share a secret is in secret_handshake.py. Peers are untrusted:
-decoding raises `WireError` and nothing else.
+The reader sends msgpack `(b"get_meta_msg", pp_rank, tp_rank)`. The listener answers two frames: a
+`HandshakePayload` and its perf_counter. The field `disagg_ext` in the inner map shows that an
+engine runs this extension. Engines that share a secret add the messages of `secret_handshake`.
+Peers are untrusted: decoding raises `WireError` and nothing else.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ GET_METADATA = b"get_meta_msg"
 PROVEN_METADATA = b"disagg_meta_msg"
 
 MAX_REPLY_BYTES = 1 << 20
-"""An answer takes about 175 bytes a region, 45 kB for 128 layers with K and V apart, 177 kB for
-1,024 regions (measured, UCX over TCP). Several network cards lengthen NIXL's keys in it, by some
-hundred bytes a region."""
+"""An answer takes about 175 bytes per region: 45 kB for 128 layers with separate K and V, 177 kB
+for 1,024 regions (measured with UCX over TCP). With several network cards NIXL's keys are longer,
+by some hundred bytes per region."""
 MAX_REFUSAL_BYTES = 4096
 MAX_REGIONS = 4096
 MAX_LAYERS = 4096
@@ -34,13 +34,14 @@ Numbers = Annotated[list[Unsigned], msgspec.Meta(max_length=MAX_REGIONS)]
 Texts = Annotated[list[Text], msgspec.Meta(max_length=MAX_REGIONS)]
 Layers = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
 Challenge = Annotated[bytes, msgspec.Meta(max_length=256)]
-"""Goes back in the next question, which is bounded, too."""
+"""It is sent back in the next request, which is bounded as well."""
 
 NOTHING_LISTED, NOTHING_MAPPED = msgspec.Raw(b"\x90"), msgspec.Raw(b"\x80")
 
 
 class Proof(NamedTuple):
-    """The dialer holds the secret: `mac` is over the listener's challenge and its own nonce."""
+    """Shows that the dialer holds the secret: `mac` is over the listener's challenge and the
+    dialer's nonce."""
 
     challenge: bytes
     nonce: bytes
@@ -48,14 +49,15 @@ class Proof(NamedTuple):
 
 
 class HandshakeRequest(NamedTuple):
-    """Stock asks without a proof."""
+    """A request. Stock engines send no proof."""
 
     rank: Rank
     proof: Proof | None = None
 
 
 class HandshakeRefusedError(WireError):
-    """The listener's own words; `challenge`: it will answer who proves to hold the secret."""
+    """The listener refused. With a `challenge` it answers a dialer that proves to hold the
+    secret."""
 
     def __init__(self, reason: str, challenge: bytes | None) -> None:
         super().__init__(f"handshake refused by the peer: {reason}")
@@ -63,7 +65,7 @@ class HandshakeRefusedError(WireError):
 
 
 class AgentMetadata(msgspec.Struct, kw_only=True):
-    """One worker's memory, as the reader needs it. Field names are stock's, so are the defaults.
+    """One worker's memory, for readers. Field names and defaults are those of stock vLLM.
 
     Lists have one entry per region. `block_lens` and `block_strides` are bytes.
     """
@@ -88,24 +90,24 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     pcp_size: int = 1
     ple_block_len: int | None = None
     region_members: msgspec.Raw = NOTHING_LISTED
-    """`list[list[str]]`, which stock reads and we do not: passed on as it is."""
+    """`list[list[str]]`. Stock reads it and we do not, so it is passed on unread."""
     packed_member_layouts: msgspec.Raw = NOTHING_MAPPED
-    """`dict[str, tuple[int, int]]`, likewise."""
+    """`dict[str, tuple[int, int]]`. It is passed on unread as well."""
     disagg_ext: int | None = None
-    """Version of our extension; stock neither sends nor reads it."""
+    """Version of our extension. Stock neither sends nor reads it, nor the fields below."""
     lease_extension: Duration = 0.0
-    """Seconds that one heartbeat grants here from its arrival."""
+    """Seconds for which one heartbeat extends a lease of this engine, from its arrival."""
     write_bound: Duration = 0.0
-    """Seconds after which a WRITE that has begun here has landed, or never will."""
+    """Seconds after its begin in which a WRITE of this engine has landed, or never will."""
     returns_blocks: bool = False
-    """As P in push mode it answers `AwaitPrompt` and `ReturnBlocks`."""
+    """In push mode, as P, the engine answers `AwaitPrompt` and `ReturnBlocks`."""
     tensor_rank: tuple[int, int] | None = None
-    """This worker's, and how many there are; stock neither sends nor reads it."""
+    """The worker's tensor rank, and the number of tensor ranks."""
     block_layers: Annotated[list[Layers], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
-    """Per region, the layers that one block holds, in their order; stock neither sends nor reads
-    it. Stock's `region_members` are layers that share the memory."""
+    """Per region, the layers that one block holds, in their order. Stock's `region_members`, in
+    contrast, are layers that share the memory."""
     region_tenants: Annotated[list[Texts], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
-    """Per region, by group, those that share the memory; stock neither sends nor reads it."""
+    """Per region and group, the layers that share the memory."""
 
 
 _PER_REGION = (
@@ -121,44 +123,45 @@ _PER_REGION = (
 
 
 NOT_FOR_STOCK = "several pipeline stages: for engines with DisaggConnector"
-"""In place of a hash: stock's log shows it."""
+"""Takes the place of the hash. Stock engines log it."""
 
 
 class HandshakePayload(msgspec.Struct, kw_only=True):
-    """The outer map. Stock ignores the keys it does not know, so ours may carry more.
+    """The outer map. Stock ignores unknown keys, so ours has more.
 
-    `compat_factors` lets the reader name the field that differs, not just the hash.
+    `compat_factors` lets the reader report the field that differs, and not only the hash.
     """
 
     compatibility_hash: Text
     agent_metadata_bytes: bytes
     compat_factors: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_FACTORS)] | None = None
     challenge: Challenge | None = None
-    """The listener knows more to say to who proves to hold the secret (mixed mode)."""
+    """In mixed mode: a dialer that proves to hold the secret gets a fuller payload."""
     hash_among_ours: Text | None = None
-    """Where `compatibility_hash` is `NOT_FOR_STOCK`."""
+    """The hash for our engines, if `compatibility_hash` is `NOT_FOR_STOCK`."""
 
     @property
-    def fits(self) -> str:
-        """What engines that fit together have alike."""
+    def effective_hash(self) -> str:
+        """The hash that is equal for engines that can exchange KV."""
         return self.hash_among_ours or self.compatibility_hash
 
 
 class _Preface(msgspec.Struct):
-    """All that is read of an answer by whoever has reason not to believe it yet."""
+    """The part of an answer that is read before the listener has proven itself."""
 
     error: str | None = None
     challenge: Challenge | None = None
 
 
 def compatibility_hash(factors: Mapping[str, str]) -> str:
-    """sha256, hex, over the factors in canonical form."""
+    """Return the SHA-256 of the factors in canonical form, in hex."""
     canonical = json.dumps(dict(factors), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def encode_request(rank: Rank, proof: Proof | None = None) -> bytes:
-    """The first request must be stock's to the byte: a stock listener dies of any other."""
+    """Encode a request. The first one must be exactly that of stock: a stock listener crashes on
+    any other."""
     if proof is None:
         return msgspec.msgpack.encode((GET_METADATA, *rank))
     return msgspec.msgpack.encode((PROVEN_METADATA, *rank, *proof))
@@ -186,26 +189,27 @@ def encode_payload(
     *,
     is_for_stock: bool = True,
 ) -> bytes:
-    """`is_for_stock` False: stock engines compare hashes, and find that theirs is another."""
-    fits = compat_hash or compatibility_hash(factors)
+    """Encode the answer. Without `is_for_stock`, stock engines find a hash that differs from
+    theirs."""
+    our_hash = compat_hash or compatibility_hash(factors)
     return msgspec.msgpack.encode(
         HandshakePayload(
-            compatibility_hash=fits if is_for_stock else NOT_FOR_STOCK,
+            compatibility_hash=our_hash if is_for_stock else NOT_FOR_STOCK,
             agent_metadata_bytes=msgspec.msgpack.encode(metadata),
             compat_factors=dict(factors),
-            hash_among_ours=None if is_for_stock else fits,
+            hash_among_ours=None if is_for_stock else our_hash,
         )
     )
 
 
 def encode_refusal(reason: str, challenge: bytes | None = None) -> bytes:
-    """Decodes on our side as an error, and fails to decode at once on stock's."""
+    """Encode a refusal. Our engines decode it as an error, and stock engines fail to decode it."""
     more = {} if challenge is None else {"challenge": challenge}
     return msgspec.msgpack.encode({"error": reason, **more})
 
 
 def decode_challenge(message: bytes) -> bytes | None:
-    """Return the challenge; nothing else in the answer is read.
+    """Return the challenge. Nothing else in the answer is read.
 
     Raises HandshakeRefusedError for a refusal that has none.
     """
@@ -216,7 +220,8 @@ def decode_challenge(message: bytes) -> bytes | None:
 
 
 def decode_payload(message: bytes) -> HandshakePayload:
-    """Raises HandshakeRefusedError for what `encode_refusal` made, WireError for all else."""
+    """Decode an answer. Raises HandshakeRefusedError for a refusal, WireError for malformed
+    bytes."""
     preface = _decode("handshake reply", message, _Preface)
     if preface.error is not None:
         raise HandshakeRefusedError(preface.error[:500], preface.challenge)
@@ -224,7 +229,7 @@ def decode_payload(message: bytes) -> HandshakePayload:
 
 
 def as_stock(payload: HandshakePayload) -> HandshakePayload:
-    """The same engine without our extension. Raises WireError."""
+    """Return the payload of the same engine without our extension. Raises WireError."""
     metadata = msgspec.structs.replace(decode_metadata(payload), disagg_ext=None)
     inner = msgspec.msgpack.encode(metadata)
     return msgspec.structs.replace(payload, agent_metadata_bytes=inner)

@@ -1,17 +1,24 @@
-"""The side channel: who we are, answered to whoever dials.
+"""The listener of the side channel: it answers handshakes with this engine's metadata.
 
-One thread serves all connections in turn, one question of each at a time. A question is served only
-when the answer to the one before it has left: who does not read answers is not read from, either.
+One thread serves all connections in turn, one request of each at a time. A request is served only
+after the previous answer was sent: a client that does not read answers is not read from.
+
+Bounds: the number of connections (`connection_limit`), the bytes of a request, and the time of each
+connection. If there is no room for a new connection, the address with the most connections loses
+its oldest one. So a client that floods the listener shuts out only itself, and a client from
+another address gets its answer long before its connection is the oldest.
 """
 
 import contextlib
 import logging
+import math
+import resource
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -19,31 +26,112 @@ from engine_ext.common.access import OPEN, Access
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.wire.channel import Channel
 from engine_ext.wire.errors import Rank, WireError
-from engine_ext.wire.secret_handshake import Asker, HandshakeAnswers, SideChannelAddress
-from engine_ext.wire.visitors import MAX_VISITORS, Visitor, Visitors, most_visitors
+from engine_ext.wire.secret_handshake import ClientIdentity, HandshakeAnswers, SideChannelAddress
 from engine_ext.wire.zmtp import MessageLimits, ZmtpSession
+
+MAX_CONNECTIONS = 512
+"""An engine that faces 64 ranks opens 64 connections at once, each for milliseconds."""
+
+REQUEST_SECONDS = 5.0
+"""From the connection to the request, and from the request until the answer is sent."""
+IDLE_SECONDS = 30.0
+"""Between an answer and the next request. Our engines send at most two requests."""
+
+
+class HandshakeConnection:
+    """A connection to the listener. Only requests and answers move its deadline, and nothing else
+    that the client sends."""
+
+    def __init__(self, channel: Channel, client: ClientIdentity, now: float) -> None:
+        self.channel = channel
+        self.client = client
+        self.deadline = now + REQUEST_SECONDS
+        self._is_answer_pending = False
+
+    def note_request(self, now: float) -> None:
+        self.deadline = now + REQUEST_SECONDS
+        self._is_answer_pending = True
+
+    def note_answer_sent(self, now: float) -> None:
+        """Note that nothing is left to send. Without a request this changes nothing."""
+        if self._is_answer_pending:
+            self.deadline = now + IDLE_SECONDS
+            self._is_answer_pending = False
+
+
+class ConnectionTable:
+    """The open connections, by the client's address."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._number = 0
+        self._by_address: dict[str, dict[HandshakeConnection, None]] = {}
+        """The connections of each address, oldest first."""
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __contains__(self, connection: HandshakeConnection | None) -> bool:
+        return connection is not None and connection in self._by_address.get(
+            connection.client.address, {}
+        )
+
+    def __iter__(self) -> Iterator[HandshakeConnection]:
+        return iter([one for ones in self._by_address.values() for one in ones])
+
+    @property
+    def is_full(self) -> bool:
+        return self._number >= self.most
+
+    def add(self, connection: HandshakeConnection) -> None:
+        self._by_address.setdefault(connection.client.address, {})[connection] = None
+        self._number += 1
+
+    def remove(self, connection: HandshakeConnection) -> None:
+        ones = self._by_address[connection.client.address]
+        del ones[connection]
+        self._number -= 1
+        if not ones:
+            del self._by_address[connection.client.address]
+
+    def next_to_evict(self) -> HandshakeConnection | None:
+        """Return the oldest connection of the address with the most connections, or None."""
+        crowd = max(self._by_address.values(), key=len, default=None)
+        return None if crowd is None else next(iter(crowd))
+
+    def expired(self, now: float) -> list[HandshakeConnection]:
+        return [connection for connection in self if connection.deadline <= now]
+
+
+def connection_limit() -> int:
+    """Return a quarter of the files that the process may open, and at most MAX_CONNECTIONS. The
+    engine needs the other files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = math.inf if soft == resource.RLIM_INFINITY else soft
+    return int(min(MAX_CONNECTIONS, max(files // 4, 1)))
+
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
 MAX_REQUEST_BYTES = 4096
-QUESTION = MessageLimits(frames=2, num_bytes=MAX_REQUEST_BYTES)
-"""An empty frame, as REQ sockets put in front, and the question: stock's is 17 bytes, ours with a
-proof 130."""
+REQUEST_LIMITS = MessageLimits(frames=2, num_bytes=MAX_REQUEST_BYTES)
+"""An empty frame, which REQ sockets put in front, and the request: 17 bytes in stock, 130 in ours
+with a proof."""
 CHUNK = MAX_REQUEST_BYTES
 KERNEL_BYTES = 128 << 10
-"""Of each connection's buffers in the kernel, which would else grow to megabytes."""
+"""The kernel's buffers of each connection, which would otherwise grow to megabytes."""
 MAX_ACCEPTED = 16
-"""In one turn, so that a flood of connections delays no answer for long."""
+"""Connections accepted in one poll, so that a flood of connections delays no answer for long."""
 SWEEP_SECONDS = 0.25
 PAUSE_SECONDS = 0.1
-"""How long no connection is taken when the process has no file left for one."""
+"""The pause in accepting connections when the process has no file left."""
 
 
 class HandshakeServer:
     """Answers `get_meta_msg` for every rank of this engine, from a thread of its own.
 
-    Raises OSError from the constructor when the address cannot be bound.
+    The constructor raises OSError if the address cannot be bound.
     """
 
     def __init__(
@@ -55,12 +143,12 @@ class HandshakeServer:
         except (OSError, UnicodeError, OverflowError) as error:
             self._owned.close()
             raise OSError(f"side channel {host}:{port}: {error}") from None
-        name: tuple[str, int] = self._door.getsockname()[:2]
+        name: tuple[str, int] = self._socket.getsockname()[:2]
         own_address, self._port = name
         self._answers = HandshakeAnswers(
             payloads, access, SideChannelAddress(host, self._port), own_address
         )
-        self._visitors = Visitors(most_visitors())
+        self._connections = ConnectionTable(connection_limit())
         self._reopens_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
@@ -72,12 +160,12 @@ class HandshakeServer:
 
     @property
     def num_connections(self) -> int:
-        return len(self._visitors)
+        return len(self._connections)
 
     @property
     def num_bytes_kept(self) -> int:
-        """For all connections: heard and no question yet, or answered and not yet sent."""
-        return sum(visitor.channel.num_bytes_kept for visitor in self._visitors)
+        """Bytes of all connections: received parts of requests, and answers not sent yet."""
+        return sum(connection.channel.num_bytes_kept for connection in self._connections)
 
     def close(self) -> None:
         self._stop.set()
@@ -86,145 +174,151 @@ class HandshakeServer:
         self._thread.join(timeout=5)
 
     def _open(self, host: str, port: int) -> None:
-        self._door = self._owned.enter_context(_bind(host, port))
+        self._socket = self._owned.enter_context(_bind(host, port))
         self._selector = self._owned.enter_context(selectors.DefaultSelector())
         self._waker, woken = socket.socketpair()
         self._owned.enter_context(self._waker)
         self._owned.enter_context(woken)
         self._selector.register(woken, selectors.EVENT_READ)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._selector.register(self._socket, selectors.EVENT_READ)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self._turn()
+                self._poll()
             except Exception:
                 logger.exception("handshake listener")
                 self._stop.wait(PAUSE_SECONDS)
-        for visitor in self._visitors:
-            self._dismiss(visitor)
+        for connection in self._connections:
+            self._close_connection(connection)
         # A process that is being started holds a copy of every file until it has replaced itself.
         # Closing alone would leave the port taken for those milliseconds.
         with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._owned.close()
 
-    def _turn(self) -> None:
-        is_idle = not len(self._visitors) and self._reopens_at is None
+    def _poll(self) -> None:
+        is_idle = not len(self._connections) and self._reopens_at is None
         for key, events in self._selector.select(None if is_idle else SWEEP_SECONDS):
-            if key.fileobj is self._door:
+            if key.fileobj is self._socket:
                 self._accept()
-            elif key.data in self._visitors:  # It may have made room for another.
-                self._attend(key.data, events)
+            elif key.data in self._connections:  # it may have been evicted
+                self._handle(key.data, events)
         now = time.monotonic()
-        for visitor in self._visitors.overdue(now):
-            self._dismiss(visitor)
+        for connection in self._connections.expired(now):
+            self._close_connection(connection)
         if self._reopens_at is not None and now >= self._reopens_at:
             self._reopens_at = None
-            self._selector.register(self._door, selectors.EVENT_READ)
+            self._selector.register(self._socket, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTED):
             try:
-                connection, peer = self._door.accept()
+                accepted, peer = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._shut(error)
+                self._pause_accepting(error)
                 return
             try:
-                self._admit(connection, peer[0])
+                self._admit(accepted, peer[0])
             except OSError as error:
                 logger.debug("handshake with %s: %s", peer[0], error)
-                connection.close()
+                accepted.close()
 
-    def _shut(self, error: OSError) -> None:
-        """No file is left, as a rule: the door would stay ready, and this thread would spin."""
+    def _pause_accepting(self, error: OSError) -> None:
+        """Stop accepting for PAUSE_SECONDS, usually because the process has no file left. The
+        socket would stay ready, and this thread would spin."""
         logger.warning("handshake listener: no connection can be taken: %s", error)
         self._make_room()
-        self._selector.unregister(self._door)
+        self._selector.unregister(self._socket)
         self._reopens_at = time.monotonic() + PAUSE_SECONDS
 
-    def _admit(self, connection: socket.socket, address: str) -> None:
+    def _admit(self, accepted: socket.socket, address: str) -> None:
         if not self._answers.admit(address):
-            logger.warning("%s is not one of this engine's allowed_peers: not let in", address)
-            connection.close()
+            logger.warning(
+                "%s is not one of this engine's allowed_peers: its connection is closed", address
+            )
+            accepted.close()
             return
-        if self._visitors.is_full:
+        if self._connections.is_full:
             self._make_room()
-        channel = Channel(connection, ZmtpSession(b"ROUTER", QUESTION), CHUNK)
-        asker = Asker(secrets.token_bytes(16), address)
-        visitor = Visitor(channel, asker, time.monotonic())
-        self._selector.register(connection, selectors.EVENT_WRITE, visitor)
-        self._visitors.add(visitor)
+        channel = Channel(accepted, ZmtpSession(b"ROUTER", REQUEST_LIMITS), CHUNK)
+        client = ClientIdentity(secrets.token_bytes(16), address)
+        connection = HandshakeConnection(channel, client, time.monotonic())
+        self._selector.register(accepted, selectors.EVENT_WRITE, connection)
+        self._connections.add(connection)
 
     def _make_room(self) -> None:
-        visitor = self._visitors.first_to_go()
-        if visitor is not None:
-            logger.debug("handshake with %s: makes room for others", visitor.asker.address)
-            self._dismiss(visitor)
+        connection = self._connections.next_to_evict()
+        if connection is not None:
+            logger.debug(
+                "handshake with %s: closed to make room for others", connection.client.address
+            )
+            self._close_connection(connection)
 
-    def _dismiss(self, visitor: Visitor) -> None:
-        self._visitors.remove(visitor)
-        self._selector.unregister(visitor.channel.socket)
-        visitor.channel.close()
+    def _close_connection(self, connection: HandshakeConnection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.channel.socket)
+        connection.channel.close()
 
-    def _attend(self, visitor: Visitor, events: int) -> None:
+    def _handle(self, connection: HandshakeConnection, events: int) -> None:
         try:
-            self._serve(visitor, events)
+            self._serve(connection, events)
         except (WireError, OSError) as error:
-            logger.debug("handshake with %s: %s", visitor.asker.address, error)
-            self._dismiss(visitor)
+            logger.debug("handshake with %s: %s", connection.client.address, error)
+            self._close_connection(connection)
         except Exception:
-            logger.exception("handshake with %s", visitor.asker.address)
-            self._dismiss(visitor)
+            logger.exception("handshake with %s", connection.client.address)
+            self._close_connection(connection)
 
-    def _serve(self, visitor: Visitor, events: int) -> None:
-        """One question at most: others have theirs."""
-        channel, now = visitor.channel, time.monotonic()
+    def _serve(self, connection: HandshakeConnection, events: int) -> None:
+        """Serve at most one request, because other connections have requests, too."""
+        channel, now = connection.channel, time.monotonic()
         if events & selectors.EVENT_READ:
             channel.read()
         channel.flush()
-        question = None if channel.has_unsent else channel.session.next_message()
-        if question is not None:
-            visitor.ask(now)
-            channel.session.send(self._answer(visitor.asker, question, now))
+        request = None if channel.has_unsent else channel.session.next_message()
+        if request is not None:
+            connection.note_request(now)
+            channel.session.send(self._answer(connection.client, request, now))
             channel.flush()
         if not channel.has_unsent:
-            visitor.has_taken_all(now)
-        is_busy = channel.has_unsent or (question is not None and channel.session.has_unread)
-        self._await(visitor, selectors.EVENT_WRITE if is_busy else selectors.EVENT_READ)
+            connection.note_answer_sent(now)
+        is_busy = channel.has_unsent or (request is not None and channel.session.has_unread)
+        self._wait_for(connection, selectors.EVENT_WRITE if is_busy else selectors.EVENT_READ)
 
-    def _await(self, visitor: Visitor, events: int) -> None:
-        if self._selector.get_key(visitor.channel.socket).events != events:
-            self._selector.modify(visitor.channel.socket, events, visitor)
+    def _wait_for(self, connection: HandshakeConnection, events: int) -> None:
+        if self._selector.get_key(connection.channel.socket).events != events:
+            self._selector.modify(connection.channel.socket, events, connection)
 
-    def _answer(self, asker: Asker, frames: list[bytes], now: float) -> list[bytes]:
-        """To `[b"", request]`, as REQ and DEALER sockets send it. Raises WireError for all else."""
+    def _answer(self, client: ClientIdentity, frames: list[bytes], now: float) -> list[bytes]:
+        """Return the frames of the answer to `[b"", request]`, the form in which REQ and DEALER
+        sockets send. Raises WireError for anything else."""
         if len(frames) != 2 or frames[0]:
-            raise WireError(f"{len(frames)} frames are no question")
-        payload, mac, problem = self._answers.to(frames[1], asker, now)
+            raise WireError(f"{len(frames)} frames are no request")
+        payload, mac, problem = self._answers.answer(frames[1], client, now)
         if problem is not None:
-            logger.warning("handshake with %s refused: %s", asker.address, problem)
+            logger.warning("handshake with %s refused: %s", client.address, problem)
         clock = msgspec.msgpack.encode(time.perf_counter())
         return [b"", payload, clock] + ([] if mac is None else [mac])
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """IPv4 where it is a name, and both where it is all of IPv6."""
+    """Return a socket that listens on IPv4 for a name, and on both for `::`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    door = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        door.setblocking(False)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
         if family == socket.AF_INET6:
-            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        door.bind(found[0][4])
-        door.listen(MAX_VISITORS)
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(found[0][4])
+        listening.listen(MAX_CONNECTIONS)
     except OSError:
-        door.close()
+        listening.close()
         raise
-    return door
+    return listening

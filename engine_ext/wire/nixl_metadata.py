@@ -5,15 +5,15 @@
     (MemSection) nixlSecElms(count)  then for each section:
         bknd(backend) nixlDList(nixlSDList) t(memory type) n(count)  (descriptor) ...
 
-Each field is its tag, a length of eight bytes, the value and `|`; a field in bare parentheses has
+Each field is its tag, a length of eight bytes, the value and `|`. A field in bare parentheses has
 no tag. A descriptor is address, length and device, eight bytes each, and the backend's key.
 
-NIXL uses the memory type as an index without looking at it, and so does UCX with the memory type
-in its keys. UCX parses addresses and keys without knowing their length: past the end of a malformed
-one it reads on in whatever follows in memory, so that one process loads what another one dies of.
-`parse` refuses what NIXL would not have written, and `padded` appends what UCX may read past the
-end, so that it finds the same in every process. A well-formed address or key says itself where it
-ends; nothing that is appended is looked at.
+NIXL uses the memory type as an index without checking it, and so does UCX with the memory type in
+its keys. UCX parses addresses and keys without knowing their length. Past the end of a malformed
+one it reads whatever follows in memory, so that one process loads what crashes another one. `parse`
+refuses what NIXL would not have written, and `padded` appends the bytes that UCX may read past the
+end, so that UCX finds the same bytes in every process. A well-formed address or key marks its own
+end, so the appended bytes are not read.
 """
 
 import struct
@@ -40,9 +40,9 @@ MAX_SECTIONS = 64
 MAX_DESCRIPTORS = 4096
 """In one section: one for each region that a handshake may list."""
 ADDRESS_PADDING = b"\xff" * 2048
-"""Whatever UCX takes these bytes for says that it is the last one."""
+"""UCX takes these bytes for the last entry of any list."""
 KEY_PADDING = bytes(512)
-"""One byte of the key may announce 255 more; what follows them is empty."""
+"""One byte of the key may announce 255 more bytes; the rest is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""What engines tell each other over NIXL.
+"""The notifications that engines send each other over NIXL.
 
-`<request id>:<readers>` says that blocks were read, `HB:<id>,<id>,...` renews leases,
-`PUSH_REG:` and a msgpack record asks for a WRITE: these are vLLM 0.32's. Between engines that both
-run this extension (`disagg_ext` in the handshake says so) most are `DX:` and a msgpack record
-instead, and those that matter are answered. Peers are untrusted: decoding returns `UnknownMessage`
-for what is none of these, and raises nothing.
+vLLM 0.32 has three: `<request id>:<readers>` reports that blocks were read, `HB:<id>,<id>,...`
+renews leases, and `PUSH_REG:` with a msgpack record asks for a WRITE. Between engines that both run
+this extension (`disagg_ext` in the handshake), most notifications are `DX:` with a msgpack record,
+and the important ones are answered. Peers are untrusted: decoding returns `UnknownMessage` for
+anything else, and raises nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,13 @@ REGISTRATION_PREFIX = b"PUSH_REG:"
 MAX_NOTIFICATION_BYTES = 16 << 10
 """Heartbeats longer than this are split."""
 MAX_RECEIVED_BYTES = 1 << 20
-"""What is longer is not decoded: two hundred thousand block ids are in reach."""
+"""Longer notifications are not decoded. It is enough for two hundred thousand block ids."""
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""Of a request, a transfer or an engine: peers' names are kept, each for some time."""
+"""The name of a request, a transfer or an engine. It is bounded, because peers' names are kept for
+some time."""
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_IDS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Sums = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIVED_BYTES)]
@@ -51,7 +52,7 @@ class UnknownMessage:
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Reader to holder, once per pair: the agent to send answers to."""
+    """Reader to holder, once per pair: the NIXL agent that answers go to."""
 
     metadata: AgentBlob
 
@@ -64,7 +65,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    """Holder to reader: the named heartbeat's leases hold for `seconds` from its arrival, those in
+    """Holder to reader: the leases of that heartbeat hold for `seconds` from its arrival, those in
     `shorter` for less, and those in `gone` are not extended for this reader."""
 
     sequence: int
@@ -72,58 +73,60 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     gone: tuple[Name, ...] = ()
     shorter: dict[Name, Seconds] = {}
     clock: Instant = 0.0
-    """The holder's own when the heartbeat arrived, in seconds."""
+    """The holder's clock when the heartbeat arrived."""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Reader to holder: the data has arrived, or will not be read; this reader is done. Answered by
-    `ReadAck`, unless `sequence` is 0."""
+    """Reader to holder: this reader is done, because the data has arrived or will not be read.
+    Answered by `ReadAck`, unless `sequence` is 0."""
 
     request_id: Name
     readers: int = 1
     sequence: int = 0
     wants_sums: bool = False
-    """The reader compares checksums. A holder that makes none answers without."""
+    """The reader compares checksums. A holder without checksums answers without them."""
 
 
 class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
-    """`valid`: until now the blocks were those of the request; what was read is right."""
+    """`valid`: the blocks were still those of the request, so the data that was read is right."""
 
     sequence: int
     valid: bool
     sums: tuple[Sums, ...] | None = None
-    """Checksums of the blocks, by KV-cache group, see transfer/checksums.py."""
+    """Checksums of the blocks, by KV-cache group: see worker/checksums.py."""
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Holder to reader: these leases are not extended any more. The reader confirms each with
-    `Read` when it is done with it, and the blocks are kept until then or until its horizon."""
+    """Holder to reader: these leases are not extended any more. The reader confirms each lease with
+    `Read` when it is done. The holder keeps the blocks until then, or until the reader's
+    horizon."""
 
     request_ids: Names
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
-    """P to D, behind a WRITE: the data stands in D's blocks."""
+    """P to D, after a WRITE: the data is in D's blocks."""
 
     request_id: Name
     generation: int
 
 
 class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
-    """P to D: no WRITE of this registration is under way, nor will one begin. What one that failed
-    had sent may land for `seconds` yet."""
+    """P to D: no WRITE of this registration is in progress, and none will begin. Data of a failed
+    WRITE may still land for `seconds`."""
 
     request_id: Name
     generation: int
     reason: str
     seconds: Seconds = 0.0
     is_given_back: bool = False
-    """D asked for it with `ReturnBlocks`; P keeps its own blocks, and D registers again."""
+    """D asked for this with `ReturnBlocks`. P keeps its own blocks, and D registers again."""
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """D to P: do not write, and free your blocks. Answered by `PushDone` if the WRITE was under
-    way, else by `PushFailed`, unless `generation` is 0: then nothing was registered."""
+    """D to P: do not write, and free your blocks. Answered by `PushDone` if the WRITE was in
+    progress, otherwise by `PushFailed`. With `generation` 0 nothing was registered, and there is no
+    answer."""
 
     request_id: Name
     generation: int
@@ -132,8 +135,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class AwaitPrompt(msgspec.Struct, frozen=True, tag="await_prompt"):
-    """D to P: this request waits for blocks at D, and registers when P holds its prompt. Repeated
-    until it is answered by `PromptReady`."""
+    """D to P: this request waits for blocks at D, and will register when P holds its prompt.
+    Repeated until it is answered by `PromptReady`."""
 
     request_id: Name
     digest: Digest
@@ -142,7 +145,7 @@ class AwaitPrompt(msgspec.Struct, frozen=True, tag="await_prompt"):
 
 
 class PromptReady(msgspec.Struct, frozen=True, tag="prompt_ready"):
-    """P to D: P holds the prompt, or never will. In both cases D registers: then P writes, or
+    """P to D: P holds the prompt, or never will. D registers in both cases. Then P writes, or
     refuses with a reason."""
 
     request_id: Name
@@ -150,7 +153,7 @@ class PromptReady(msgspec.Struct, frozen=True, tag="prompt_ready"):
 
 class ReturnBlocks(msgspec.Struct, frozen=True, tag="return_blocks"):
     """D to P: do not write unless you hold the whole prompt, but keep your blocks. Repeated until
-    it is answered by `PushFailed`, or by `PushDone` where P has written, or writes now."""
+    it is answered by `PushFailed`, or by `PushDone` if P has written or is writing."""
 
     request_id: Name
     generation: int
@@ -158,7 +161,7 @@ class ReturnBlocks(msgspec.Struct, frozen=True, tag="return_blocks"):
 
 
 class PushExtension(msgspec.Struct, frozen=True):
-    """The fields that our registrations add to stock's: token positions and a digest."""
+    """The fields that our registrations add to those of stock: token positions and a digest."""
 
     generation: int
     first_token: Unsigned
@@ -166,16 +169,16 @@ class PushExtension(msgspec.Struct, frozen=True):
     digest: Digest
     remote_request_id: Name
     begin_by: Instant
-    """By P's clock: no WRITE may begin after this."""
+    """The time on P's clock after which no WRITE may begin."""
     tp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TP_SIZE)] = 0
-    """Whose blocks these are, of `decode_tp_size`."""
+    """The tensor rank of D, of `decode_tp_size`, whose blocks these are."""
     pp_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PP_SIZE)] = 0
     pp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PP_SIZE)] = 1
-    """D's stages, and which of them has these blocks."""
+    """The number of pipeline stages of D. `pp_rank` is the stage whose blocks these are."""
 
 
 class PushRegistered(msgspec.Struct, frozen=True, kw_only=True):
-    """D to P: write into these blocks. Field names are stock's; stock ignores `disagg`."""
+    """D to P: write into these blocks. Field names are those of stock, which ignores `disagg`."""
 
     request_id: Name
     decode_engine_id: Name
@@ -225,8 +228,8 @@ def _decode_registration(message: bytes) -> PushRegistered | UnknownMessage:
         return UnknownMessage(message)
 
 
-def registration_of_stock(message: bytes) -> bytes | None:
-    """A registration without what our extension adds to it; None where it is none."""
+def without_extension(message: bytes) -> bytes | None:
+    """Return a registration without the fields of our extension, or None for other messages."""
     registration = _decode_registration(message)
     if isinstance(registration, UnknownMessage):
         return None
@@ -248,8 +251,8 @@ def encode_read_done(request_id: str, readers: int = 1) -> bytes:
     return f"{request_id}:{readers}".encode()
 
 
-def batches(request_ids: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """As few batches as fit the size limit of a notification."""
+def batch_ids(request_ids: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Split ids into as few batches as fit the size limit of a notification."""
     batch: list[str] = []
     size = 0
     for request_id in request_ids:
@@ -267,7 +270,7 @@ def encode_heartbeat(request_ids: Iterable[str]) -> bytes:
 
 
 def decode_notification(message: bytes) -> Notification:
-    """Total: whatever a peer sent, no exception."""
+    """Decode any bytes from a peer. Never raises."""
     if len(message) > MAX_RECEIVED_BYTES:
         return UnknownMessage(message[:256])
     if message.startswith(EXTENSION_PREFIX):

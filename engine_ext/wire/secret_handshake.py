@@ -1,16 +1,16 @@
-"""A handshake between engines that share a secret. Both prove that they hold it; neither says it.
+"""A handshake between engines that share a secret. Both prove that they hold it; neither sends it.
 
     dialer                                    listener
-    (b"get_meta_msg", pp, tp)        ----->   as stock's, so that a stock listener lives
-                                     <-----   {"error", "challenge"}; in mixed mode stock's answer,
+    (b"get_meta_msg", pp, tp)        ----->   the stock request, which a stock listener survives
+                                     <-----   {"error", "challenge"}; in mixed mode the stock answer
                                               with a challenge in it
     (b"disagg_meta_msg", pp, tp,
-     challenge, nonce, mac)          ----->   mac: over all of it and the dialled address
+     challenge, nonce, mac)          ----->   mac: over all fields and the dialled address
                                      <-----   payload, clock, mac over nonce and payload
 
-The listener remembers nothing: a challenge is its clock under a key made when it started, good for
-ten seconds and one connection. The dialled address is in the proof so that nobody who is dialled in
-an engine's stead can pass question and answer on.
+The listener keeps no state: a challenge is its clock under a key that was made when it started, and
+is valid for ten seconds and one connection. The proof includes the dialled address, so that an
+engine that was dialled by mistake cannot relay request and answer to another engine.
 """
 
 import hashlib
@@ -43,52 +43,52 @@ _CLOCK = struct.Struct("!d")
 
 
 class SideChannelAddress(NamedTuple):
-    """A side channel's address, as the engine itself announces it."""
+    """The address of a side channel, as its engine announces it."""
 
     host: str
     port: int
 
 
-class Asker(NamedTuple):
-    """A connection to the listener."""
+class ClientIdentity(NamedTuple):
+    """The client at the other end of a connection to the listener."""
 
     identity: bytes
-    """Of this connection alone, and not to be guessed."""
+    """A random value that no other connection has."""
     address: str
-    """Numeric, as the socket knows it."""
+    """The numeric address."""
 
 
 class HandshakeAnswer(NamedTuple):
     payload: bytes
     mac: bytes | None = None
-    """For those who asked for a proof, too."""
+    """The listener's own proof, for a client that has sent one."""
     problem: str | None = None
-    """Why it is a refusal; a challenge is none."""
+    """The reason of a refusal. A challenge is no refusal."""
 
 
 class Challenges:
-    """Made and recognised without remembering any. `now` is in seconds, monotonic."""
+    """Makes and recognises challenges without storing them. `now` is in seconds, monotonic."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
-    def make(self, asker: Asker, now: float) -> bytes:
+    def make(self, client: ClientIdentity, now: float) -> bytes:
         clock = _CLOCK.pack(now)
-        return clock + self._mac(clock, asker)
+        return clock + self._mac(clock, client)
 
-    def accept(self, challenge: bytes, asker: Asker, now: float) -> bool:
+    def accept(self, challenge: bytes, client: ClientIdentity, now: float) -> bool:
         clock, mac = challenge[: _CLOCK.size], challenge[_CLOCK.size :]
-        if not hmac.compare_digest(mac, self._mac(clock, asker)):
+        if not hmac.compare_digest(mac, self._mac(clock, client)):
             return False
         (made_at,) = _CLOCK.unpack(clock)
         return math.isfinite(made_at) and 0 <= now - made_at <= CHALLENGE_SECONDS
 
-    def _mac(self, clock: bytes, asker: Asker) -> bytes:
-        return _mac(self._key, "challenge", clock, asker.identity, asker.address)
+    def _mac(self, clock: bytes, client: ClientIdentity) -> bytes:
+        return _mac(self._key, "challenge", clock, client.identity, client.address)
 
 
 class HandshakeAnswers:
-    """What is said to whom, for each rank of an engine. Decides; the listener sends."""
+    """Decides what each client gets for each rank of the engine. The listener sends it."""
 
     def __init__(
         self,
@@ -97,60 +97,61 @@ class HandshakeAnswers:
         place: SideChannelAddress,
         own_address: str,
     ) -> None:
-        """`own_address`: always let in; an engine's pages ask its own side channel."""
+        """`own_address` is always allowed, because the engine's own HTTP pages dial its side
+        channel."""
         self._payloads = dict(payloads)
         self._access = access
         self._place = place
         self._own_address = own_address
         self._challenges = Challenges()
-        self._plain = self._of_stock() if access.is_mixed else {}
+        self._for_stock = self._stock_payloads() if access.is_mixed else {}
 
     def admit(self, address: str) -> bool:
         return self._access.peers.admit(address) or address == self._own_address
 
-    def to(self, request: bytes, asker: Asker, now: float) -> HandshakeAnswer:
-        """Total: a refusal for what makes no sense."""
-        if not self.admit(asker.address):
-            return _refuse(f"{asker.address} is not one of this engine's allowed_peers")
+    def answer(self, request: bytes, client: ClientIdentity, now: float) -> HandshakeAnswer:
+        """Return the answer to any bytes: a refusal if they are no request."""
+        if not self.admit(client.address):
+            return _refuse(f"{client.address} is not one of this engine's allowed_peers")
         try:
             rank, proof = decode_request(request)
         except WireError as error:
             return _refuse(str(error))
         secret = self._access.secret
         if proof is None:
-            return self._unproven(rank, asker, now)
+            return self._answer_unproven(rank, client, now)
         if secret is None:
             return _refuse("this engine has no side_channel_secret_file")
-        return self._proven(secret, rank, proof, asker, now)
+        return self._answer_proven(secret, rank, proof, client, now)
 
-    def _unproven(self, rank: Rank, asker: Asker, now: float) -> HandshakeAnswer:
+    def _answer_unproven(self, rank: Rank, client: ClientIdentity, now: float) -> HandshakeAnswer:
         if self._access.secret is None:
-            return self._known(self._payloads, rank)
-        challenge = self._challenges.make(asker, now)
+            return self._answer_rank(self._payloads, rank)
+        challenge = self._challenges.make(client, now)
         if not self._access.is_mixed:
             return HandshakeAnswer(
                 encode_refusal("this engine asks for the shared secret", challenge)
             )
-        plain = self._plain.get(rank)
-        if plain is None:
-            return self._known({}, rank)
+        payload = self._for_stock.get(rank)
+        if payload is None:
+            return self._answer_rank({}, rank)
         return HandshakeAnswer(
-            msgspec.msgpack.encode(msgspec.structs.replace(plain, challenge=challenge))
+            msgspec.msgpack.encode(msgspec.structs.replace(payload, challenge=challenge))
         )
 
-    def _proven(
-        self, secret: SharedSecret, rank: Rank, proof: Proof, asker: Asker, now: float
+    def _answer_proven(
+        self, secret: SharedSecret, rank: Rank, proof: Proof, client: ClientIdentity, now: float
     ) -> HandshakeAnswer:
-        if not self._challenges.accept(proof.challenge, asker, now):
+        if not self._challenges.accept(proof.challenge, client, now):
             return _refuse("the challenge is not ours, or too old")
         if not hmac.compare_digest(proof.mac, _proof_mac(secret, rank, proof, self._place)):
             host, port = self._place
             return _refuse(f"not a proof of this engine's secret, or not made for {host}:{port}")
-        answer = self._known(self._payloads, rank)
+        answer = self._answer_rank(self._payloads, rank)
         return answer._replace(mac=_answer_mac(secret, proof, answer.payload))
 
     @staticmethod
-    def _known(payloads: Mapping[Rank, bytes], rank: Rank) -> HandshakeAnswer:
+    def _answer_rank(payloads: Mapping[Rank, bytes], rank: Rank) -> HandshakeAnswer:
         payload = payloads.get(rank)
         return (
             HandshakeAnswer(payload)
@@ -158,12 +159,12 @@ class HandshakeAnswers:
             else _refuse(f"no worker of pipeline, tensor rank {rank}")
         )
 
-    def _of_stock(self) -> dict[Rank, HandshakePayload]:
+    def _stock_payloads(self) -> dict[Rank, HandshakePayload]:
         return {rank: as_stock(decode_payload(one)) for rank, one in self._payloads.items()}
 
 
 class Prover:
-    """A dialer's side of one handshake."""
+    """The dialer's side of one handshake."""
 
     def __init__(self, access: Access, rank: Rank, dialled: SideChannelAddress) -> None:
         self._access = access
@@ -172,8 +173,8 @@ class Prover:
         self._proof: Proof | None = None
 
     def take(self, frames: list[bytes]) -> HandshakePayload | bytes:
-        """The next question, or what the handshake has come to. `frames`: payload, clock, and a mac
-        where the listener has proven itself. Raises WireError."""
+        """Take the listener's frames: payload, clock, and a mac if the listener sent a proof.
+        Return the next request, or the payload at the end of the handshake. Raises WireError."""
         secret = self._access.secret
         if secret is None:
             return decode_payload(frames[0])
@@ -184,7 +185,7 @@ class Prover:
             self._proof = self._prove(secret, challenge)
             return encode_request(self._rank, self._proof)
         if not self._access.is_mixed:
-            raise _not_a_holder()
+            raise _secret_missing()
         return as_stock(decode_payload(frames[0]))
 
     def _prove(self, secret: SharedSecret, challenge: bytes) -> Proof:
@@ -193,16 +194,17 @@ class Prover:
 
     @staticmethod
     def _verified(secret: SharedSecret, proof: Proof, frames: list[bytes]) -> HandshakePayload:
-        """What is not proven is not looked at, unless it is short: it may say why."""
+        """Return the payload if its mac is right. Otherwise raise WireError; a short answer is read
+        for the reason of a refusal."""
         mac = frames[2] if len(frames) > 2 else b""
         if not hmac.compare_digest(mac, _answer_mac(secret, proof, frames[0])):
             if len(frames[0]) <= MAX_REFUSAL_BYTES:
                 decode_challenge(frames[0])
-            raise _not_a_holder()
+            raise _secret_missing()
         return decode_payload(frames[0])
 
 
-def _not_a_holder() -> WireError:
+def _secret_missing() -> WireError:
     return WireError("handshake: the peer does not hold the shared secret")
 
 

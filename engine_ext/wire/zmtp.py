@@ -1,14 +1,14 @@
-"""ZMTP 3, without security, as libzmq speaks it (rfc.zeromq.org/spec/23 and 37), and bounded.
+"""ZMTP 3 without security, as libzmq sends it (rfc.zeromq.org/spec/23 and 37), with bounded memory.
 
-Bytes in, messages out; sockets are somebody else's. libzmq bounds a frame and not how many make a
-message, so that one message that never ends takes all of a process's memory. Here nothing is kept
-that is larger than its `MessageLimits`, and what breaks a rule is refused by what it announces,
-before it is there. Raises WireError, after which the connection is to be closed.
+This module does no I/O: bytes go in, messages come out. libzmq bounds a frame, but not the number
+of frames of a message, so one endless message takes all memory of a process. Here nothing larger
+than the `MessageLimits` is kept, and a frame that breaks a rule is refused by its header, before
+its body has arrived. Methods raise WireError, after which the connection is to be closed.
 
-    peers greet at once             signature, version 3, "NULL", padding: 64 bytes
-    and say what they are           a command READY with the type of their socket
+    both peers send a greeting      signature, version 3, "NULL", padding: 64 bytes
+    and their socket type           a command READY
     then messages                   frames, each but the last with MORE
-    and commands at any time        PING is answered, ERROR is an end, others mean nothing to us
+    and commands at any time        PING is answered, ERROR ends the connection, others are ignored
 """
 
 from collections import deque
@@ -20,24 +20,25 @@ from engine_ext.wire.errors import WireError
 MORE, LONG, COMMAND = 1, 2, 4
 
 SIGNATURE = b"\xff" + b"\0" * 7 + b"\x01\x7f"
-"""As libzmq sends it: eight bytes in the middle say to older peers how long an identity follows."""
+"""As libzmq sends it. For older peers, the eight bytes in the middle are the length of an
+identity."""
 GREETING_BYTES = 64
 GREETING = (SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0")).ljust(GREETING_BYTES, b"\0")
 
 MAX_COMMAND_BYTES = 512
-"""READY names a socket type and an identity of 255 bytes at most; others are shorter."""
+"""READY has a socket type and an identity of at most 255 bytes. Other commands are shorter."""
 MAX_COMMANDS = 64
-"""Between two messages. libzmq sends none after READY unless it was told to look for dead peers,
-and then one in a second or so: a connection that idles for half a minute stays below."""
+"""Commands between two messages. After READY libzmq sends none, unless it was configured to look
+for dead peers, and then about one per second. A connection that is idle for 30 s stays below."""
 MAX_PING_CONTEXT = 16
-"""The specification's."""
+"""The limit of the specification."""
 
 PEERS = {b"ROUTER": (b"REQ", b"DEALER"), b"DEALER": (b"ROUTER",)}
-"""Who asks a listener, and who answers a dialer. libzmq allows more, none of it of use here."""
+"""The socket types of clients, and of listeners. libzmq allows more, which are of no use here."""
 
 
 class MessageLimits(NamedTuple):
-    """Of one message."""
+    """The limits of one message."""
 
     frames: int
     num_bytes: int
@@ -50,9 +51,9 @@ class _Header(NamedTuple):
 
 
 class ZmtpSession:
-    """One end of a connection. Put what arrives into `feed`, send what is in `outgoing`.
+    """One end of a connection. Pass received bytes to `feed`, and send the bytes in `outgoing`.
 
-    At no time more is kept than one message within its limits and what was fed last.
+    It keeps at most one message within its limits, and the bytes that were fed last.
     """
 
     def __init__(self, socket_type: bytes, limits: MessageLimits) -> None:
@@ -70,17 +71,17 @@ class ZmtpSession:
 
     @property
     def is_ready(self) -> bool:
-        """The peer has said what it is: before that it takes messages for a mistake."""
+        """True once the peer has sent READY. Before that it would reject messages."""
         return self._is_ready
 
     @property
     def num_kept(self) -> int:
-        """Bytes received that are no whole message yet."""
+        """Received bytes that are no complete message yet."""
         return len(self._received) + self._num_bytes
 
     @property
     def has_unread(self) -> bool:
-        """`next_message` was not asked since, or broke off at a message."""
+        """True if there may be another message: call `next_message`."""
         return bool(self._received)
 
     def feed(self, data: bytes) -> None:
@@ -94,13 +95,13 @@ class ZmtpSession:
                 self.outgoing.append(memoryview(frame))
 
     def next_message(self) -> list[bytes] | None:
-        """The frames of one; None where more must be fed first."""
+        """Return the frames of the next message, or None if more bytes must be fed first."""
         if not self._is_greeted and not self._greet():
             return None
         while (header := self._next_header()) is not None:
             body = self._take(header)
             if header.flags & COMMAND:
-                self._obey(body)
+                self._handle_command(body)
                 continue
             self._frames.append(body)
             self._num_bytes += len(body)
@@ -124,7 +125,8 @@ class ZmtpSession:
         return True
 
     def _next_header(self) -> _Header | None:
-        """Of a frame that is there to its end. Refused by what it announces."""
+        """Return the header of a frame that has arrived completely, else None. Raises WireError for
+        a header that breaks a rule."""
         received = self._received
         if not received:
             return None
@@ -160,17 +162,17 @@ class ZmtpSession:
         self._num_bytes = self._num_commands = 0
         return frames
 
-    def _obey(self, body: bytes) -> None:
+    def _handle_command(self, body: bytes) -> None:
         self._num_commands += 1
         name, rest = _short_string(body)
         if name == b"ERROR":
             raise WireError(f"the peer ends the connection: {_short_string(rest)[0][:200]!r}")
         if not self._is_ready:
-            self._meet(name, rest)
+            self._handle_ready(name, rest)
         elif name == b"PING":
             self._answer_ping(rest[2:])
 
-    def _meet(self, name: bytes, properties: bytes) -> None:
+    def _handle_ready(self, name: bytes, properties: bytes) -> None:
         if name != b"READY":
             raise WireError(f"ZMTP command {name[:32]!r} where READY is due")
         peer = _properties(properties).get(b"socket-type")
@@ -192,7 +194,7 @@ def _header(flags: int, size: int) -> bytes:
 
 
 def _ready(socket_type: bytes) -> bytes:
-    """To the byte what libzmq says of a socket without a name."""
+    """Return exactly the command that libzmq sends for a socket without a name."""
     body = b"\x05READY" + _property(b"Socket-Type", socket_type) + _property(b"Identity", b"")
     return _header(COMMAND, len(body)) + body
 
@@ -202,7 +204,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def _short_string(data: bytes) -> tuple[bytes, bytes]:
-    """Its length is in its first byte; then what follows it."""
+    """Split off a string whose length is in its first byte. Return the string and the rest."""
     if not data or len(data) <= data[0]:
         raise WireError("ZMTP command that is cut short")
     end = 1 + data[0]
@@ -210,7 +212,7 @@ def _short_string(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """By name in lower case: names are to be compared so."""
+    """Return the properties by name in lower case: names are compared without case."""
     found = {}
     while data:
         name, rest = _short_string(data)

@@ -26,7 +26,7 @@ from engine_ext.push.matcher import PushWriter
 from engine_ext.push.outgoing_inquiries import AwaitedPrompts
 from engine_ext.push.registrations import Registrations
 from engine_ext.push.remote_clocks import RemoteClocks
-from engine_ext.wire.dial import Dialer
+from engine_ext.wire.dialer import Dialer
 from engine_ext.wire.notifications import (
     AwaitPrompt,
     Gone,
@@ -44,7 +44,7 @@ from engine_ext.wire.notifications import (
     Renewed,
     ReturnBlocks,
     Withdraw,
-    batches,
+    batch_ids,
     decode_notification,
     encode_extension,
     encode_heartbeat,
@@ -490,7 +490,7 @@ class TransferLoop:
         if peer.has_extension and beat.is_repeated:
             # It may not know where to answer: what introduced us can be lost like any message.
             self._agent.notify(peer.name, encode_extension(Hello(self._agent.metadata())))
-        for ids in batches(beat.remote_ids):
+        for ids in batch_ids(beat.remote_ids):
             if peer.has_extension:
                 sequence = next(self._sequence)
                 # Before it is: one that cannot be sent is a heartbeat that nobody answers.

@@ -29,7 +29,7 @@ from engine_ext.common.types import (
 from engine_ext.layout.match import match_peer, one_by_one
 from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
-from engine_ext.wire.dial import Dialer, PeerRank, PendingHandshake, TcpDialer
+from engine_ext.wire.dialer import Dialer, PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     AgentMetadata,
@@ -82,7 +82,7 @@ def compatibility_problem(
     ours: Mapping[str, str], payload: HandshakePayload, our_hash: str | None = None
 ) -> str | None:
     """Why the peer's model or cache is not ours, naming each field; None when it is."""
-    if payload.fits == (our_hash or compatibility_hash(ours)):
+    if payload.effective_hash == (our_hash or compatibility_hash(ours)):
         return None
     theirs = payload.compat_factors
     if theirs is None:

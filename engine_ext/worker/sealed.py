@@ -23,7 +23,7 @@ from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     REGISTRATION_PREFIX,
-    registration_of_stock,
+    without_extension,
 )
 from engine_ext.worker.agent import Agent, PeerHandle, Transfer, TransferState
 
@@ -150,7 +150,7 @@ def _of_stock(message: bytes) -> bytes | None:
     if message.startswith((EXTENSION_PREFIX, SEAL_PREFIX)):
         return None
     if message.startswith(REGISTRATION_PREFIX):
-        return registration_of_stock(message)
+        return without_extension(message)
     return message
 
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from engine_ext.reference import cli
-from engine_ext.wire.client import HandshakeClient
-from engine_ext.wire.dial import PeerRank, TcpDialer
+from engine_ext.wire.dialer import HandshakeClient, PeerRank, TcpDialer
 
 CLOSED_PORT = 1
 

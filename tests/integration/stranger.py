@@ -10,7 +10,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 from engine_ext.common.types import Region
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dialer import HandshakeClient
 from engine_ext.wire.handshake import HandshakePayload
 from engine_ext.worker.agent import NixlAgent
 from tests.integration.processes import wait_for

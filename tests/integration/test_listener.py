@@ -18,7 +18,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dialer import HandshakeClient
 from engine_ext.wire.handshake import AgentMetadata, decode_metadata, encode_payload, encode_request
 from engine_ext.wire.listener import HandshakeServer
 from tests.integration.abusers import ZMTP_GREETING

@@ -19,7 +19,7 @@ from collections import deque
 from engine_ext.common.access import OPEN, Access, read_secret
 from engine_ext.common.types import PeerAddress
 from engine_ext.wire import notifications as wire
-from engine_ext.wire.dial import PeerRank, PendingHandshake, TcpDialer
+from engine_ext.wire.dialer import PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import AgentMetadata, decode_metadata
 from tests.integration.stranger import GARBAGE, agent_called, forged, registration

@@ -11,7 +11,7 @@ from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentit
 from engine_ext.push.incoming_inquiries import Inquiries
 from engine_ext.push.matching_state import Outcomes, RegisteredByKey, RegistrationKey
 from engine_ext.push.sender_checks import RECHECK_SECONDS
-from engine_ext.wire.dial import PeerRank
+from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
     HandshakePayload,

@@ -22,7 +22,7 @@ from engine_ext.common.types import (
     TransferResults,
 )
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.wire.dial import PeerRank, PendingHandshake
+from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 from engine_ext.worker.agent import TransferState

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from engine_ext.wire.dial import PeerRank, PendingHandshake
+from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import HandshakePayload, decode_metadata, decode_payload
 from engine_ext.wire.notifications import PushDone, ReadDone, decode_notification

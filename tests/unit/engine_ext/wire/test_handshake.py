@@ -162,8 +162,8 @@ def test_a_short_answer_that_was_not_proven_may_say_why() -> None:
 def test_a_stock_engine_finds_no_hash_of_its_own_where_it_is_not_meant() -> None:
     factors = {"model": "m"}
     meant = decode_payload(encode_payload(METADATA, factors, "vLLM's"))
-    assert meant.compatibility_hash == meant.fits == "vLLM's"
+    assert meant.compatibility_hash == meant.effective_hash == "vLLM's"
     other = decode_payload(encode_payload(METADATA, factors, "vLLM's", is_for_stock=False))
     assert other.compatibility_hash == NOT_FOR_STOCK
-    assert other.fits == "vLLM's"
+    assert other.effective_hash == "vLLM's"
     assert as_stock(other).compatibility_hash == NOT_FOR_STOCK

@@ -20,14 +20,20 @@ import zmq
 from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.wire import listener as listener_module
-from engine_ext.wire import visitors as visitors_module
 from engine_ext.wire.channel import Channel
-from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dialer import HandshakeClient
 from engine_ext.wire.errors import Rank
 from engine_ext.wire.handshake import Proof, decode_payload, encode_payload, encode_request
-from engine_ext.wire.listener import CHUNK, MAX_REQUEST_BYTES, HandshakeServer
-from engine_ext.wire.secret_handshake import Asker
-from engine_ext.wire.visitors import IDLE_SECONDS, QUESTION_SECONDS, Visitor, Visitors
+from engine_ext.wire.listener import (
+    CHUNK,
+    IDLE_SECONDS,
+    MAX_REQUEST_BYTES,
+    REQUEST_SECONDS,
+    ConnectionTable,
+    HandshakeConnection,
+    HandshakeServer,
+)
+from engine_ext.wire.secret_handshake import ClientIdentity
 from engine_ext.wire.zmtp import GREETING, MessageLimits, ZmtpSession
 from tests.unit.engine_ext.wire.metadata import METADATA
 from tests.unit.engine_ext.wire.waiting import answer, until
@@ -204,7 +210,7 @@ def test_what_is_no_question_ends_its_connection(listen: Listen, start: bytes) -
 def test_who_does_not_come_to_its_question_is_shown_out(
     listen: Listen, monkeypatch: pytest.MonkeyPatch, start: bytes
 ) -> None:
-    monkeypatch.setattr(visitors_module, "QUESTION_SECONDS", 0.05)
+    monkeypatch.setattr(listener_module, "REQUEST_SECONDS", 0.05)
     server = listen()
     with connected(server, start) as stranger:
         assert is_over(stranger)
@@ -214,7 +220,7 @@ def test_who_does_not_come_to_its_question_is_shown_out(
 def test_who_asks_nothing_more_is_shown_out(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors_module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(listener_module, "IDLE_SECONDS", 0.05)
     server = listen()
     with connected(server, GREETING + READY + QUESTION) as stranger:
         assert is_over(stranger)
@@ -223,12 +229,12 @@ def test_who_asks_nothing_more_is_shown_out(
 def test_a_visitors_time_moves_with_questions_and_answers_alone() -> None:
     with tcp_pair() as (ours, _):
         visitor = visitor_of("a", ours, now=0)
-        visitor.has_taken_all(4)
-        assert visitor.deadline == QUESTION_SECONDS
-        visitor.ask(4)
-        assert visitor.deadline == 4 + QUESTION_SECONDS
-        visitor.has_taken_all(6)
-        visitor.has_taken_all(20)
+        visitor.note_answer_sent(4)
+        assert visitor.deadline == REQUEST_SECONDS
+        visitor.note_request(4)
+        assert visitor.deadline == 4 + REQUEST_SECONDS
+        visitor.note_answer_sent(6)
+        visitor.note_answer_sent(20)
         assert visitor.deadline == 6 + IDLE_SECONDS
 
 
@@ -245,7 +251,7 @@ def test_who_does_not_read_answers_is_not_read_from(listen: Listen) -> None:
 def test_who_does_not_read_answers_is_shown_out(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors_module, "QUESTION_SECONDS", 0.1)
+    monkeypatch.setattr(listener_module, "REQUEST_SECONDS", 0.1)
     server = listen()
     with connected(server, GREETING + READY + question(LARGE_RANK)):
         until(lambda: server.num_connections == 1)
@@ -262,32 +268,32 @@ def tcp_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield ours, theirs
 
 
-def visitor_of(address: str, connection: socket.socket, now: float = 0.0) -> Visitor:
+def visitor_of(address: str, connection: socket.socket, now: float = 0.0) -> HandshakeConnection:
     channel = Channel(connection, ZmtpSession(b"ROUTER", MessageLimits(2, 100)), 100)
-    return Visitor(channel, Asker(b"", address), now)
+    return HandshakeConnection(channel, ClientIdentity(b"", address), now)
 
 
 def test_the_address_with_the_most_connections_makes_room_with_its_oldest() -> None:
     with tcp_pair() as (ours, _):
-        visitors = Visitors(5)
+        visitors = ConnectionTable(5)
         came = [visitor_of(address, ours) for address in "abbab"]
         for one in came:
             assert not visitors.is_full
             visitors.add(one)
         assert visitors.is_full
-        assert visitors.first_to_go() is came[1]
+        assert visitors.next_to_evict() is came[1]
         visitors.remove(came[1])
-        assert visitors.first_to_go() in (came[0], came[2])
+        assert visitors.next_to_evict() in (came[0], came[2])
         assert len(visitors) == 4
         for one in list(visitors):
             visitors.remove(one)
-        assert visitors.first_to_go() is None
+        assert visitors.next_to_evict() is None
 
 
 def test_a_flood_of_connections_keeps_out_the_flooder_alone(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "most_visitors", lambda: 8)
+    monkeypatch.setattr(listener_module, "connection_limit", lambda: 8)
     server = listen("0.0.0.0")
     with ExitStack() as connections, connected(server, GREETING + READY) as early:
         until(lambda: server.num_connections == 1)
@@ -326,9 +332,9 @@ def exactly(connection: socket.socket, count: int) -> bytes:
 
 def test_it_takes_a_quarter_of_the_files_at_most() -> None:
     with files_limited_to(400):
-        assert visitors_module.most_visitors() == 100
+        assert listener_module.connection_limit() == 100
     with files_limited_to(40_000):
-        assert visitors_module.most_visitors() <= 512
+        assert listener_module.connection_limit() <= 512
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def test_notifications_are_stocks_bytes() -> None:
 @given(st.lists(st.text("abc-0", min_size=1, max_size=40), max_size=2000))
 def test_heartbeats_carry_every_id_once_in_bounded_messages(ids: list[str]) -> None:
     carried: list[str] = []
-    for batch in wire.batches(ids):
+    for batch in wire.batch_ids(ids):
         for message in (wire.encode_heartbeat(batch), wire.encode_extension(Renew(1, batch))):
             assert len(message) <= wire.MAX_NOTIFICATION_BYTES + 64
             decoded = wire.decode_notification(message)

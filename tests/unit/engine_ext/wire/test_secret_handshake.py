@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
-from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dialer import HandshakeClient
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     HandshakePayload,
@@ -24,8 +24,8 @@ from engine_ext.wire.handshake import (
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.wire.secret_handshake import (
     CHALLENGE_SECONDS,
-    Asker,
     Challenges,
+    ClientIdentity,
     HandshakeAnswers,
     Prover,
     SideChannelAddress,
@@ -41,7 +41,7 @@ METADATA = msgspec.structs.replace(
 PAYLOAD = encode_payload(METADATA, {"model": "m"})
 RANK = (0, 0)
 PLACE = SideChannelAddress("10.0.0.7", 5600)
-ASKER = Asker(b"\0conn", "10.0.0.9")
+ASKER = ClientIdentity(b"\0conn", "10.0.0.9")
 SECRET = SharedSecret.of(b"a secret of the whole fleet")
 REQUIRED, MIXED = Access(SECRET), Access(SECRET, is_mixed=True)
 NOW = 1000.0
@@ -61,7 +61,7 @@ def shake(
     prover = Prover(ours, RANK, dialled)
     question = encode_request(RANK)
     while True:
-        payload, mac, _ = theirs.to(question, ASKER, NOW)
+        payload, mac, _ = theirs.answer(question, ASKER, NOW)
         frames = [relay(payload), b"clock"] + ([] if mac is None else [mac])
         taken = prover.take(frames)
         if isinstance(taken, HandshakePayload):
@@ -108,7 +108,7 @@ def test_engines_that_do_not_share_what_one_asks_for_do_not_meet(
 
 
 def test_a_stranger_learns_nothing_but_that_there_is_a_secret() -> None:
-    answer, mac, _ = listener(REQUIRED).to(encode_request(RANK), ASKER, NOW)
+    answer, mac, _ = listener(REQUIRED).answer(encode_request(RANK), ASKER, NOW)
     assert mac is None
     assert set(msgspec.msgpack.decode(answer)) == {"error", "challenge"}
     with pytest.raises(HandshakeRefusedError, match="shared secret"):
@@ -117,14 +117,14 @@ def test_a_stranger_learns_nothing_but_that_there_is_a_secret() -> None:
 
 @given(st.binary(max_size=400))
 def test_whatever_is_asked_without_the_secret_no_metadata_leaves(request: bytes) -> None:
-    answer, *_ = listener(REQUIRED).to(request, ASKER, NOW)
+    answer, *_ = listener(REQUIRED).answer(request, ASKER, NOW)
     assert METADATA.agent_metadata not in answer
 
 
 @given(challenge=st.binary(max_size=64), nonce=st.binary(max_size=32), mac=st.binary(max_size=64))
 def test_no_made_up_proof_is_answered(challenge: bytes, nonce: bytes, mac: bytes) -> None:
     made_up = msgspec.msgpack.encode((b"disagg_meta_msg", 0, 0, challenge, nonce, mac))
-    answer, seal, _ = listener(REQUIRED).to(made_up, ASKER, NOW)
+    answer, seal, _ = listener(REQUIRED).answer(made_up, ASKER, NOW)
     assert seal is None
     assert METADATA.agent_metadata not in answer
 
@@ -180,11 +180,11 @@ def test_an_address_outside_of_the_allowed_peers_is_refused_whatever_it_asks() -
     theirs = listener(access)
     assert extension(shake(theirs, REQUIRED)) == EXTENSION_VERSION
     for address in ("10.0.0.16", "192.168.0.1", "::2", "", "nonsense"):
-        answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
+        answer, *_ = theirs.answer(encode_request(RANK), ASKER._replace(address=address), NOW)
         with pytest.raises(HandshakeRefusedError, match="allowed_peers"):
             decode_payload(answer)
     for address in ("10.0.0.15", "::1", "::ffff:10.0.0.1", PLACE.host):
-        answer, *_ = theirs.to(encode_request(RANK), ASKER._replace(address=address), NOW)
+        answer, *_ = theirs.answer(encode_request(RANK), ASKER._replace(address=address), NOW)
         assert b"shared secret" in answer
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine_ext.wire.client import HandshakeClient
+from engine_ext.wire.dialer import HandshakeClient
 from engine_ext.wire.handshake import HandshakePayload
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import pytest
 from engine_ext.common.access import OPEN, Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
-from engine_ext.wire.dial import PeerRank
+from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
     HandshakePayload,

@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.common.access import Access, parse_networks
 from engine_ext.common.types import PeerAddress
-from engine_ext.wire.dial import MAX_LOOKUPS, PeerRank, PendingHandshake, TcpDialer
+from engine_ext.wire.dialer import MAX_LOOKUPS, PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import encode_payload
 from engine_ext.wire.listener import HandshakeServer

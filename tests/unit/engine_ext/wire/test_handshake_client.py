@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine_ext.common.access import OPEN, Access, parse_networks
 from engine_ext.common.types import PeerAddress
-from engine_ext.wire.client import CHUNK, REPLY, HandshakeClient
-from engine_ext.wire.dial import PeerRank, TcpDialer
+from engine_ext.wire.dialer import CHUNK, REPLY, HandshakeClient, PeerRank, TcpDialer
 from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import MAX_REPLY_BYTES, decode_payload, encode_payload
 from engine_ext.wire.zmtp import GREETING
