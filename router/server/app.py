@@ -46,7 +46,7 @@ from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
-from router.server import index_page, lora_adapters, proxied_endpoints, router_endpoints
+from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
 from router.settings import BrokenFileError, Settings, SettingsError, read_secret
@@ -156,7 +156,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.router = state
-    for endpoints in (index_page, proxied_endpoints, lora_adapters, router_endpoints):
+    for endpoints in (index_page, proxied_endpoints, router_endpoints):
         app.include_router(endpoints.router)
     if dashboard is not None:
         app.include_router(dashboard_routes(dashboard, read_secret(settings, "ui_token")))

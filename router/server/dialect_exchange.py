@@ -24,6 +24,8 @@ from router.http_client.errors import AnswersFullError, BrokenAnswerError
 from router.http_client.sse import data_in, events_in
 from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
+    COUNT_TOKENS_PATH,
+    MESSAGES_PATH,
     MessageOutput,
     anthropic_error,
     chat_from_messages,
@@ -34,6 +36,7 @@ from router.openai.errors import UnsupportedFinishError, error_body, type_of_sta
 from router.openai.request_fields import MAX_COMPLETION_TOKENS
 from router.openai.responses import (
     MAX_OUTPUT_TOKENS,
+    RESPONSES_PATH,
     ResponseOutput,
     assistant_message,
     chat_from_response,
@@ -60,9 +63,10 @@ class ApiDialect(ABC):
 
     output: DialectOutput
 
-    def __init__(self) -> None:
+    def __init__(self, stored: ResponseStore) -> None:
         self.answer = AnswerBlocks()
         self.is_streamed = False
+        self.stored = stored
 
     @abstractmethod
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
@@ -91,8 +95,8 @@ class ApiDialect(ABC):
 
 
 class MessagesDialect(ApiDialect):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, stored: ResponseStore) -> None:
+        super().__init__(stored)
         self._id = f"msg_{secrets.token_hex(12)}"
         self.output = MessageOutput(self.answer, self._id, "")
 
@@ -137,20 +141,20 @@ class CountTokensDialect(MessagesDialect):
 
 class ResponsesDialect(ApiDialect):
     def __init__(self, stored: ResponseStore) -> None:
-        super().__init__()
-        self._stored, self._tenant = stored, ""
+        super().__init__(stored)
+        self._tenant = ""
         self._id = self._root = f"resp_{secrets.token_hex(16)}"
         self.output = ResponseOutput(self.answer, {}, self._id, 0)
         self._history: list[Json] = []
         self._is_stored = False
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        self._tenant = self._stored.tenant_of(request.exchange.headers)
+        self._tenant = self.stored.tenant_of(request.exchange.headers)
         before: list[Json] = []
         has_previous = body.get("previous_response_id") is not None
         if has_previous:
             name = require_text(body, "previous_response_id")
-            found = await self._stored.find(self._tenant, name)
+            found = await self.stored.find(self._tenant, name)
             before, self._root = found.messages, found.root
         chat, self._history = chat_from_response(body, before)
         self.is_streamed = bool(body.get("stream"))
@@ -173,7 +177,14 @@ class ResponsesDialect(ApiDialect):
         if self._is_stored and self.answer.error is None and not self.answer.has_unknown_finish:
             messages = [*self._history, assistant_message(self.answer)]
             response = StoredResponse(self._root, messages, self.output.whole())
-            await self._stored.keep(self._tenant, self._id, response)
+            await self.stored.keep(self._tenant, self._id, response)
+
+
+DIALECTS: dict[str, type[ApiDialect]] = {
+    RESPONSES_PATH: ResponsesDialect,
+    MESSAGES_PATH: MessagesDialect,
+    COUNT_TOKENS_PATH: CountTokensDialect,
+}
 
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:

@@ -21,14 +21,7 @@ from router.proxy.dispatch import refuse, serve
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
 from router.proxy.passthrough import FORM_PATHS, JSON_PATHS, read_form, read_json
-from router.server.dialect_exchange import (
-    CHAT_PATH,
-    ApiDialect,
-    CountTokensDialect,
-    DialectExchange,
-    MessagesDialect,
-    ResponsesDialect,
-)
+from router.server.dialect_exchange import CHAT_PATH, DIALECTS, DialectExchange
 
 router = APIRouter()
 COMPLETIONS_PATH = "/v1/completions"
@@ -37,10 +30,9 @@ PASSTHROUGH_READERS = {
     **dict.fromkeys(JSON_PATHS, read_json),
     **dict.fromkeys(FORM_PATHS, read_form),
 }
-DIALECT_PATHS = frozenset((RESPONSES_PATH, MESSAGES_PATH, COUNT_TOKENS_PATH))
 # By the path of a request's target; some clients end the paths of completions with a slash.
 PROXIED_PATHS = {
-    **{path.encode(): path for path in GENERATION_PATHS | DIALECT_PATHS | {*PASSTHROUGH_READERS}},
+    **{path.encode(): path for path in GENERATION_PATHS | DIALECTS.keys() | {*PASSTHROUGH_READERS}},
     **{path.encode() + b"/": path for path in GENERATION_PATHS},
 }
 
@@ -49,10 +41,9 @@ def serve_proxied(
     exchange: Exchange, gateway: Gateway, stored: ResponseStore
 ) -> Coroutine[Any, Any, None]:
     """Answer a request to any proxied endpoint."""
-    path = exchange.endpoint
-    if path in DIALECT_PATHS:
+    if exchange.endpoint in DIALECTS:
         return _serve_dialect(exchange, gateway, stored, None)
-    return serve(exchange, gateway, PASSTHROUGH_READERS.get(path))
+    return serve(exchange, gateway, PASSTHROUGH_READERS.get(exchange.endpoint))
 
 
 def refuse_proxied(
@@ -60,7 +51,7 @@ def refuse_proxied(
 ) -> Coroutine[Any, Any, None]:
     """Answer a request that was refused before it was complete. API keys are the router's own, so
     their errors have OpenAI's form everywhere; other errors have that of the endpoint's dialect."""
-    if exchange.endpoint in DIALECT_PATHS and not isinstance(error, UnauthorizedError):
+    if exchange.endpoint in DIALECTS and not isinstance(error, UnauthorizedError):
         return _serve_dialect(exchange, gateway, stored, error)
     return refuse(exchange, gateway, error)
 
@@ -68,14 +59,7 @@ def refuse_proxied(
 async def _serve_dialect(
     exchange: Exchange, gateway: Gateway, stored: ResponseStore, error: RequestError | None
 ) -> None:
-    dialect: ApiDialect
-    if exchange.endpoint == RESPONSES_PATH:
-        dialect = ResponsesDialect(stored)
-    elif exchange.endpoint == MESSAGES_PATH:
-        dialect = MessagesDialect()
-    else:
-        dialect = CountTokensDialect()
-    translated = DialectExchange(exchange, dialect, gateway)
+    translated = DialectExchange(exchange, DIALECTS[exchange.endpoint](stored), gateway)
     try:
         if error is None:
             await serve(translated, gateway, translated.read)

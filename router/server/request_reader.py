@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -28,31 +27,19 @@ from router.openai.errors import (
     too_many_held_bodies,
 )
 from router.proxy.exchange import Header
-from router.proxy.gateway import MemoryLimits
-from router.proxy.request_limits import RequestLimits
+from router.proxy.gateway import Gateway
 from router.server.proxied_endpoints import PROXIED_PATHS
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 TRANSFER_ENCODING = b"transfer-encoding"
 
 
-class RequestPolicy(Protocol):
-    """The interface of the router to the reader. `memory` has the limit of bodies."""
-
-    limits: RequestLimits
-    memory: MemoryLimits
-
-    def identify(self, headers: Sequence[Header]) -> ApiKey | str | None:
-        """Return the API key of a request, the reason why it has none ("missing" or "incorrect"),
-        or None if the router has no API keys."""
-
-
 class IncomingRequest(Struct, eq=False):
     """One request of a client.
 
     `endpoint` is the path of a proxied endpoint, or None for a request to the application. `size`
-    counts the bytes of the body that are held. `caller` is the result of `RequestPolicy.identify`,
-    None until that was called.
+    counts the bytes of the body that are held. `caller` is the result of `Gateway.identify`, None
+    until that was called.
     """
 
     endpoint: str | None
@@ -87,14 +74,14 @@ class RequestReader:
     once the reader ignores further input.
     """
 
-    __slots__ = ("_current", "_head_cache", "_headers", "_overhead", "_parser", "_policy",
+    __slots__ = ("_current", "_gateway", "_head_cache", "_headers", "_overhead", "_parser",
                  "_target", "is_closed", "is_receiving", "requests")  # fmt: skip
 
-    def __init__(self, policy: RequestPolicy) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self.requests: deque[IncomingRequest] = deque()
         self.is_receiving = False
         self.is_closed = False
-        self._policy = policy
+        self._gateway = gateway
         self._parser = httptools.HttpRequestParser(self)
         self._current: IncomingRequest | None = None
         self._target = b""
@@ -128,7 +115,10 @@ class RequestReader:
             self._parse(data)
         except httptools.HttpParserError as error:
             if not self.is_closed:
-                self.refuse(_parser_error(error))
+                inner = error.__context__  # what a callback has raised
+                if not isinstance(inner, RequestError):
+                    inner = MalformedRequestError(f"not a valid HTTP/1.1 request: {error}")
+                self.refuse(inner)
         if self.is_closed:
             return
         if self.is_receiving:
@@ -153,7 +143,7 @@ class RequestReader:
 
     def release_body(self, request: IncomingRequest) -> None:
         request.pieces, request.body = [], b""
-        self._policy.memory.bodies.size -= request.size
+        self._gateway.memory.bodies.size -= request.size
         request.size = 0
 
     def close(self) -> None:
@@ -177,9 +167,11 @@ class RequestReader:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        headers, target, limit = self._headers, self._target, self._policy.limits.max_header_size
-        if self._overhead > limit and _size(headers) + len(target) > limit:
-            raise self._head_too_large()
+        headers, target, limit = self._headers, self._target, self._gateway.limits.max_header_size
+        if self._overhead > limit:  # the bytes may include a body
+            size = sum(len(name) + len(value) + 4 for name, value in headers)
+            if size + len(target) > limit:
+                raise self._head_too_large()
         parser = self._parser
         if parser.should_upgrade():
             return
@@ -188,7 +180,8 @@ class RequestReader:
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or http_1_1):
             raise MalformedRequestError("a request has exactly one Host (RFC 9112, 3.2)")
-        if TRANSFER_ENCODING in names and _transfer_codings(headers) != b"chunked":
+        codings = [value.strip().lower() for name, value in headers if name == TRANSFER_ENCODING]
+        if codings not in ([], [b"chunked"]):
             raise UnknownCodingError("the only supported transfer coding is chunked")
         method, endpoint = parser.get_method(), None
         if method == b"POST":
@@ -199,11 +192,11 @@ class RequestReader:
 
     def on_body(self, piece: bytes) -> None:
         self._overhead = 0
-        current, held = self._current, self._policy.memory.bodies
+        current, held = self._current, self._gateway.memory.bodies
         if current is None or self.is_closed:
             return
         size = current.size + len(piece)
-        if size > self._policy.limits.max_body_size:
+        if size > self._gateway.limits.max_body_size:
             self.refuse(self._body_too_large())
         elif not held.has_room(len(piece)):
             self.refuse(too_many_held_bodies())
@@ -232,8 +225,8 @@ class RequestReader:
     ) -> bool:
         """Accept a request with the same head as the one before, if its body fits the limits."""
         endpoint, target = line
-        size, held = len(body), self._policy.memory.bodies
-        if size > self._policy.limits.max_body_size or not held.has_room(size):
+        size, held = len(body), self._gateway.memory.bodies
+        if size > self._gateway.limits.max_body_size or not held.has_room(size):
             return False
         held.size += size
         self.requests.append(
@@ -265,29 +258,29 @@ class RequestReader:
 
     def _check_unfinished(self) -> None:
         """Refuse a request early, before its body has arrived, if its head allows that."""
-        policy = self._policy
-        if self._overhead > policy.limits.max_header_size:
+        gateway = self._gateway
+        if self._overhead > gateway.limits.max_header_size:
             self.refuse(self._head_too_large())
             return
         current = self._current
         if current is None or current.is_checked_early:
             return
         current.is_checked_early = True
-        current.caller = policy.identify(current.headers)
+        current.caller = gateway.identify(current.headers)
         size = int(current.header(b"content-length") or b"0")
         if isinstance(current.caller, str):
             self.refuse(UnauthorizedError(current.caller))
-        elif size > policy.limits.max_body_size:
+        elif size > gateway.limits.max_body_size:
             self.refuse(self._body_too_large())
-        elif not policy.memory.bodies.has_room(size - current.size):
+        elif not gateway.memory.bodies.has_room(size - current.size):
             self.refuse(too_many_held_bodies())
 
     def _head_too_large(self) -> HeadTooLargeError:
-        limit = self._policy.limits.max_header_size
+        limit = self._gateway.limits.max_header_size
         return HeadTooLargeError(f"the head is larger than {limit:d} bytes")
 
     def _body_too_large(self) -> BodyTooLargeError:
-        limit = self._policy.limits.max_body_size
+        limit = self._gateway.limits.max_body_size
         return BodyTooLargeError(f"the body is larger than {limit:d} bytes")
 
 
@@ -299,19 +292,3 @@ def _proxied_endpoint(target: bytes) -> str | None:
     except httptools.HttpParserInvalidURLError:
         return None
     return None if path is None else PROXIED_PATHS.get(unquote_to_bytes(path))
-
-
-def _parser_error(error: httptools.HttpParserError) -> RequestError:
-    inner = error.__context__
-    if isinstance(inner, RequestError):
-        return inner
-    return MalformedRequestError(f"not a valid HTTP/1.1 request: {error}")
-
-
-def _transfer_codings(headers: list[Header]) -> bytes:
-    values = [value for name, value in headers if name == TRANSFER_ENCODING]
-    return b", ".join(values).strip().lower()
-
-
-def _size(headers: list[Header]) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)

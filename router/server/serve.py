@@ -65,23 +65,23 @@ class BindError(Exception):
     """The router cannot listen on an address."""
 
 
-class HangupHandler:
-    """Handles SIGHUP: reload the settings.
+def hangup_handler(
+    reload: Callable[[], None], end: Callable[[signal.Signals], None]
+) -> Callable[[], None]:
+    """Return the handler of SIGHUP: reload the settings.
 
     If the router was started in a terminal that has closed since, it ends instead, as programs do
     there, unless SIGHUP was ignored at the start (nohup).
     """
+    is_bound = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and _has_terminal()
 
-    def __init__(self, reload: Callable[[], None], end: Callable[[signal.Signals], None]) -> None:
-        self._reload = reload
-        self._end = end
-        self._is_bound = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and _has_terminal()
-
-    def on_signal(self) -> None:
-        if self._is_bound and not _has_terminal():
-            self._end(signal.SIGHUP)
+    def on_hangup() -> None:
+        if is_bound and not _has_terminal():
+            end(signal.SIGHUP)
         else:
-            self._reload()
+            reload()
+
+    return on_hangup
 
 
 def _has_terminal() -> bool:
@@ -201,11 +201,8 @@ def watched(settings: Settings, exposition: Callable[[], bytes]) -> Iterator[Non
         for what, host, port, has_metrics in wanted:
             if port is None:
                 continue
-            try:
+            with _binding(host, port):
                 server = LivenessServer(host, port, exposition if has_metrics else None)
-            except OSError as error:
-                where = Address(host, port)
-                raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
             stack.enter_context(serve_in_thread(server))
             logger.info("%s on http://%s", what, Address(host, server.server_address[1]))
         yield
@@ -234,8 +231,8 @@ async def _serve(
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal, number)
     if control is not None:
-        hangup = HangupHandler(control.reload_soon, shutdown.on_signal)
-        loop.add_signal_handler(signal.SIGHUP, hangup.on_signal)
+        on_hangup = hangup_handler(control.reload_soon, shutdown.on_signal)
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
     if listeners.dashboard is not None:
         state.dashboard_port = port_of(listeners.dashboard)
     await server.serve(sockets=listeners.all)
@@ -276,19 +273,14 @@ class Listeners(NamedTuple):
 
 
 @contextlib.contextmanager
-def bind_all(
-    settings: Settings, like: Listeners | None = None, shared: bool = False
-) -> Iterator[Listeners]:
-    """Bind the sockets of one process, to the same ports as those of `like`. Raises BindError."""
-    with contextlib.ExitStack() as stack:
-        port = settings.port if like is None else port_of(like.clients)
-        clients = stack.enter_context(bind_at(settings.host, port, shared))
-        dashboard = None
-        if settings.ui_port is not None:
-            beside = None if like is None else like.dashboard
-            port = settings.ui_port if beside is None else port_of(beside)
-            dashboard = stack.enter_context(bind_at(settings.ui_host, port, shared))
-        yield Listeners(clients, dashboard)
+def bind_all(settings: Settings, shared: bool = False) -> Iterator[Listeners]:
+    """Bind the sockets of one process. Raises BindError."""
+    with bind_at(settings.host, settings.port, shared) as clients:
+        if settings.ui_port is None:
+            yield Listeners(clients, None)
+        else:
+            with bind_at(settings.ui_host, settings.ui_port, shared) as dashboard:
+                yield Listeners(clients, dashboard)
 
 
 def port_of(listener: socket.socket) -> int:
@@ -298,21 +290,25 @@ def port_of(listener: socket.socket) -> int:
 
 def bind_at(host: str, port: int, shared: bool = False) -> socket.socket:
     """Return a listening socket; several `shared` ones can have the same port. Raises BindError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        dual = host == "::" and socket.has_dualstack_ipv6()
+    with _binding(host, port):
         listener = socket.create_server(
             (host, port),
-            family=family,
+            family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0],
             backlog=BACKLOG,
-            dualstack_ipv6=dual,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
             reuse_port=shared,
         )
+    listener.setblocking(False)
+    return listener
+
+
+@contextlib.contextmanager
+def _binding(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         where = Address(host, port)
         raise BindError(f"cannot listen on {where}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
 
 
 @contextlib.contextmanager
@@ -330,7 +326,7 @@ def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
 def announce(settings: Settings, listeners: Listeners) -> None:
     address = Address(settings.host, port_of(listeners.clients))
     engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
-    has_flags = bool(settings.prefillers or settings.decoders)
+    has_flags = settings.prefillers or settings.decoders
     known = [*([engines] if has_flags else []), *describe_sources(settings)]
     scheme = "http" if settings.tls_certfile is None else "https"
     sources = ", and those of ".join(known)
@@ -341,8 +337,7 @@ def announce(settings: Settings, listeners: Listeners) -> None:
             host = settings.ui_host
             address = Address(host, port_of(listeners.dashboard))
         logger.info("dashboard on %s://%s/ui", scheme, address)
-        has_token = settings.ui_token or settings.ui_token_file
-        if not has_token and not is_loopback(host):
+        if not (settings.ui_token or settings.ui_token_file or is_loopback(host)):
             logger.warning(
                 "--ui without --ui-token-file: anybody who can reach %s sees engines, requests and "
                 "settings",

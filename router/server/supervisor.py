@@ -81,9 +81,9 @@ class Supervisor:
 
     def run(self) -> int:
         for number in serve.SIGNALS:
-            signal.signal(number, self._on_signal)
-        hangup = serve.HangupHandler(self._reload, self._end_with)
-        signal.signal(signal.SIGHUP, lambda *_: hangup.on_signal())
+            signal.signal(number, self._end_with)
+        on_hangup = serve.hangup_handler(self._reload, self._end_with)
+        signal.signal(signal.SIGHUP, lambda *_: on_hangup())
         serve.announce(self._settings, self._workers[0].listeners)
         try:
             code = self._until_signalled()
@@ -93,10 +93,7 @@ class Supervisor:
                 worker.process.kill()
                 worker.process.join()
 
-    def _on_signal(self, number: int, _: object) -> None:
-        self._end_with(number)
-
-    def _end_with(self, number: int) -> None:
+    def _end_with(self, number: int, _: object = None) -> None:
         self._signals.append(signal.Signals(number))
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"!")
@@ -112,11 +109,8 @@ class Supervisor:
         return 0
 
     def _replace(self, dead: RunningWorker) -> None:
-        logger.error(
-            "worker %d ended with status %s and is restarted",
-            dead.number,
-            dead.process.exitcode,
-        )
+        status = dead.process.exitcode
+        logger.error("worker %d ended with status %s and is restarted", dead.number, status)
         if time.monotonic() - dead.started < RESTART_DELAY_S:
             self._wait_for_signal(RESTART_DELAY_S)
         if not self._signals:
@@ -187,6 +181,10 @@ def _bind_all(settings: Settings, stack: contextlib.ExitStack) -> list[serve.Lis
         serve.bind_at(settings.host, settings.port).close()
     if settings.ui_port:
         serve.bind_at(settings.ui_host, settings.ui_port).close()
-    first = stack.enter_context(serve.bind_all(settings, shared=True))
-    more = range(settings.workers - 1)
-    return [first, *(stack.enter_context(serve.bind_all(settings, first, True)) for _ in more)]
+    bound = [stack.enter_context(serve.bind_all(settings, shared=True))]
+    clients, dashboard = bound[0]
+    ports = {"port": serve.port_of(clients), "ui_port": dashboard and serve.port_of(dashboard)}
+    settings = settings.model_copy(update=ports)  # a port 0 is the same free port for all
+    for _ in range(settings.workers - 1):
+        bound.append(stack.enter_context(serve.bind_all(settings, shared=True)))
+    return bound

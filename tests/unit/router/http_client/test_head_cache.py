@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_caching_stops_after_many_different_heads() -> None:
 
 
 def what_is_found(sent: list[bytes], remembers: bool) -> list[object]:
-    bounds = Bounded()
+    bounds: Any = Bounded()
     reader = RequestReader(bounds)
     for piece in sent:
         if not remembers:

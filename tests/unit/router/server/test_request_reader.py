@@ -42,6 +42,10 @@ class Bounded:
         return self.caller
 
 
+def reader_of(bounds: Any) -> RequestReader:
+    return RequestReader(bounds)
+
+
 def post(
     target: bytes = b"/v1/completions", body: bytes = BODY, more: bytes = b"", host: bytes = b"r"
 ) -> bytes:
@@ -56,7 +60,7 @@ def taken(reader: RequestReader) -> IncomingRequest:
 
 
 def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
-    whole, pieces = RequestReader(Bounded()), RequestReader(Bounded())
+    whole, pieces = reader_of(Bounded()), reader_of(Bounded())
     sent = post(more=b"X-Two: 2\r\n")
     whole.feed(sent)
     for at in range(len(sent)):
@@ -94,7 +98,7 @@ def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
 def test_every_spelling_of_an_endpoint_is_that_endpoint(
     target: bytes, endpoint: str | None
 ) -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post(target))
     (request,) = reader.requests
     assert request.endpoint == endpoint
@@ -102,14 +106,14 @@ def test_every_spelling_of_an_endpoint_is_that_endpoint(
 
 
 def test_other_methods_are_for_the_application() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post().replace(b"POST", b"PUT"))
     assert reader.requests[0].endpoint is None
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_request_has_one_host(count: int) -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post().replace(b"host: r\r\n", b"host: r\r\n" * count))
     assert isinstance(reader.requests[0].refusal, MalformedRequestError)
     assert reader.is_closed
@@ -119,7 +123,7 @@ def test_a_request_has_one_host(count: int) -> None:
     "codings", [b"gzip, chunked", b"x, chunked", b"gzip\r\ntransfer-encoding: chunked"]
 )
 def test_a_body_in_a_coding_that_is_not_known_is_not_taken_for_one_without(codings: bytes) -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: %s\r\n\r\n" % codings
     reader.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
     (request,) = reader.requests
@@ -130,7 +134,7 @@ def test_a_body_in_a_coding_that_is_not_known_is_not_taken_for_one_without(codin
 
 @pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"\tchunked"])
 def test_chunked_may_be_spelled_in_any_way(coding: bytes) -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding:%s\r\n\r\n" % coding
     reader.feed(head + b"2\r\n{}\r\n0\r\n\r\n")
     assert reader.requests[0].refusal is None
@@ -138,7 +142,7 @@ def test_chunked_may_be_spelled_in_any_way(coding: bytes) -> None:
 
 
 def test_an_old_client_needs_no_host_and_is_served_once() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(
         post(more=b"connection: keep-alive\r\n")
         .replace(b"host: r\r\n", b"")
@@ -151,7 +155,7 @@ def test_an_old_client_needs_no_host_and_is_served_once() -> None:
 
 
 def test_what_follows_a_last_request_is_not_listened_to() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post(more=b"connection: close\r\n") + post())
     (request,) = reader.requests
     assert request.is_complete
@@ -162,7 +166,7 @@ def test_what_follows_a_last_request_is_not_listened_to() -> None:
 
 def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
     bounded = Bounded()
-    reader = RequestReader(bounded)
+    reader = reader_of(bounded)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
     reader.feed(head + b"50\r\n" + b"x" * 0x50 + b"\r\n")
     assert bounded.memory.bodies.size == 0x50
@@ -175,27 +179,27 @@ def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
 
 
 def test_an_announced_size_is_refused_before_it_comes() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post(body=b"x" * 101)[:-60])
     assert isinstance(reader.requests[0].refusal, BodyTooLargeError)
 
 
 def test_bodies_of_all_requests_have_one_bound() -> None:
     bounded = Bounded()
-    one, other = RequestReader(bounded), RequestReader(bounded)
+    one, other = reader_of(bounded), reader_of(bounded)
     one.feed(post(body=b"x" * 80))
     other.feed(post(body=b"x" * 80)[:-10])
     assert isinstance(other.requests[0].refusal, OverloadError)
     assert bounded.memory.bodies.size == 80
     taken(one)
     assert bounded.memory.bodies.size == 0
-    RequestReader(bounded).feed(post(body=b"x" * 80))
+    reader_of(bounded).feed(post(body=b"x" * 80))
     assert bounded.memory.bodies.size == 80
 
 
 def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
     bounded = Bounded()
-    reader = RequestReader(bounded)
+    reader = reader_of(bounded)
     reader.feed(post() + post()[:-5])
     assert bounded.memory.bodies.size == 2 * len(BODY) - 5
     reader.close()
@@ -208,13 +212,13 @@ def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
 @pytest.mark.parametrize("sent", [b"x: " + b"y" * 1000, b"x: y\r\n" * 200])
 def test_a_head_has_a_bound(sent: bytes) -> None:
     for rest in (b"", b"\r\n\r\n"):
-        reader = RequestReader(Bounded())
+        reader = reader_of(Bounded())
         reader.feed(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\n" + sent + rest)
         assert isinstance(reader.requests[-1].refusal, HeadTooLargeError)
 
 
 def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None:
-    noisy, cut = RequestReader(Bounded()), RequestReader(Bounded())
+    noisy, cut = reader_of(Bounded()), reader_of(Bounded())
     noisy.feed(post() + b"\x00noise\r\n\r\n")
     cut.feed(post() + post()[:-3])
     cut.refuse(RequestTimeoutError("late"))
@@ -228,7 +232,7 @@ def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None
 
 
 def test_a_request_to_upgrade_is_a_plain_request() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     reader.feed(post(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + post(b"/v1/models"))
     first, second = reader.requests
     assert (first.endpoint, first.body) == (COMPLETIONS_PATH, BODY)
@@ -238,7 +242,7 @@ def test_a_request_to_upgrade_is_a_plain_request() -> None:
 
 
 def test_a_client_may_wait_for_a_word() -> None:
-    reader = RequestReader(Bounded())
+    reader = reader_of(Bounded())
     sent = post(more=b"Expect: 100-Continue\r\n")
     reader.feed(sent[: -len(BODY)])
     (request,) = reader.requests
@@ -248,7 +252,7 @@ def test_a_client_may_wait_for_a_word() -> None:
 
 def test_a_strangers_body_is_not_waited_for() -> None:
     bounded = Bounded(caller="missing")
-    reader = RequestReader(bounded)
+    reader = reader_of(bounded)
     reader.feed(post()[:-5])
     (request,) = reader.requests
     assert isinstance(request.refusal, UnauthorizedError)
