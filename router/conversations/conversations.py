@@ -215,7 +215,10 @@ class Conversations:
         await self.store.close()
 
     def _valid_until(self, params: Json, now: float) -> float:
-        retained = number(params.get("retained_until"))
+        retained = params.get("retained_until")
+        if retained is None:
+            return now + self._ttl
+        retained = number(retained)
         if isinstance(retained, int | float) and not isinstance(retained, bool):
             # An integer may be too large for a float.
             retained = min(max(retained, 0), MAX_UNIX_TIME_S)

@@ -81,24 +81,12 @@ class TurnReuse(Struct, frozen=True):
     decision: ReuseDecision | None = None
     group: str = ""
     """The group of the engine that has the KV."""
-
-    def cached_share(self) -> float:
-        """Return the share of this prompt that the decode engine has in its cache, about; 0 if the
-        prompt does not extend the last turn."""
-        if self.entry is None or self.decision is None:
-            return 0
-        extends = self.decision.match is ReuseMatch.HIT or self.decision.reason == "rendering"
-        return self.entry.size / max(1, self.turn.prompt.size) if extends else 0
-
-    def rank_at(self, engine: Engine) -> int | None:
-        """Return the data-parallel rank of the engine that has the last turn in its cache, or None
-        if the engine has one rank only, or is another engine."""
-        ranks = engine.capabilities.rank_endpoints
-        engine_id = None if self.entry is None else _engine_id(self.entry)
-        if engine is not self.decoder or engine_id is None or len(ranks) < 2:
-            return None
-        number = dp_rank_of(engine_id)
-        return number if number in ranks else None
+    cached_share: float = 0.0
+    """About the share of this prompt that the decode engine has in its cache; 0 if the prompt does
+    not extend the last turn."""
+    rank: int | None = None
+    """The data-parallel rank of `decoder` that has the last turn in its cache, if it has several
+    ranks."""
 
     def offer(self, prefiller: Engine) -> TurnOffer:
         """Return what this prefill engine may read of the last turn."""
@@ -156,8 +144,18 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
     ):
         return TurnReuse(turn, unproven, "decoder_overloaded")
     decision = decide_reuse(entry, turn.prompt)
+    extends = decision.match is ReuseMatch.HIT or decision.reason == "rendering"
     return TurnReuse(
-        turn, unproven, decision.match, decision.reason, home, entry, decision, decoder.group
+        turn,
+        unproven,
+        outcome=decision.match,
+        reason=decision.reason,
+        decoder=home,
+        entry=entry,
+        decision=decision,
+        group=decoder.group,
+        cached_share=entry.size / max(1, turn.prompt.size) if extends else 0.0,
+        rank=_rank_in(entry, decoder),
     )
 
 
@@ -211,6 +209,12 @@ def truncate_params(params: Json, tokens: int) -> Json | None:
 def _engine_id(entry: Entry) -> str | None:
     value = entry.params.get("remote_engine_id")
     return value if isinstance(value, str) else None
+
+
+def _rank_in(entry: Entry, decoder: Engine) -> int | None:
+    ranks, engine_id = decoder.capabilities.rank_endpoints, _engine_id(entry)
+    rank = None if engine_id is None or len(ranks) < 2 else dp_rank_of(engine_id)
+    return rank if rank in ranks else None
 
 
 def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:

@@ -236,10 +236,9 @@ async def _decode_leg(
     _begin(run, engine, tokens)
     try:
         pinned = trace_line
-        if reuse is not None:
-            number = reuse.rank_at(engine)
-            if number is not None and rank_chosen_by_client(request) is None:
-                pinned = rank_header_line(number) + trace_line
+        rank = reuse.rank if reuse is not None and engine is reuse.decoder else None
+        if rank is not None and rank_chosen_by_client(request) is None:
+            pinned = rank_header_line(rank) + trace_line
         message = _message(run, engine, body, push, pinned)
         latest = started + gateway.limits.decode_first_byte_timeout
         if latest > request.latest:

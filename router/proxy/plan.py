@@ -142,7 +142,7 @@ def _is_short(
     tokens = estimate_tokens(request.body)
     cached = 0 if notes is None else notes.expected_tokens(decoder.name)
     if reuse is not None and reuse.decoder is decoder:
-        cached = max(cached, int(reuse.cached_share() * tokens))
+        cached = max(cached, int(reuse.cached_share * tokens))
     return tokens - cached < limits.min_remote_prefill_tokens
 
 
@@ -166,7 +166,7 @@ def _turn_threshold(request: Request, reuse: TurnReuse, limits: RequestLimits) -
     share = limits.decode_first_turns
     if not share or reuse.decoder is None or THRESHOLD in request.body:
         return 0
-    holds_it = reuse.cached_share() >= share
+    holds_it = reuse.cached_share >= share
     return share if holds_it and reuse.decoder.capabilities.supports_threshold else 0
 
 
@@ -182,7 +182,7 @@ def _choose_hedged_decoders(
     """
     if limits.hedged_decoders < 2 or request.exact_stream or request.body.get("stream") is not True:
         return ()
-    if reuse is not None and reuse.decoder is not None and reuse.cached_share():
+    if reuse is not None and reuse.decoder is not None and reuse.cached_share:
         return ()
     others = in_turn(route.all_decoders, request.number)
     order = (*route.decoders, *(one for one in others if one not in route.decoders))
