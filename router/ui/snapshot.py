@@ -267,7 +267,14 @@ class OtherWorkers:
     async def _follow(self, path: Path) -> None:
         while True:
             try:
-                await self._receive(path)
+                reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+                with contextlib.closing(writer):
+                    while True:
+                        async with asyncio.timeout(LINE_TIMEOUT_S):
+                            line = await reader.readuntil(b"\n")
+                        self._snapshots[path] = snapshot = ProcessSnapshot.model_validate_json(line)
+                        self._missed += snapshot.missed
+                        self._ended.extend(snapshot.ended)
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
                 pass  # the worker is gone, or has not started
             except (ValidationError, asyncio.LimitOverrunError):
@@ -275,18 +282,6 @@ class OtherWorkers:
             finally:
                 self._snapshots.pop(path, None)
             await asyncio.sleep(RECONNECT_DELAY_S)
-
-    async def _receive(self, path: Path) -> None:
-        reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
-        try:
-            while True:
-                async with asyncio.timeout(LINE_TIMEOUT_S):
-                    line = await reader.readuntil(b"\n")
-                self._snapshots[path] = snapshot = ProcessSnapshot.model_validate_json(line)
-                self._missed += snapshot.missed
-                self._ended.extend(snapshot.ended)
-        finally:
-            writer.transport.abort()
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,6 +51,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 NEXT_QUESTION = "Which river flows through it?"
 PATH = "/v1/chat/completions"
+_say = partial(print, flush=True)
 
 
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
@@ -178,13 +180,13 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
     """Return the text that invites to chat. `children` are the engines and the router."""
     width = max(len(child.name) for child in children)
     places = "\n".join(f"  {child.name:<{width}}  {child.url}" for child in children)
-    first = _curl(url, "-N", _chat(_message("user", QUESTION), stream=True))
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    first = _curl(url, "-N", QUESTION, **stream)
     if model.is_random:
-        then, second = "Another one, whole:", _curl(url, "-s", _chat(_message("user", "Hello")))
+        then, second = "Another one, whole:", _curl(url, "-s", "Hello")
     else:
-        history = (_message("user", QUESTION), _message("assistant", ANSWER))
         then = "Its next turn, which computes only what is new:"
-        second = _curl(url, "-s", _chat(*history, _message("user", NEXT_QUESTION)))
+        second = _curl(url, "-s", QUESTION, ANSWER, NEXT_QUESTION)
     return (
         f"\n{places}\n\nReady. Watch it, and chat: {url}/ui\n\n"
         f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n"
@@ -193,21 +195,18 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
     )
 
 
-def _chat(*messages: dict[str, str], stream: bool = False) -> dict[str, object]:
-    body: dict[str, object] = {
-        "messages": list(messages),
+def _curl(url: str, option: str, *texts: str, **more: object) -> str:
+    """Return a command that sends the turns of a chat, which begins with a question."""
+    body = {
+        "messages": [
+            {"role": ("user", "assistant")[place % 2], "content": text}
+            for place, text in enumerate(texts)
+        ],
         "max_tokens": 64,
         "temperature": 0,
         "conversation_id": "mine",
+        **more,
     }
-    return {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _curl(url: str, option: str, body: dict[str, object]) -> str:
     return f"  curl {option} {url}{PATH} {JSON} -d '{json.dumps(body)}'"
 
 
@@ -229,10 +228,6 @@ def _check(children: Sequence[ChildProcess]) -> None:
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _count(text: str) -> int:
