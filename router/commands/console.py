@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 
 class CommandError(Exception):
@@ -66,3 +66,28 @@ class CommandParser(argparse.ArgumentParser):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 os.dup2(nowhere, stream.fileno())
         return 0 if isinstance(error, BrokenPipeError) else 1
+
+
+class ProgressLine:
+    """Prints a line for each change, or on a terminal one line that changes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_terminal = stream.isatty()
+        self._shown = ""
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_terminal and self._shown:
+            print(file=self._stream, flush=True)
+
+    def show(self, line: str) -> None:
+        if line == self._shown:
+            return
+        before, self._shown = self._shown, line
+        if self.is_terminal:
+            print(f"\r{line.ljust(len(before))}", end="", file=self._stream, flush=True)
+        else:
+            print(line, file=self._stream, flush=True)

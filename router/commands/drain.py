@@ -10,11 +10,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.console import CommandError, CommandParser, ProgressLine, UsageError
 from router.commands.router_client import RouterAnswer, ask_router, http_url, with_scheme
 from router.fleet.sources.file import address_of
 from router.settings import ADMIN_URL, variable_of
@@ -35,7 +35,7 @@ stopped.
 """
 
 
-def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router drain", DESCRIPTION)
     add = parser.add_argument
     add("url", metavar="URL", help="The engine: http://host:port, or host:port.")
@@ -60,20 +60,18 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     )
     add("--resume", action="store_true", help="End the drain: the engine serves.")
     options = parser.parse_args(argv)
-    return parser.run(lambda: _run(options, os.environ, clock))
+    return parser.run(lambda: _run(options))
 
 
-def _run(
-    options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
-) -> int:
+def _run(options: argparse.Namespace) -> int:
     name = _engine_name(options.url)
     if not 0 < options.timeout <= 1e7:
         raise UsageError("--timeout: not a number of seconds above 0")
-    urls = options.admin or variables.get(ADMIN_URL, "").replace(",", " ").split()
-    token = _token(variables)
+    urls = options.admin or os.environ.get(ADMIN_URL, "").replace(",", " ").split()
+    token = _token(os.environ)
     admins = [AdminClient(url, token) for url in urls or [DEFAULT_ADMIN]]
-    end = clock() + options.timeout
-    with DrainProgress() as progress:
+    end = time.monotonic() + options.timeout
+    with ProgressLine(sys.stdout) as progress:
         engines = _post_to_all(admins, name, "resume" if options.resume else "drain")
         if options.resume:
             progress.show(f"{name} serves")
@@ -82,36 +80,12 @@ def _run(
         else:
             while not all(engine.get("drained") for engine in engines):
                 progress.show(_status(name, engines))
-                if clock() + POLL_INTERVAL_S > end:
+                if time.monotonic() + POLL_INTERVAL_S > end:
                     raise CommandError(f"{_status(name, engines)}, after {options.timeout:g} s")
                 time.sleep(POLL_INTERVAL_S)
                 engines = _poll_all(admins, name)
             progress.show(f"{name} is drained")
     return 0
-
-
-class DrainProgress:
-    """Prints a line for each change, or on a terminal one line that changes."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stdout.isatty()
-        self._shown = ""
-
-    def __enter__(self) -> DrainProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_terminal and self._shown:
-            print(flush=True)
-
-    def show(self, line: str) -> None:
-        if line == self._shown:
-            return
-        before, self._shown = self._shown, line
-        if self._is_terminal:
-            print(f"\r{line.ljust(len(before))}", end="", flush=True)
-        else:
-            print(line, flush=True)
 
 
 class AdminClient:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Sample, Target
-from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.console import CommandError, CommandParser, ProgressLine, UsageError
 from router.commands.router_client import ask_router, http_url, with_scheme
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -28,7 +28,7 @@ answers, as people's do. {KEY} is sent where it is set.
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
 
-def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router bench", DESCRIPTION)
     add = parser.add_argument
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
@@ -42,52 +42,40 @@ def main(argv: Sequence[str], clock: Callable[[], float] = time.monotonic) -> in
     add("--seed", type=int, default=1, metavar="N", help="Of the questions' words (1).")
     add("--json", action="store_true", help="One JSON object instead of the table.")
     options = parser.parse_args(argv)
-    return parser.run(lambda: _bench(options, os.environ, clock))
+    return parser.run(lambda: _bench(options))
 
 
-def _bench(
-    options: argparse.Namespace, variables: Mapping[str, str], clock: Callable[[], float]
-) -> int:
-    target = _target(options.url, variables)
+def _bench(options: argparse.Namespace) -> int:
+    target = _target(options.url, os.environ)
     model = options.model or _first_model(options.url, target)
     plan = LoadPlan(
         model, options.requests, options.turns, options.words, options.tokens, options.seed
     )
     figures = Figures()
     load = ChatLoad(target, plan, options.timeout, figures)
-    seconds = asyncio.run(_run(load, options, figures, clock))
+    seconds = asyncio.run(_run(load, options, figures))
     report = json.dumps(figures.content(seconds)) if options.json else table(figures, seconds)
     print(report, flush=True)
     return 0 if figures.answered and not figures.failed else 1
 
 
-async def _run(
-    load: ChatLoad, options: argparse.Namespace, figures: Figures, clock: Callable[[], float]
-) -> float:
-    """The seconds that it took. Progress goes to stderr: the figures may be piped."""
-    started = clock()
-    is_terminal = sys.stderr.isatty()
+async def _run(load: ChatLoad, options: argparse.Namespace, figures: Figures) -> float:
+    """Return the seconds of the load. Progress goes to stderr: the figures may be piped."""
+    started = time.monotonic()
     work = asyncio.create_task(load.run(options.concurrency, uuid4().hex[:8]))
     try:
-        while not work.done():
-            await asyncio.wait(
-                (work,), timeout=TERMINAL_PROGRESS_S if is_terminal else LOG_PROGRESS_S
-            )
-            if is_terminal or not work.done():
-                _say(figures, options.requests, clock() - started, is_terminal)
+        with ProgressLine(sys.stderr) as progress:
+            interval = TERMINAL_PROGRESS_S if progress.is_terminal else LOG_PROGRESS_S
+            while not work.done():
+                await asyncio.wait((work,), timeout=interval)
+                if progress.is_terminal or not work.done():
+                    failed = f", {figures.failed} failed" if figures.failed else ""
+                    ended = f"{figures.ended} of {options.requests} requests"
+                    progress.show(f"{ended} after {time.monotonic() - started:.0f} s{failed}")
         await work
     finally:
         work.cancel()
-        if is_terminal:
-            print(file=sys.stderr)
-    return max(clock() - started, 1e-9)
-
-
-def _say(figures: Figures, requests: int, seconds: float, is_terminal: bool) -> None:
-    failed = f", {figures.failed} failed" if figures.failed else ""
-    line = f"{figures.ended} of {requests} requests after {seconds:.0f} s{failed}"
-    start, end = ("\r", "") if is_terminal else ("", "\n")
-    print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
+    return max(time.monotonic() - started, 1e-9)
 
 
 def _first_model(url: str, target: Target) -> str:
