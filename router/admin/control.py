@@ -28,6 +28,7 @@ from router.fleet.views import (
     merge_engine_views,
     merge_group_views,
 )
+from router.openai.errors import OperatorError
 from router.settings import Address, Settings, SettingsError, flag_of, is_loopback, read_secret
 from router.telemetry import logs
 
@@ -39,14 +40,6 @@ DRAIN_CHECK_INTERVAL_S = 1.0
 # Makes every process of the router apply the state, and returns what each one sees then. The view
 # of a process that does not answer in time is None; it gets the state as soon as it answers.
 Publish = Callable[[DesiredState], Awaitable[Sequence[FleetView | None]]]
-
-
-class AdminRequestError(Exception):
-    """An operator's request that cannot be carried out. The message gives the reason."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class WorkerCounts(BaseModel):
@@ -122,30 +115,30 @@ class Control:
         return EngineList(engines=merge_engine_views(views), workers=workers)
 
     async def engine(self, name: str) -> EngineView:
-        """Raises AdminRequestError."""
+        """Raises OperatorError."""
         return _find(name, (await self.engines()).engines)
 
     async def groups(self) -> list[GroupView]:
         return merge_group_views(await self._publish(self.state))
 
-    # Changes. Each raises AdminRequestError.
+    # Changes. Each raises OperatorError.
 
     async def add(self, entry: object) -> EngineView:
         """Add an engine. `entry` has the form of an entry of the engines file."""
         try:
             listed = parse_entry(entry)
         except SourceError as error:
-            raise AdminRequestError(400, str(error)) from None
+            raise OperatorError(400, str(error)) from None
         spec = listed.spec
         async with self._lock:
             for engine in await self._known():
                 if engine.name == spec.name and engine.sources:
-                    raise AdminRequestError(409, f"{spec.name} is {_listed_by(engine)} already")
+                    raise OperatorError(409, f"{spec.name} is {_listed_by(engine)} already")
             overrides = self.state.overrides.without_drain(spec.address)
             if overrides.adds(spec.address):
-                raise AdminRequestError(409, f"{spec.name} is listed by {OVERRIDES_SOURCE} already")
+                raise OperatorError(409, f"{spec.name} is listed by {OVERRIDES_SOURCE} already")
             if len(overrides.added) >= MAX_ADDED_ENGINES:
-                raise AdminRequestError(409, f"{MAX_ADDED_ENGINES} engines were added already")
+                raise OperatorError(409, f"{MAX_ADDED_ENGINES} engines were added already")
             overrides = overrides.with_engine(spec)
             if listed.intent is Intent.DRAINING:
                 overrides = overrides.with_drain(spec.address)
@@ -160,7 +153,7 @@ class Control:
             address = address_of(engine.url)
             if OVERRIDES_SOURCE not in engine.sources:
                 listed = _listed_by(engine) if engine.sources else "not listed any more"
-                raise AdminRequestError(409, f"{engine.name} was not added here: it is {listed}")
+                raise OperatorError(409, f"{engine.name} was not added here: it is {listed}")
             overrides = self.state.overrides.without_engine(address)
             if engine.sources == [OVERRIDES_SOURCE]:
                 overrides = overrides.without_drain(address)
@@ -178,7 +171,7 @@ class Control:
         async with self._lock:
             overrides = self.state.overrides.with_weight(group, weight)
             if len(overrides.weights) > MAX_GROUP_WEIGHTS:
-                raise AdminRequestError(409, f"{MAX_GROUP_WEIGHTS} groups have a weight already")
+                raise OperatorError(409, f"{MAX_GROUP_WEIGHTS} groups have a weight already")
             await self._known()
             await self._override(overrides)
         logger.info("group %s has weight %g", group, weight)
@@ -187,7 +180,7 @@ class Control:
     async def unweigh(self, group: str) -> None:
         async with self._lock:
             if group not in self.state.overrides.weights:
-                raise AdminRequestError(404, f"the admin API gave group {group} no weight")
+                raise OperatorError(404, f"the admin API gave group {group} no weight")
             await self._override(self.state.overrides.without_weight(group))
         logger.info("group %s has its configured weight again", group)
 
@@ -244,10 +237,10 @@ class Control:
     # Steps.
 
     async def _known(self) -> list[EngineView]:
-        """Return all engines. Raises AdminRequestError where no process answers."""
+        """Return all engines. Raises OperatorError where no process answers."""
         found = await self.engines()
         if not found.workers.answered:
-            raise AdminRequestError(503, "no router process answers")
+            raise OperatorError(503, "no router process answers")
         return found.engines
 
     async def _override(self, overrides: OperatorOverrides) -> list[EngineView]:
@@ -292,7 +285,7 @@ class Control:
 
 
 def _find(name: str, engines: Sequence[EngineView]) -> EngineView:
-    """Find an engine by any spelling of its address. Raises AdminRequestError."""
+    """Find an engine by any spelling of its address. Raises OperatorError."""
     try:
         wanted = str(address_of(f"http://{name}"))
     except ValueError:
@@ -300,7 +293,7 @@ def _find(name: str, engines: Sequence[EngineView]) -> EngineView:
     for engine in engines:
         if engine.name == wanted:
             return engine
-    raise AdminRequestError(404, f"there is no engine {name[:300]}")
+    raise OperatorError(404, f"there is no engine {name[:300]}")
 
 
 def _listed_by(engine: EngineView) -> str:

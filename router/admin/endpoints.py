@@ -12,27 +12,20 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
-from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.admin.control import AdminRequestError, Control, EngineList, ReloadResult
+from router.admin.control import Control, EngineList, ReloadResult
 from router.auth.api_keys import Headers, has_bearer_token
 from router.fleet.engine import EngineRole
 from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView
 from router.openai import fastapi_errors
-from router.openai.errors import error_body, type_of_status
+from router.openai.errors import OperatorError
 from router.settings import GROUP_NAME, MAX_GROUP_WEIGHT, SettingsError
 
 T = TypeVar("T")
-ERROR_TYPES = {
-    403: "PermissionDeniedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "RequestEntityTooLargeError",
-}
 MAX_BODY_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 10.0
 
@@ -127,7 +120,11 @@ async def unweigh(group: GroupName, control: TheControl) -> None:
 
 @router.post("/reload", summary="Read the settings again, and apply those that may change now")
 async def reload(control: TheControl) -> ReloadResult:
-    return await control.reload()
+    try:
+        return await control.reload()
+    except SettingsError as error:
+        text = "settings are unchanged: " + "; ".join(error.problems)
+        raise OperatorError(400, text) from None
 
 
 def application(control: Control) -> FastAPI:
@@ -143,42 +140,25 @@ def application(control: Control) -> FastAPI:
     app.include_router(router)
     app.add_middleware(AdminGate, token=lambda: control.token)
     fastapi_errors.install(app)
-    app.add_exception_handler(AdminRequestError, _rejected)
-    app.add_exception_handler(SettingsError, _unusable)
     return app
 
 
 async def _read(request: Request, kind: type[T]) -> T:
-    """Return the body's JSON, with a bound on its size and its time. Raises AdminRequestError."""
+    """Return the body's JSON, with a bound on its size and its time. Raises OperatorError."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise AdminRequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+                    raise OperatorError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         return msgspec.json.decode(body, type=kind)
     except TimeoutError:
-        raise AdminRequestError(408, "the body was not received in time") from None
+        raise OperatorError(408, "the body was not received in time") from None
     except ClientDisconnect:
-        raise AdminRequestError(400, "the client has disconnected") from None
+        raise OperatorError(400, "the client has disconnected") from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise AdminRequestError(400, str(error)) from None
-
-
-async def _rejected(_: Request, error: Exception) -> Response:
-    assert isinstance(error, AdminRequestError)
-    return _error(error.status, str(error))
-
-
-async def _unusable(_: Request, error: Exception) -> Response:
-    assert isinstance(error, SettingsError)
-    return _error(400, "settings are unchanged: " + "; ".join(error.problems))
-
-
-def _error(status: int, text: str) -> Response:
-    kind = ERROR_TYPES.get(status) or type_of_status(status)
-    return Response(error_body(status, kind, text), status, None, "application/json")
+        raise OperatorError(400, str(error)) from None
 
 
 class AdminGate:
@@ -193,17 +173,16 @@ class AdminGate:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = _reject(scope["headers"], self._token()) if scope["type"] == "http" else None
-        await (rejection or self._app)(scope, receive, send)
+        error = _rejection(scope["headers"], self._token()) if scope["type"] == "http" else None
+        app = self._app if error is None else await fastapi_errors.failure(Request(scope), error)
+        await app(scope, receive, send)
 
 
-def _reject(headers: Headers, token: str | None) -> Response | None:
+def _rejection(headers: Headers, token: str | None) -> OperatorError | None:
     if token is None:
         if any(name == b"origin" for name, _ in headers):
-            return _error(403, "requests of browsers need an admin token")
-        return None
-    if has_bearer_token(headers, token):
-        return None
-    rejection = _error(401, "the admin API needs its token: Authorization: Bearer ...")
-    rejection.headers["www-authenticate"] = "Bearer"
-    return rejection
+            return OperatorError(403, "requests of browsers need an admin token")
+    elif not has_bearer_token(headers, token):
+        text = "the admin API needs its token: Authorization: Bearer ..."
+        return OperatorError(401, text)
+    return None

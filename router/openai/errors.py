@@ -28,6 +28,7 @@ RequestError
 ├── ShuttingDownError
 ├── OverloadError               a limit of the router is reached; `reason` labels the metric
 │   └── TenantOverloadError         the tenant's share of the queue is used up
+├── OperatorError               the admin API or the dashboard rejects a request
 └── EngineRejectedError         an engine answered 4xx: the answer is passed to the client
 
 Together with router.http_client.errors these are all the failures of a request.
@@ -256,6 +257,17 @@ class TenantOverloadError(OverloadError):
     shape = ErrorShape(429, "RateLimitError")
 
 
+class OperatorError(RequestError):
+    """The admin API or the dashboard rejects a request with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.shape = ErrorShape(status, OPERATOR_TYPES.get(status) or type_of_status(status))
+        if status == 401:
+            self.headers = UnauthorizedError.headers
+
+
 class EngineRejectedError(RequestError):
     """Holds the whole answer of the engine."""
 
@@ -288,6 +300,12 @@ NO_KEY = (
 )
 WRONG_KEY = "Incorrect API key provided."
 JSON: Headers = [(b"content-type", b"application/json")]
+OPERATOR_TYPES = {
+    403: "PermissionDeniedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestEntityTooLargeError",
+}
 TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from router.auth.api_keys import has_bearer_token
-from router.openai.errors import error_body
+from router.openai.errors import OperatorError
 from router.ui.hub import DashboardHub, Viewer
 
 CONTENT_TYPES = {
@@ -71,11 +71,9 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
 
     @router.get("/ui/events", summary="What the page shows, as server-sent events")
     async def events(request: Request) -> Response:
-        if rejection := _reject(request.headers, token):
-            return rejection
+        _check_access(request.headers, token)
         if hub.num_viewers >= MAX_VIEWERS:
-            text = f"the dashboard has {MAX_VIEWERS} viewers already"
-            return _error(503, "ServiceUnavailableError", text)
+            raise OperatorError(503, f"the dashboard has {MAX_VIEWERS} viewers already")
         return DashboardFeed(hub)
 
     @router.head("/ui/{name}", include_in_schema=False)
@@ -123,17 +121,11 @@ async def _events(viewer: Viewer) -> AsyncIterator[bytes]:
         yield await viewer.next(HEARTBEAT_INTERVAL_S) or HEARTBEAT
 
 
-def _reject(headers: Headers, token: str | None) -> Response | None:
+def _check_access(headers: Headers, token: str | None) -> None:
+    """Raises OperatorError."""
     if token is not None and not has_bearer_token(headers.raw, token):
         text = "the dashboard needs its token: Authorization: Bearer ..."
-        rejection = _error(401, "AuthenticationError", text)
-        rejection.headers["www-authenticate"] = "Bearer"
-        return rejection
+        raise OperatorError(401, text)
     # Another site's page may run in the browser of somebody who can reach this router.
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        return _error(403, "PermissionDeniedError", "requests from other sites are not allowed")
-    return None
-
-
-def _error(status: int, kind: str, text: str) -> Response:
-    return Response(error_body(status, kind, text), status, None, "application/json")
+        raise OperatorError(403, "requests from other sites are not allowed")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.admin import control as control_module
-from router.admin.control import AdminRequestError, Control, ReloadResult, WorkerCounts
+from router.admin.control import Control, ReloadResult, WorkerCounts
 from router.admin.processes import RELOADABLE, DesiredState
 from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
 from router.fleet.reconcile import (
@@ -21,6 +21,7 @@ from router.fleet.views import (
     EngineView,
     FleetView,
 )
+from router.openai.errors import OperatorError
 from router.settings import Address, Settings, SettingsError, load
 from tests.unit.router.fleet.test_views import seen, view
 from tests.unit.router.test_settings import ENGINES
@@ -78,7 +79,7 @@ def control_of(
 
 
 async def refused(awaitable: Any) -> tuple[int, str]:
-    with pytest.raises(AdminRequestError) as error:
+    with pytest.raises(OperatorError) as error:
         await awaitable
     return error.value.status, str(error.value)
 
