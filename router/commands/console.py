@@ -68,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         return 0 if isinstance(error, BrokenPipeError) else 1
 
 
-class ProgressLine:
+class TerminalLine:
     """Prints a line for each change, or on a terminal one line that changes."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -76,7 +76,7 @@ class ProgressLine:
         self.is_terminal = stream.isatty()
         self._shown = ""
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> TerminalLine:
         return self
 
     def __exit__(self, *_: object) -> None:

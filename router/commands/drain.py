@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from router.commands.console import CommandError, CommandParser, ProgressLine, UsageError
+from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
 from router.commands.router_client import RouterAnswer, ask_router, http_url, with_scheme
 from router.fleet.sources.file import address_of
 from router.settings import ADMIN_URL, variable_of
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     token = _token(os.environ)
     admins = [AdminClient(url, token) for url in urls or [DEFAULT_ADMIN]]
     end = time.monotonic() + options.timeout
-    with ProgressLine(sys.stdout) as progress:
+    with TerminalLine(sys.stdout) as progress:
         engines = _post_to_all(admins, name, "resume" if options.resume else "drain")
         if options.resume:
             progress.show(f"{name} serves")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Sample, Target
-from router.commands.console import CommandError, CommandParser, ProgressLine, UsageError
+from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
 from router.commands.router_client import ask_router, http_url, with_scheme
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -64,7 +64,7 @@ async def _run(load: ChatLoad, options: argparse.Namespace, figures: Figures) ->
     started = time.monotonic()
     work = asyncio.create_task(load.run(options.concurrency, uuid4().hex[:8]))
     try:
-        with ProgressLine(sys.stderr) as progress:
+        with TerminalLine(sys.stderr) as progress:
             interval = TERMINAL_PROGRESS_S if progress.is_terminal else LOG_PROGRESS_S
             while not work.done():
                 await asyncio.wait((work,), timeout=interval)
