@@ -19,9 +19,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from router.common.signature import ValueSigner
 from router.common.watched_file import WatchedFiles
-from router.conversations.store import SignedStore
+from router.conversations.store import SignedStore, ValueSigner
 from router.fleet.reconcile import OperatorOverrides
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import FleetView, build_fleet_view

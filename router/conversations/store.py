@@ -1,18 +1,25 @@
-"""Where entries wait for the next turn: in memory, or in a store that others can write to."""
+"""Where entries wait for the next turn: in memory, or in a store that others can write to.
+
+A value in such a store is signed. The MAC covers the key and the value, so that an attacker without
+the secret cannot make an entry, alter it, or move it to another conversation.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from prometheus_client import Counter
 
-from router.common.signature import MAC_BYTES, ValueSigner
 from router.telemetry.logs import LogThrottle
 
+MAC_BYTES = 32
+MAC_PURPOSE = b"disagg-turn"
 MAX_VALUE_BYTES = 16 * 1024 * 1024
 MAX_REMEMBERED_TAKES = 65_536
 UNVERIFIED_WARNING = (
@@ -112,6 +119,40 @@ class MemoryStore:
         if found is not None:
             self._num_bytes -= len(found.value)
         return found
+
+
+class ValueSigner:
+    """Signs values with the first of `secrets`, and verifies them with all, so that secrets can be
+    rotated. There is at least one, each of any length."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        # A secret is hashed first, because BLAKE2b keys have at most 64 bytes.
+        self._keyed = [
+            hashlib.blake2b(
+                key=hashlib.blake2b(secret).digest(), digest_size=MAC_BYTES, person=MAC_PURPOSE
+            )
+            for secret in secrets
+        ]
+
+    def sign(self, key: str, value: bytes) -> bytes:
+        """Return the signature and the value."""
+        return _mac(self._keyed[0], key, value) + value
+
+    def verify(self, key: str, signed: bytes) -> bytes | None:
+        """Return the value, or None if it was not signed for `key` with one of the secrets."""
+        mac, value = signed[:MAC_BYTES], signed[MAC_BYTES:]
+        for keyed in self._keyed:
+            if hmac.compare_digest(mac, _mac(keyed, key, value)):
+                return value
+        return None
+
+
+def _mac(keyed: hashlib.blake2b, key: str, value: bytes) -> bytes:
+    digest = keyed.copy()
+    raw = key.encode()
+    digest.update(b"%d:%b" % (len(raw), raw))
+    digest.update(value)
+    return digest.digest()
 
 
 class SignedStore:

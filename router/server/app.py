@@ -17,11 +17,10 @@ from fastapi import FastAPI
 
 from router.auth.api_keys import Keyring, KeysByDigest
 from router.auth.authenticator import Authenticator
-from router.common.signature import ValueSigner
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import Conversations
-from router.conversations.store import MemoryStore, SignedStore, Store
+from router.conversations.store import MemoryStore, SignedStore, Store, ValueSigner
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.consistency import count_groups, find_duplicate_ids
 from router.fleet.engine import (

@@ -9,9 +9,9 @@ import orjson
 import pytest
 from redis import Redis
 
-from router.common.signature import MAC_BYTES, ValueSigner
 from router.conversations.conversations import KeepOutcome
 from router.conversations.redis_store import NAMESPACE
+from router.conversations.store import MAC_BYTES, ValueSigner
 from tests.redis_server import KEY, RedisServer, running_redis
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter
 
-from router.common.signature import MAC_BYTES, ValueSigner
-from router.conversations.store import MAX_VALUE_BYTES, MemoryStore, SignedStore, UnverifiedError
+from router.conversations.store import (
+    MAC_BYTES,
+    MAX_VALUE_BYTES,
+    MemoryStore,
+    SignedStore,
+    UnverifiedError,
+    ValueSigner,
+)
 from tests.unit.router.conversations.test_stores import Clock
 
 OLD, NEW = b"an old key of 24 bytes..", b"a new key of 24 bytes..."
