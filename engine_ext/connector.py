@@ -1,4 +1,5 @@
-"""The two halves an engine talks to. The host calls them where vLLM's v1 engine calls a connector.
+"""The two halves of the connector that an engine uses, and the calls that the host makes. The host
+calls them where vLLM's v1 engine calls a connector.
 
 Scheduler half, in the engine's scheduler, in this order for one request:
 `on_new_request` once; `get_num_new_matched_tokens` whenever a waiting request with no computed
@@ -7,14 +8,14 @@ tokens is considered; `update_state_after_alloc` after its blocks were allocated
 `request_finished` before its blocks are freed.
 
 Worker half, where the KV memory is: `register_kv_caches` once; per step `start_load_kv`, then the
-forward pass, `wait_for_save` and `get_transfer_results`. With host buffers, and where prompts are
-pushed while they are computed (`wants_steps`), the scheduler half is told by `on_step` of each
-request in a step, before `build_connector_meta`, and by `on_preempted` of each that lost its
-blocks.
+forward pass, `wait_for_save` and `get_transfer_results`. With host buffers, and if prompts are
+pushed while they are computed (`wants_steps`), the host calls `on_step` of the scheduler half for
+each request of a step before `build_connector_meta`, and `on_preempted` for each request that has
+lost its blocks.
 
-An engine with several tensor ranks has one scheduler half and a worker half per rank: each step's
-metadata goes to all of them, and the host makes one of what they report: an id counts once every
-rank has reported it, as failed if it failed on any.
+An engine with several tensor ranks has one scheduler half, and a worker half per rank. Each step's
+metadata goes to all of them, and the host combines their results: an id counts when every rank has
+reported it, and as failed if it failed on any rank.
 """
 
 from collections.abc import Mapping, Sequence

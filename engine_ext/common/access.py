@@ -1,6 +1,6 @@
-"""Who may use this engine's side channel, and with whom: a shared secret, networks, or neither.
+"""Access to the side channel: a shared secret, a list of networks, or neither.
 
-See docs/security.md for what each of them stops.
+docs/security.md explains what each of them prevents.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class SharedSecret:
-    """What the engines of a fleet share. Kept as two keys, so that nothing that is said in a
-    handshake can pass for a message; neither is shown."""
+    """The secret that the engines of a fleet share. It is kept as two derived keys, so that no
+    field of a handshake can pass for a message. Neither key is shown."""
 
     handshake_key: bytes = field(repr=False)
     seal_key: bytes = field(repr=False)
 
     @classmethod
     def of(cls, shared: bytes) -> "SharedSecret":
-        """Raises ValueError where it is too short to be one."""
+        """Derive the keys. Raises ValueError if the secret is too short."""
         if len(shared) < MIN_SECRET_BYTES:
             raise ValueError(f"{len(shared)} bytes, at least {MIN_SECRET_BYTES} are needed")
         return cls(_derive(shared, b"handshake"), _derive(shared, b"seal"))
@@ -38,17 +38,18 @@ class SharedSecret:
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """Addresses of peers, as networks."""
+    """The networks of allowed peers."""
 
     networks: tuple[Network, ...]
 
     def admit(self, address: str) -> bool:
-        """False for what is not a numeric address."""
+        """Return True if the address is in a network. False for anything but a numeric address."""
         found = parse_address(address)
         return found is not None and any(found in network for network in self.networks)
 
     def may_admit(self, host: str) -> bool:
-        """False for an address outside. A name is not looked up: whoever dials it asks again."""
+        """Return False for an address outside the networks. A name is not resolved here: the dialer
+        checks its address."""
         return parse_address(host) is None or self.admit(host)
 
 
@@ -57,7 +58,8 @@ EVERYWHERE = Networks((ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`is_mixed`: engines without the secret are let in as far as stock's protocol goes."""
+    """Who may use the side channel. `is_mixed`: engines without the secret may use the stock
+    protocol."""
 
     secret: SharedSecret | None = None
     is_mixed: bool = False
@@ -68,8 +70,8 @@ OPEN = Access()
 
 
 def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is not numeric. IPv4 in IPv6's clothes is IPv4. A scope is an interface: the
-    standard library takes anything for one."""
+    """Return a numeric address, or None. An IPv4-mapped IPv6 address is returned as IPv4. A scope
+    must look like an interface, because the standard library accepts any text."""
     if "%" in text and not _SCOPED.fullmatch(text):
         return None
     try:
@@ -80,7 +82,8 @@ def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 
 def read_secret(key: str, value: Any) -> SharedSecret:
-    """`value`: a path. Raises ValueError, one line that names both."""
+    """Read the secret from the file with path `value`. Raises ValueError with a one-line
+    message."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key}: {value!r} is not a path")
     try:
@@ -94,9 +97,9 @@ def read_secret(key: str, value: Any) -> SharedSecret:
 
 
 def parse_networks(key: str, value: Any) -> Networks:
-    """Of networks, addresses and host names; a name stands for the addresses that it has now.
+    """Read a list of networks, addresses and host names. A name stands for its present addresses.
 
-    Raises ValueError, one line, for what is none of these.
+    Raises ValueError with a one-line message.
     """
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value) or not value:
         raise ValueError(f"{key}: {value!r} is not a list of networks, addresses and host names")

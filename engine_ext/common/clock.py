@@ -1,6 +1,7 @@
-"""The clock of leases and bounds: it goes on while the machine is suspended, as its peers' do.
+"""The clock of leases and bounds. It continues while the machine is suspended, as the clocks of
+peers do.
 
-A virtual machine that its host stops has no such clock; see docs/engine.md, Leases.
+A virtual machine that its host stops has no such clock: see docs/engine.md, Leases.
 """
 
 import time
@@ -9,5 +10,5 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boottime() -> float:
-    """Seconds, monotonic."""
+    """Return the seconds of a monotonic clock that counts suspended time."""
     return time.clock_gettime(_CLOCK)

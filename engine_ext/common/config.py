@@ -1,4 +1,6 @@
-"""`--kv-transfer-config`: vLLM's JSON, checked once, as a frozen value."""
+"""The configuration of the connector: the JSON of `--kv-transfer-config`, checked once, as a frozen
+value.
+"""
 
 import difflib
 import logging
@@ -18,86 +20,86 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 TransferMode = Literal["pull", "push"]
 
 LEAST_SECONDS, MOST_SECONDS = 0.01, 1e6
-"""Of any setting: what a peer is told of, it believes no longer than this."""
+"""The range of every time. Peers do not accept longer times."""
 
 CONNECTORS: dict[str, TransferMode] = {"DisaggConnector": "pull", "DisaggPushConnector": "push"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
-    """Times are in seconds."""
+    """The configuration. Times are in seconds."""
 
     engine_id: str
     transfer_mode: TransferMode = "pull"
     load_failure_policy: LoadFailurePolicy = "fail"
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 0
-    """Worker threads of the UCX backend. With any, an error of a large transfer does not say that
-    it has ended, and its blocks are in quarantine until the engine is."""
+    """Worker threads of the UCX backend. With threads, an error of a large transfer does not mean
+    that it has ended, so its blocks stay in quarantine until the engine ends."""
     lease_duration: float = 30.0
     bidirectional: bool = False
-    """A decode engine keeps a turn's KV when asked to, a prefill engine pulls it."""
+    """Decode engines retain a turn's KV if asked to, and prefill engines pull it."""
     retain_seconds: float = 480.0
-    """How long a turn's KV waits for the next turn."""
+    """How long a turn's KV is retained for the next turn."""
     quarantine_share: float = 0.25
-    """Of the cache; where more is in quarantine, nothing is read before some of it has ended."""
+    """The share of the cache that may be in quarantine. Beyond it no READ begins."""
     retain_share: float = 0.5
-    """Most of the cache that waiting turns may hold; the oldest make room."""
+    """The share of the cache that retained turns may hold. The oldest are evicted."""
     recompute_threshold: int = 64
-    """Fewer tokens than this are computed rather than pulled from a decode engine."""
+    """A prefill engine computes fewer tokens than this instead of pulling them from a decode
+    engine."""
     trust_unproven_prefix: bool = False
-    """Pull from a decode engine that does not say which tokens it holds."""
+    """Pull turns from a decode engine that sends no prefix hashes."""
     trust_request_ids: bool = False
-    """Push to stock decode engines by `X-Request-Id`: clients cannot choose it here."""
+    """Push to stock decode engines by `X-Request-Id`, because clients cannot choose it here."""
     global_cache_hit_threshold: float = 0.0
     """For the host's scheduler: see engine_ext.scheduler.admission."""
     hand_back: bool = False
-    """For the host's scheduler, of requests that do not say: end what it would have to preempt."""
+    """For the host's scheduler: return requests that do not choose instead of preempting them."""
     enforce_handshake_compat: bool = True
     permute_layout: bool = False
-    """Read and write peers whose blocks order heads and tokens the other way round."""
+    """Read and write peers whose blocks have heads and tokens in the other order."""
     cross_layers_blocks: bool = False
-    """The host lays out all layers of a block together; without it, one that does not may start."""
+    """Require that the host lays out all layers of a block together."""
     buffer_device: Literal["cpu", "cuda"] | None = None
-    """Where the operator takes the KV memory to be."""
+    """Where the operator expects the KV memory to be."""
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
-    """How long D waits for P's WRITE; None: as long as it would keep a turn."""
+    """How long D waits for P's WRITE. None: as long as `retain_seconds`."""
     writes_early: bool = True
-    """As P in push mode: what is computed of a prompt is written while the rest is."""
+    """P in push mode writes the computed part of a prompt while it computes the rest."""
     write_bound: float = 1200.0
-    """What we promise as P: the longest from the beginning of a WRITE until it has landed, or never
-    will, if only because our machine is gone. RDMA gives up within seconds; TCP after 15 minutes
-    (`net.ipv4.tcp_retries2`), and sends until then what it has."""
+    """A promise of P: the longest time from the begin of a WRITE until it has landed or never will,
+    even if P's machine is gone. RDMA gives up within seconds. TCP gives up after 15 minutes
+    (`net.ipv4.tcp_retries2`) and sends its data until then."""
     landing_seconds: float = 120.0
-    """How long what a WRITE that failed had sent may be on its way
-    (`net.ipv4.tcp_orphan_retries`)."""
+    """How long data of a failed WRITE may still arrive (`net.ipv4.tcp_orphan_retries`)."""
     transfer_timeout: float = 120.0
-    """Bound on one READ or WRITE: past it, the transfer has failed."""
+    """The timeout of one READ or WRITE."""
     confirm_timeout: float = 2.0
-    """Bound on the holder's answer to a READ."""
+    """The timeout of the holder's answer to a READ."""
     revoke_grace: float = 0.5
-    """How long a revoked lease's blocks stay for a READ that is on its way."""
+    """How long the blocks of a revoked lease stay for a READ in progress."""
     checksums: bool = False
-    """Make a checksum of each leased block, and compare what was read with the holder's."""
+    """Make a checksum of each leased block, and compare READs with the holder's checksums."""
     engine_ttl: float = 3600.0
-    """An engine that nothing was done with for so long is forgotten."""
+    """An engine that was not used for so long is forgotten."""
     access: Access = OPEN
     """Who may use the side channel, and with whom."""
 
     @property
     def heartbeat_interval(self) -> float:
-        """A sixth of the lease in whole seconds; a short lease keeps the fraction, never zero."""
+        """A sixth of the lease, in whole seconds if the lease is long enough."""
         return float(self.lease_duration // 6) or self.lease_duration / 6
 
     @property
     def lease_extension(self) -> float:
-        """Two thirds of the lease: what one heartbeat grants from the moment it arrives."""
+        """Two thirds of the lease: for so long a heartbeat extends it, from its arrival."""
         return float(self.lease_duration * 2 // 3) or self.lease_duration * 2 / 3
 
     @property
     def unused_ttl(self) -> float:
-        """Longer than between two heartbeats: by these an engine that holds something is used."""
+        """At least two leases, because only heartbeats may show that an engine is in use."""
         return max(self.engine_ttl, 2 * self.lease_duration)
 
     @property
@@ -106,7 +108,7 @@ class ConnectorConfig:
 
     @classmethod
     def from_kv_transfer_config(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":
-        """Reads vLLM's JSON. Raises ValueError, one line, for what is wrong or not supported."""
+        """Read vLLM's JSON. Raises ValueError with a one-line message."""
         if not isinstance(raw, Mapping):
             raise ValueError("kv-transfer-config is not a JSON object")
         _warn_unknown(raw, (*_TOP_LEVEL, "kv_connector_extra_config"), "kv-transfer-config")
@@ -188,7 +190,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _switch(key: str, value: Any) -> bool:
-    """vLLM's documentation writes some of these as the string "True"."""
+    """Accept strings as well: vLLM's documentation writes some of these as "True"."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -207,7 +209,7 @@ def _seconds(key: str, value: Any) -> float:
 
 
 def _seconds_or_never(key: str, value: Any) -> float:
-    """As stock: zero or less is never."""
+    """Return the seconds. As in stock, zero or less means never."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return math.inf if number and value <= 0 else _seconds(key, value)
 

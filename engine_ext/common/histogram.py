@@ -1,4 +1,4 @@
-"""How often a value lay where, as plain numbers that add up."""
+"""A histogram of plain numbers that can be added up."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Bucket(NamedTuple):
     times: int
     total: float
-    """Sum of the values. Who learns of a change only can repeat it without knowing each value:
-    so many times the mean, which lies in the same bucket."""
+    """The sum of the values. A reader that sees only differences can repeat them without the single
+    values: the mean, so many times, lies in the same bucket."""
 
 
 EMPTY = Bucket(0, 0.0)
@@ -36,7 +36,7 @@ class Histogram:
         self._buckets[place] = Bucket(times + 1, total + value)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """One more than there are bounds."""
+        """Return the buckets, one more than there are bounds."""
         return tuple(self._buckets)
 
     def copy(self) -> "Histogram":

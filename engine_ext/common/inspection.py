@@ -1,6 +1,6 @@
-"""What a worker half holds and waits for at one moment, for people to look at: plain records.
+"""A snapshot of what a worker half holds and waits for, for operators: plain records.
 
-Request ids are as they are: who shows these must not show those, see engine_ext.http.leases.
+Request ids are complete here. Pages must hash them, see `engine_ext.http.leases`.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
 LIMIT = 1000
-"""Most entries of each kind."""
+"""The most entries of each kind."""
 
 T = TypeVar("T")
 
@@ -17,22 +17,22 @@ T = TypeVar("T")
 class ReaderSeen(NamedTuple):
     agent: str
     seconds_left: float
-    """Until its horizon has passed."""
+    """Until the reader's horizon."""
 
 
 class LeaseSeen(NamedTuple):
     request_id: str
     state: str
     age: float | None
-    """Seconds since its grant; None before it."""
+    """Seconds since the grant, or None before it."""
     seconds_left: float | None
-    """Until it ends, if nothing else happens; None before its grant."""
+    """Seconds until it ends without a renewal, or None before the grant."""
     readers: tuple[ReaderSeen, ...]
-    """Who was granted a horizon and has not confirmed."""
+    """Readers that have a horizon and have not confirmed."""
 
 
 class QuarantineSeen(NamedTuple):
-    """Blocks that a transfer of ours may still touch although nobody waits for it any more."""
+    """Blocks that an abandoned transfer of ours may still touch."""
 
     request_id: str
     engine_id: str
@@ -52,12 +52,12 @@ class PeerSeen(NamedTuple):
 
 
 class TransferSeen(NamedTuple):
-    """One READ or WRITE of ours that ended well."""
+    """One successful READ or WRITE of ours."""
 
     what: str
     request_id: str
     engine_id: str
-    """The other side."""
+    """The engine at the other end."""
     num_blocks: int
     num_bytes: int
     seconds: float
@@ -66,7 +66,7 @@ class TransferSeen(NamedTuple):
 
 
 class MovedSeen(NamedTuple):
-    """What we have read from an engine, or written to it, since we know it."""
+    """Totals of our READs from an engine, or WRITEs to it, since we know it."""
 
     what: str
     engine_id: str
@@ -76,8 +76,8 @@ class MovedSeen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Of each kind the first LIMIT that were asked for, and how many there are in all; of transfers
-    the latest."""
+    """For each kind, the first LIMIT entries that were asked for and the number of all entries. The
+    transfers are the latest ones."""
 
     tp_rank: int
     leases: tuple[LeaseSeen, ...] = ()
@@ -87,7 +87,7 @@ class Inspection:
     peers: tuple[PeerSeen, ...] = ()
     num_peers: int = 0
     engine_id: str = ""
-    """Ours."""
+    """The id of this engine."""
     transfers: tuple[TransferSeen, ...] = ()
     moved: tuple[MovedSeen, ...] = ()
 
@@ -105,5 +105,5 @@ def first(seen: Iterable[T]) -> tuple[T, ...]:
 
 
 def first_of(asked: str | None, seen: Iterable[R]) -> tuple[R, ...]:
-    """None: of every request."""
+    """Return the first entries of the request, or of all requests for None."""
     return first(one for one in seen if asked in (None, one.request_id))

@@ -1,4 +1,4 @@
-"""What is kept of the latest, so many at most: for what peers can make us remember."""
+"""A bounded memory of the latest entries, for what peers can make an engine remember."""
 
 from collections import OrderedDict
 from typing import TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 def keep_latest(kept: "OrderedDict[K, V]", key: K, value: V, most: int) -> None:
-    """`key` is the latest now; what was kept longest ago makes room."""
+    """Store `value` under `key` as the latest entry, and drop the oldest beyond `most` entries."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > most:

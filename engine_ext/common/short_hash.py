@@ -1,10 +1,10 @@
-"""A short name for what two engines compare: equal parts, equal name."""
+"""A short hash of facts that two engines compare: equal parts give equal hashes."""
 
 import hashlib
 
 
 def short_hash(*parts: str | bytes) -> str:
-    """Sixteen digits. Where a part ends counts, too."""
+    """Return sixteen hex digits. The hash covers the ends of the parts as well."""
     digest = hashlib.sha256()
     for part in parts:
         raw = part if isinstance(part, bytes) else part.encode()

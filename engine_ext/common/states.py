@@ -1,4 +1,4 @@
-"""State machines as data: for each state and event that may meet, the state after."""
+"""State machines as data: a table gives the next state for each state and event that may meet."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,11 +8,11 @@ E = TypeVar("E")
 
 
 class IllegalEventError(Exception):
-    """Something was told what cannot happen in its state: a fault of ours."""
+    """An event that cannot happen in this state: a programming error."""
 
 
 def after(transitions: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """Raises IllegalEventError."""
+    """Return the next state. Raises IllegalEventError."""
     try:
         return transitions[state, event]
     except KeyError:

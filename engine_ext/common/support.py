@@ -1,5 +1,6 @@
-"""What the transfers cannot do, refused by name at the engine's start. What they cannot do with a
-peer, layout/plan.py refuses at the handshake."""
+"""What the connector cannot transfer: the engine refuses to start and names the reason. What it
+cannot transfer from or to a certain peer is refused at the handshake (layout/match.py).
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ from engine_ext.common.types import SHARED, CacheGeometry, EngineIdentity, Regio
 
 
 class UnsupportedError(ValueError):
-    """The engine cannot start like this; the message is one line that names why."""
+    """The engine cannot start in this configuration. The message is one line with the reason."""
 
 
 def refuse_unsupported(
@@ -28,7 +29,7 @@ def refuse_unsupported(
 def refuse_unsupported_memory(
     config: ConnectorConfig, geometry: CacheGeometry, regions: Sequence[Region]
 ) -> None:
-    """Raises UnsupportedError where configuration or geometry speak of other memory than this."""
+    """Raises UnsupportedError if configuration or geometry do not match this memory."""
     for region in regions:
         if not SHARED <= region.group < len(geometry.group_windows):
             raise UnsupportedError(f"region {region.name} is of no KV-cache group")

@@ -1,8 +1,8 @@
-"""What an engine and the connector say to each other: plain records, no engine types, no torch.
+"""The records that an engine and the connector exchange. They use no engine types and no torch.
 
-The scheduler half and the worker half of a connector may live in different processes. They share
-nothing but these records: a `StepMetadata` travels scheduler -> worker once per engine step, a
-`TransferResults` comes back. Everything here pickles.
+The scheduler half and the worker half of a connector may run in different processes. They share
+only these records: a `StepMetadata` goes from scheduler to worker once per engine step, and a
+`TransferResults` comes back. Everything here can be pickled.
 """
 
 import enum
@@ -23,12 +23,12 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 def num_blocks_in(block_ids: BlockIds) -> int:
-    """Of all groups: what is kept as long as something may touch any of them."""
+    """Return the number of blocks in all groups together."""
     return sum(map(len, block_ids))
 
 
 class FinishStatus(enum.Enum):
-    """How a request ended, as far as KV is concerned. Only the first two leave KV worth reading."""
+    """How a request ended. Only the first two leave KV that is worth reading."""
 
     STOPPED = "stopped"
     LENGTH_CAPPED = "length_capped"
@@ -41,34 +41,34 @@ class FinishStatus(enum.Enum):
 
 
 class EngineRequest(Protocol):
-    """What a host's request offers the connector. Read, never written."""
+    """A request of the host, as the connector reads it. The connector never writes it."""
 
     @property
     def request_id(self) -> str: ...
     @property
     def kv_transfer_params(self) -> Any:
-        """Whatever the HTTP body carried: untrusted JSON, or None."""
+        """The field of the HTTP body: untrusted JSON, or None."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and answer so far."""
+        """The prompt, and the answer so far."""
 
     @property
     def content_keys(self) -> Keys | None:
-        """What its KV depends on besides the token ids. None: on something that cannot be told, so
-        nothing of it is ever offered or loaded."""
+        """What the KV depends on besides the token ids. None if it depends on something that has no
+        name; then nothing is offered or loaded."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV stands in the host's blocks."""
+        """Tokens whose KV is in the host's blocks."""
 
 
 class MatchedTokens(NamedTuple):
-    """Answer of `get_num_new_matched_tokens`.
+    """The answer of `get_num_new_matched_tokens`.
 
     `num_tokens`: tokens beyond the locally computed ones that can be loaded, 0 for none, None for
     "ask again next step". `is_async`: the load runs beside the engine's steps; the host allocates,
@@ -80,10 +80,10 @@ class MatchedTokens(NamedTuple):
 
 
 class FinishDecision(NamedTuple):
-    """Answer of `request_finished`.
+    """The answer of `request_finished`.
 
     `delay_free`: the host keeps the request's blocks until its id turns up in
-    `TransferResults.finished_sending`. `kv_transfer_params`: goes into the HTTP answer.
+    `TransferResults.finished_sending`. `kv_transfer_params`: a field of the HTTP answer.
     """
 
     delay_free: bool
@@ -91,8 +91,8 @@ class FinishDecision(NamedTuple):
 
 
 class PeerAddress(NamedTuple):
-    """Which engine, where its side channel is, and how many ranks answer there: `tp_size` of each
-    of its `pp_size` stages."""
+    """An engine, the address of its side channel, and the number of ranks that answer there:
+    `tp_size` for each of its `pp_size` stages."""
 
     engine_id: str
     host: str
@@ -103,27 +103,28 @@ class PeerAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """A request's KV as it lies on another engine. Parsed and checked, see params.py."""
+    """The place of a request's KV on another engine. Parsed and checked, see
+    scheduler/params.py."""
 
     address: PeerAddress
     request_id: str
     tp_size: int
     block_ids: BlockIds
     num_tokens: int | None
-    """Tokens with KV in these blocks; None where an old peer does not say."""
+    """Tokens with KV in these blocks, or None from an old peer, which does not send it."""
     block_size: int | None = None
-    """Tokens per block there; None where the peer does not say."""
+    """Tokens per block there, or None if the peer does not send it."""
     expires_at: float | None = None
-    """Unix time, by the remote's clock, after which it will have dropped them."""
+    """Unix time of the remote's clock after which it has freed the blocks."""
     is_revocable: bool = False
-    """A turn that the remote may drop before that; readers that follow our leases hear of it."""
+    """A turn that the remote may free earlier. Readers that use our leases are notified."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
     """Hold a finished request's blocks for `seconds` from now.
 
-    `renewable`: heartbeats extend it. A turn's blocks, kept for the next turn, are not renewed.
+    `renewable`: heartbeats extend it. The lease of a retained turn is not renewed.
     """
 
     request_id: str
@@ -147,24 +148,25 @@ class PullOrder:
     first_token: int
     last_token: int
     recomputes: bool = False
-    """A failed load is computed into the same blocks: its report waits until nothing writes there
-    any more. Otherwise it comes in time, and the host asks with a fence before it frees them."""
+    """After a failed load the host computes into the same blocks. So the failure is reported when
+    nothing writes there any more. Otherwise it is reported at once, and the host fences the blocks
+    before it frees them."""
     is_proven: bool = False
-    """The remote's KV is of this request's content. Without proof, only a stock engine is read:
-    every other one would have given it."""
+    """Prefix hashes show that the remote's KV is of this request's content. Without hashes only a
+    stock engine is read: every other engine would have sent them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """The prefill engine that is to write into our blocks, and what it may know the request by."""
+    """The prefill engine that is to write into our blocks, and its names for the request."""
 
     address: PeerAddress
     tp_size: int
     remote_request_id: str
-    """What the router told both engines, or P's own id where the router asked P first."""
+    """The id that the router sent to both engines, or P's own id if the router asked P first."""
     transfer_id: str | None = None
     num_tokens: int | None = None
-    """That P holds, where it has answered already."""
+    """Tokens that P holds, if it has answered already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class PushRegistration:
     """D: these blocks wait for P's WRITE of token positions `first_token` to `last_token`.
 
     `first_token` is a multiple of the block size. `local_block_ids` cover the request from position
-    0. The id comes back in `finished_recving` exactly once, whatever P does.
+    0. The id is returned in `finished_recving` exactly once, whatever P does.
     """
 
     request_id: str
@@ -181,27 +183,27 @@ class PushRegistration:
     first_token: int
     last_token: int
     digest: bytes
-    """Of the content that P must have prefilled, see proof.py."""
+    """The hash of the content that P must have prefilled: see `prefix_hashes.digest`."""
     recomputes: bool = False
-    """As of a `PullOrder`."""
+    """As in a `PullOrder`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushInquiry:
     """D: this request takes no blocks before P holds its prompt.
 
-    The id comes back in `TransferResults.ready` exactly once, whatever P does.
+    The id is returned in `TransferResults.ready` exactly once, whatever P does.
     """
 
     request_id: str
     target: PushTarget
     digest: bytes
-    """As of a `PushRegistration`."""
+    """As in a `PushRegistration`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushWithdrawal:
-    """D: the request is not wanted any more, registered or not; P may free its blocks."""
+    """D: the request needs no KV any more, registered or not. P may free its blocks."""
 
     request_id: str
     target: PushTarget
@@ -217,10 +219,10 @@ class LeaseCancel:
 
 @dataclass(frozen=True, slots=True)
 class PushOffer:
-    """P: this request's KV is ready for whoever registers. Comes with a `LeaseGrant` of its id.
+    """P: this request's KV is ready for an engine that registers. A `LeaseGrant` comes with it.
 
-    The blocks cover token positions 0 to `num_tokens`. Of a draft that is how far the KV stands
-    while the request runs, and `digest` is of all that it will be.
+    The blocks cover token positions 0 to `num_tokens`. A draft is a partial offer while the request
+    runs: `num_tokens` is what is computed, and `digest` covers the whole prompt.
     """
 
     request_id: str
@@ -229,17 +231,17 @@ class PushOffer:
     digest: bytes
     transfer_id: str | None = None
     attempt: int = 0
-    """Another one is of other blocks, or of the same ones filled again."""
+    """Another attempt has other blocks, or the same ones filled again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackOrder:
-    """Heartbeat for a remote request from now on, on behalf of ours."""
+    """Send heartbeats for a remote request from now on, for the sake of our request."""
 
     request_id: str
     address: PeerAddress
     remote_id: str
-    """What the holder knows the request by."""
+    """The holder's name of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,18 +261,18 @@ class StepMetadata:
     transfer_names: tuple[tuple[str, str], ...] = ()
     """P in push mode: ids in `expects`, and the router's `transfer_id` of each."""
     drafts: tuple[PushOffer, ...] = ()
-    """P in push mode: of requests that run yet."""
+    """P in push mode: partial offers of requests that still run."""
     cancels: tuple[LeaseCancel, ...] = ()
     grants: tuple[LeaseGrant, ...] = ()
-    """These leases start now; each id comes back in `finished_sending` exactly once."""
+    """Leases that start now. Each id is returned in `finished_sending` exactly once."""
     revokes: tuple[str, ...] = ()
-    """Leases to end before their time, because the blocks are wanted elsewhere."""
+    """Leases to end early, because the blocks are needed."""
     tracks: tuple[TrackOrder, ...] = ()
     """D: requests to heartbeat for."""
     inquiries: tuple[PushInquiry, ...] = ()
     """D in push mode."""
     pulls: tuple[PullOrder, ...] = ()
-    """D: each request id comes back in `finished_recving` exactly once."""
+    """D: each request id is returned in `finished_recving` exactly once."""
     untracks: tuple[str, ...] = ()
     """D: heartbeats that end."""
     offers: tuple[PushOffer, ...] = ()
@@ -281,25 +283,25 @@ class StepMetadata:
     """D in push mode."""
     reclaims: tuple[str, ...] = ()
     """D in push mode: registrations whose blocks other requests need. Each is reported in
-    `given_back` once P has said that it does not write, or in `finished_recving` if it has written;
-    one that cannot be given back, in `ready`."""
+    `given_back` when P has answered that it does not write, in `finished_recving` if P has written,
+    or in `ready` if the blocks cannot be given back."""
     give_backs: tuple[str, ...] = ()
     """D in push mode: registrations that every rank has reported in `given_back`. They end as
     failed loads whose blocks nothing touches."""
     declines: tuple[RemoteSource, ...] = ()
-    """D: KV that is not needed after all; the remote may free it. Nothing comes back."""
+    """D: KV that is not needed after all, so the remote may free it. Nothing is returned."""
     fences: tuple[str, ...] = ()
-    """D: requests that ended while they were loaded. Nobody waits for these loads any more; each id
-    comes back in `finished_sending` exactly once, when nothing of ours touches its blocks. P: those
-    that ended with a draft and no KV."""
+    """D: requests that ended during their load. Each id is returned in `finished_sending` exactly
+    once, when no transfer of ours touches its blocks. P: requests that ended with a draft and
+    without KV."""
     saves: tuple[SaveOrder, ...] = ()
-    """With host buffers."""
+    """Only with host buffers."""
     failures: tuple[str, ...] = ()
-    """D: requests that wait for a load that could not be ordered. Each id comes back in
+    """D: requests that wait for a load that could not be ordered. Each id is returned in
     `finished_recving` and `failed_recving` exactly once."""
 
     def without_loads(self) -> "StepMetadata":
-        """The same, but that every load has failed, and its holder is told."""
+        """Return the same orders, with every load failed and every holder notified."""
         pushes = self.registrations
         failed = [order.request_id for orders in (self.pulls, pushes) for order in orders]
         withdrawn = [PushWithdrawal(order.request_id, order.target) for order in pushes]
@@ -321,8 +323,8 @@ EMPTY_STEP = StepMetadata()
 
 @dataclass(frozen=True, slots=True)
 class LoadProblem:
-    """Why a load failed. `is_of_pair`: the two engines cannot exchange KV, as far as this load
-    shows; else only this request's KV was not to be had."""
+    """Why a load failed. `is_of_pair`: as far as this load shows, the two engines cannot exchange
+    KV for any request. Otherwise only this request is affected."""
 
     reason: str
     is_of_pair: bool
@@ -335,13 +337,13 @@ class TransferResults:
     finished_sending: frozenset[str] = frozenset()
     """Blocks of these finished requests may be freed: the lease, or the fence, has ended."""
     finished_recving: frozenset[str] = frozenset()
-    """Loads that ended, well or badly."""
+    """Loads that ended, with or without success."""
     failed_recving: frozenset[str] = frozenset()
     """The part of `finished_recving` whose blocks hold no usable KV."""
     problems: Mapping[str, LoadProblem] = field(default_factory=dict, compare=False)
-    """The reasons for some of `failed_recving`. There is none for a request that ended first."""
+    """The reasons for some of `failed_recving`. A request that ended first has none."""
     ready: frozenset[str] = frozenset()
-    """D in push mode: requests that may take blocks without waiting for P any longer."""
+    """D in push mode: requests that may take blocks, because they wait for P no longer."""
     given_back: frozenset[str] = frozenset()
     """D in push mode: requests of a `reclaims` order whose blocks P will not write. The blocks stay
     reserved until a `give_backs` order."""
@@ -377,26 +379,26 @@ SHARED = -1
 """The group of a region that all KV-cache groups share."""
 
 STATE = 0
-"""In place of a group's window: its layers keep no tokens but a state (Mamba, linear attention). A
-request has one block of it, which stands for all the tokens that were computed, and for no fewer.
-"""
+"""The window of a group whose layers keep a state instead of tokens (Mamba, linear attention). A
+request has one block of it, which includes all tokens that were computed, and no fewer."""
 
 
 def chunked(num_tokens: int) -> int:
-    """In place of a group's window: a token sees those of its own chunk, which are so many (Llama
-    4's local attention)."""
+    """Return the window of a group in which a token sees the tokens of its own chunk of this size
+    (Llama 4's local attention)."""
     return -num_tokens
 
 
 def first_seen(window: int, position: int) -> int:
-    """The first of the tokens that the one at `position` sees; through a window or in its chunk."""
+    """Return the first token that the token at `position` sees, through a window or in its
+    chunk."""
     is_chunk = window < 0
     return position - position % -window if is_chunk else max(0, position - window + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One registered stretch of KV memory: `num_blocks` blocks of one layer, or of all `members`.
+    """A registered range of KV memory: `num_blocks` blocks of one layer, or of all `members`.
 
     Block i starts at `base_addr + i * block_stride` and is `block_len` bytes long.
     """
@@ -412,9 +414,10 @@ class Region:
     group: int = 0
     """KV-cache group, an index into `CacheGeometry.group_windows`, or SHARED."""
     members: tuple[str, ...] = ()
-    """Where one block holds several layers: their names, in the order they lie there."""
+    """The names of the layers, in their order, if one block holds several."""
     tenants: tuple[str, ...] = ()
-    """Of SHARED memory, by group: the layer whose blocks of that group lie there, or no name."""
+    """For SHARED memory, by group: the layer whose blocks of that group lie there, or an empty
+    name."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -423,7 +426,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
-    """How one rank's blocks are laid out, and which part of the model's KV they hold."""
+    """The layout of one rank's blocks, and the part of the model's KV that they hold."""
 
     block_size: int
     """Tokens per block."""
@@ -432,26 +435,26 @@ class CacheGeometry:
     """Axes from outermost to innermost, see engine_ext/layout/blocks.py."""
     attn_backend_name: str = "CPU_ATTN"
     num_kv_heads: int | None = None
-    """Of the model, over all ranks; 1 for latent attention (MLA), of which each rank has the whole.
-    None: only engines laid out exactly alike can be read."""
+    """KV heads of the model over all ranks. 1 for latent attention (MLA), which each rank has as a
+    whole. None: only engines with exactly the same layout can be read."""
     is_cut_by_tokens: bool = True
-    """False: a head's part of a block is not its tokens one behind the other (vLLM's CPU_ATTN has
-    all keys before all values), so that only blocks of as many tokens are alike."""
+    """False if a head's part of a block is not a sequence of tokens (vLLM's CPU_ATTN has all keys
+    before all values). Then only blocks of equal size are alike."""
     tp_rank: int = 0
     pp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
-    """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or what
-    `chunked` makes of a chunk's."""
+    """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or the
+    value of `chunked`."""
     is_staged: bool = False
-    """KV travels by way of host memory, see engine_ext/worker/staging.py."""
+    """KV is transferred through host memory, see engine_ext/worker/staging.py."""
     may_load: bool = True
-    """False: the host may hand a block out while a step under way still writes into it. Nothing is
-    loaded into any."""
+    """False if the host may reuse a block while a running step still writes into it. Then nothing
+    is loaded into any block."""
     max_model_len: int | None = None
-    """Most tokens of one request; None: not known."""
+    """The most tokens of one request, or None if that is not known."""
     lookahead: int = 0
-    """How many of the tokens behind its own a position's KV depends on: some layers that guess
-    (EAGLE's, MTP's) take the next token, and each further MTP module one more."""
+    """The number of later tokens that a position's KV depends on. Draft layers (EAGLE, MTP) use the
+    next token, and each further MTP module one more."""
 
     @property
     def has_state(self) -> bool:
@@ -460,29 +463,29 @@ class CacheGeometry:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """How other engines know this one."""
+    """How other engines identify and reach this one."""
 
     engine_id: str
     host: str
-    """Side channel, where the handshake is answered. Not the HTTP address."""
+    """The address of the side channel, and not of HTTP."""
     port: int
     tp_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
     pcp_size: int = 1
     compat_factors: dict[str, str] = field(default_factory=dict)
-    """Facts that must be equal on both ends; hashed into the compatibility hash."""
+    """Facts that must be equal in both engines. The compatibility hash covers them."""
     compat_hash: str | None = None
-    """The host's own compatibility hash, where its peers compare that one (vLLM's)."""
+    """The host's own compatibility hash, if its peers compare that one (vLLM)."""
 
     def is_at(self, address: PeerAddress) -> bool:
-        """That is where this engine answers handshakes."""
+        """Return True if this engine answers handshakes at the address."""
         return (address.host, address.port) == (self.host, self.port)
 
 
 SHORT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
-"""Bounds of vLLM 0.32's histograms, and so those of all in a fleet; as are those of bytes and
-descriptors."""
+"""The bounds of vLLM 0.32's histogram, so that all engines of a fleet have the same. The same holds
+for bytes and descriptors."""
 BYTES = tuple(float(2**power) for power in range(11, 35, 2))
 DESCRIPTORS = tuple(
     float(number)
@@ -494,31 +497,33 @@ LEASE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60
 
 @dataclass(slots=True)
 class ConnectorStats:
-    """Counters since start, except where a name says `active`. The owner thread writes it; others
-    take a `snapshot`."""
+    """Counters since the start; fields named `active` are gauges. The owner thread writes them, and
+    other threads take a `snapshot`."""
 
     bytes_received: int = 0
     blocks_received: int = 0
     pulls_ok: int = 0
     pulls_failed: int = 0
     pulls_aborted: int = 0
-    """Loads whose request ended first: neither ok nor failed."""
+    """Loads whose request ended first. They count neither as ok nor as failed."""
     pulls_active: int = 0
     pushes_ok: int = 0
-    """WRITEs that ended well, on P."""
+    """Successful WRITEs, on P."""
     pushes_failed: int = 0
     pushes_active: int = 0
     """Registrations on D and WRITEs on P that have not ended."""
     early_writes: int = 0
-    """That began on P while their prompt was still computed: all parts of a push but the last."""
+    """WRITEs that began on P while their prompt was being computed: all parts of a push but the
+    last."""
     early_blocks: int = 0
-    """That these carry."""
+    """Blocks of `early_writes`."""
     pushes_received: int = 0
     """Registrations that were written, on D."""
     pushes_missed: int = 0
-    """Registrations that were not, on D."""
+    """Registrations that were not written, on D."""
     pushes_aborted: int = 0
-    """Registrations whose request ended first, on D: neither received nor missed."""
+    """Registrations whose request ended first, on D. They count neither as received nor as
+    missed."""
     pushes_given_back: int = 0
     """Registrations that gave their blocks back to other requests, on D."""
     pushes_awaited: int = 0
@@ -528,51 +533,52 @@ class ConnectorStats:
     leases_released: int = 0
     leases_expired: int = 0
     leases_revoked: int = 0
-    """Ended early, to make room."""
+    """Leases that ended early, to free blocks."""
     quarantined_blocks_active: int = 0
-    """Held because a transfer that nobody waits for any more may still touch them."""
+    """Blocks that an abandoned transfer may still touch."""
     reads_unproven: int = 0
-    """READs whose blocks may have changed under them: reported as failed, never used."""
+    """READs whose blocks may have changed meanwhile. They are reported as failed and never used."""
     pulls_refused: int = 0
-    """Not begun: no proof came from an engine that gives one, a turn that may end at any time is
-    held by one that cannot say whether it has, or the two run different versions of ours."""
+    """READs that did not begin: an engine that sends prefix hashes sent none, a revocable turn is
+    held by an engine that cannot report its end, or the two engines run different versions."""
     proofs_unreadable: int = 0
-    """Malformed, cut, or of another version: nothing was loaded. The scheduler half's count."""
+    """Prefix hashes that were malformed, cut, or of another version, so that nothing was loaded.
+    Counted by the scheduler half."""
     engine_id_clashes: int = 0
-    """Loads that did not begin, because another engine with this engine's id has the KV. The
-    scheduler half's count."""
+    """Loads that did not begin, because another engine with this engine's id has the KV. Counted by
+    the scheduler half."""
     loads_verified: int = 0
-    """READs whose blocks have the holder's checksums."""
+    """READs whose blocks matched the holder's checksums."""
     loads_unverified: int = 0
     """With `kv_checksum`: READs that were used without checksums, because the holder makes none or
-    lays its blocks out otherwise."""
+    has another block layout."""
     loads_corrupted: int = 0
     """READs that failed because a block's checksum was not the holder's."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0
     notifications_failed: int = 0
-    """That NIXL refused to send."""
+    """Notifications that NIXL refused to send."""
     confirmations_late: int = 0
-    """Readers that confirmed when the lease had ended: what they read may have been refilled."""
+    """Readers that confirmed after the end of the lease, so their blocks may have been refilled."""
     notifications_unsealed: int = 0
-    """From those who do not hold the shared secret: ignored."""
+    """Notifications of senders without the shared secret. They are ignored."""
     metadata_accepted: int = 0
     """NIXL metadata of unauthenticated agents, validated and loaded."""
     metadata_refused: int = 0
     """NIXL metadata of unauthenticated agents that this engine did not load."""
     validators_lost: int = 0
-    """Processes that such metadata ended, in place of this engine."""
+    """Validator processes that such metadata crashed, instead of this engine."""
     handshakes_ok: int = 0
     handshakes_failed: int = 0
     transfer_seconds: Histogram = field(default_factory=partial(Histogram, SHORT_SECONDS))
-    """From post to end, by NIXL's own clock; of each READ and WRITE that ended well, as are the
-    next three."""
+    """From post to end, by NIXL's own clock. This and the next three count successful READs and
+    WRITEs."""
     post_seconds: Histogram = field(default_factory=partial(Histogram, (0.001, *SHORT_SECONDS)))
     bytes_per_transfer: Histogram = field(default_factory=partial(Histogram, BYTES))
     descriptors_per_transfer: Histogram = field(default_factory=partial(Histogram, DESCRIPTORS))
     handshake_seconds: Histogram = field(default_factory=partial(Histogram, HANDSHAKE_SECONDS))
-    """From the first dial to the peer's acceptance, on the dialling side."""
+    """From the first dial to the acceptance of the peer, on the dialling side."""
     lease_age_at_read_seconds: Histogram = field(default_factory=partial(Histogram, LEASE_SECONDS))
     """From a lease's grant to its last reader's confirmation, on the holding side."""
 

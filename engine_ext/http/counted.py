@@ -1,7 +1,7 @@
-"""The names under which `/metrics` tells what a connector counts, the same in every engine.
+"""The names of the connector's counters in `/metrics`, the same in every engine.
 
-Each has a name of ours. What stock vLLM's NIXL connector counts too is told by its names besides,
-so that dashboards made for it work. docs/engine.md lists them all.
+Each counter has a name of ours. Counters that stock vLLM's NIXL connector has as well appear under
+its names too, so that dashboards made for it work. docs/engine.md lists all of them.
 """
 
 from dataclasses import fields
@@ -14,16 +14,16 @@ PREFIX = "disagg_engine_kv_"
 
 class CountedMetric(NamedTuple):
     field: str
-    """Of ConnectorStats."""
+    """The field of ConnectorStats."""
     name: str
-    """Of the metric; a counter's samples end in `_total`."""
+    """The name of the metric. A counter's samples end in `_total`."""
     text: str
     is_gauge: bool
 
 
 class Summed(NamedTuple):
     fields: tuple[str, ...]
-    """Of ConnectorStats, counters all."""
+    """Counters of ConnectorStats that are added up."""
     name: str
     text: str
 

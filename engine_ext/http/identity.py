@@ -1,7 +1,7 @@
-"""What an engine says of itself at `GET /disagg/identity`, so that nobody writes it down by hand.
+"""`GET /disagg/identity`: the facts that routers and other engines need about an engine.
 
-What other engines need to know of each data-parallel rank is asked of the rank itself, by the same
-handshake that they use: what the page says is what they are told.
+For each data-parallel rank, the page asks the rank itself by the handshake that other engines use.
+So the page shows exactly what they get.
 """
 
 import time
@@ -23,11 +23,11 @@ POLL_SECONDS = 0.005
 
 
 class IdentityError(Exception):
-    """A rank does not answer; the message says which."""
+    """A rank does not answer. The message names it."""
 
 
 class SideChannel(NamedTuple):
-    """Where a data-parallel rank answers handshakes."""
+    """The address where a data-parallel rank answers handshakes."""
 
     dp_rank: int
     host: str
@@ -40,27 +40,27 @@ class EngineDescription:
 
     name: str
     side_channels: Sequence[SideChannel] = ()
-    """Of the ranks behind this HTTP server; none without a connector."""
+    """Those of the ranks behind this HTTP server. Without a connector there are none."""
     transfer_modes: Sequence[str] = ()
     capabilities: Sequence[str] = ()
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
     versions: Mapping[str, str]
-    """Of the host."""
+    """Versions of the host."""
     renders: Mapping[str, str] = field(default_factory=dict)
-    """Short hashes of what two engines must share to read token ids and to render messages alike:
-    `model`, `tokenizer`, `chat_template`."""
+    """Short hashes of what two engines must share to give token ids the same meaning and to render
+    messages alike: `model`, `tokenizer`, `chat_template`."""
     features: Sequence[str] = ()
-    """What of ours fits the host's version, where that is not certain."""
+    """Our features that the host's version supports, if that depends on the version."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What does not, and why."""
+    """Features that it does not support, and the reasons."""
     access: Access = OPEN
-    """To the side channels: the page asks them as another engine would."""
+    """Access to the side channels, which the page asks as another engine would."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
-    """What our connector adds to any host. Nothing without one."""
+    """Return the capabilities that the connector adds to any host, or () without a connector."""
     if config is None:
         return ()
     turns = ("turns",) if config.bidirectional else ()
@@ -68,7 +68,7 @@ def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
 
 
 def identity(engine: EngineDescription) -> dict[str, Any]:
-    """The page, as JSON. Blocks while the ranks answer, at most ANSWER_SECONDS.
+    """Return the page as JSON. Blocks until the ranks have answered, at most ANSWER_SECONDS.
 
     Raises IdentityError.
     """
@@ -119,7 +119,7 @@ def _ranks(engine: EngineDescription) -> list[dict[str, Any]]:
 def _rank(
     engine: EngineDescription, at: SideChannel, dialer: TcpDialer, deadline: float
 ) -> dict[str, Any]:
-    """The names are those of `kv_transfer_params`, where these have one."""
+    """Return the facts about a rank, under the names of `kv_transfer_params` if they have one."""
     payload = _shake_hands(at, dialer, deadline)
     metadata = decode_metadata(payload)
     return {

@@ -1,11 +1,11 @@
-"""`GET /disagg/leases`: what an engine holds for others, what it cannot let go of, whom it knows,
-and what it has lately moved.
+"""`GET /disagg/leases`: an engine's leases, its quarantined blocks, its peers and its latest
+transfers.
 
-A request's name entitles to release its blocks, and the part of it that nobody can guess is short:
-names are shown hashed with a key of the engine's process. Who knows a name may ask for it alone,
-with `?request_id=`. Transfers that have ended are found by the client's part of the name, which
-entitles to nothing: hashed, too, but without a key, so that a router can tell which were its
-requests', and nobody whose the others were.
+Whoever knows a request's name may release its blocks, and the random part of a name is short.
+Therefore names are hashed with a key of the engine's process. A client that knows a name can ask
+for it with `?request_id=`. Ended transfers are found by the client's part of the name, which gives
+no rights. It is hashed without a key, so that a router recognises its own requests, and cannot
+identify others.
 """
 
 import re
@@ -26,14 +26,14 @@ from engine_ext.common.inspection import (
 PATH = "/disagg/leases"
 ASKED = "request_id"
 ANSWER_SECONDS = 10.0
-"""That an engine has to answer in, which it does between two steps."""
+"""The time in which an engine must answer. It answers between two steps."""
 
 _NAME = re.compile(
-    # Which choice, kind, the client's part, our router's attempt, which prompt, the engine's.
+    # The choice, the kind, the client's part, our router's attempt, the prompt, the engine's part.
     r"(?:(?:\d+_)?(?:chat)?cmpl-)?(.+?)(?:\.[0-9a-f]{10}\d+)?(?:-\d+)?(?:-[0-9a-f]{8})?"
 )
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
-"""What engines may replace in a client's id."""
+"""Characters that engines may replace in a client's id."""
 
 
 def new_key() -> bytes:
@@ -45,7 +45,7 @@ def hashed(request_id: str, key: bytes) -> str:
 
 
 def found_by(request_id: str) -> str:
-    """The client's `X-Request-Id`, which is in an engine's name of the request, hashed."""
+    """Return the hash of the client's `X-Request-Id`, which is part of the engine's request id."""
     name = _NAME.fullmatch(request_id)
     own = _FOREIGN.sub("-", name[1] if name else request_id)
     return blake2b(own.encode(), digest_size=8).hexdigest()
@@ -56,7 +56,7 @@ def page(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank(seen: Inspection, key: bytes, dp_rank: int = 0) -> dict[str, Any]:
-    """One tensor rank's part of the page, as JSON."""
+    """Return the part of one tensor rank as JSON."""
     return {
         "dp_rank": dp_rank,
         "tp_rank": seen.tp_rank,

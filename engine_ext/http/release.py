@@ -1,8 +1,9 @@
-"""`POST /disagg/release`: the blocks of a finished prefill that nobody will read are free at once.
+"""`POST /disagg/release`: free the blocks of a finished prefill that no engine will read.
 
-The body is `{"kv_transfer_params": ...}` with the prefill engine's own answer, sent back to it as
-it came; the answer `{"released": true}` where they were held. Saying it twice, or too late, changes
-nothing. Who knows the request's name may do it: it holds a random part, and only the answer has it.
+The body is `{"kv_transfer_params": ...}` with the params of the prefill engine's own answer. The
+answer is `{"released": true}` if the engine held the blocks. A second or late release changes
+nothing. Whoever knows the request's name may release it: the name has a random part that appears
+only in the answer.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from engine_ext.scheduler.params import MAX_ID_LENGTH
 PATH = "/disagg/release"
 FIELD = "kv_transfer_params"
 MAX_BODY = 4 << 20
-"""Bytes; an answer of a prompt of a million tokens in blocks of 16 has half a million."""
+"""The limit in bytes. The params of a million tokens in blocks of 16 have half a million bytes."""
 
 
 class Release(NamedTuple):
@@ -21,7 +22,7 @@ class Release(NamedTuple):
 
 
 def parse(body: Any) -> Release:
-    """Raises ValueError, one line."""
+    """Read the body. Raises ValueError with a one-line message."""
     params = body.get(FIELD) if isinstance(body, dict) else None
     if not isinstance(params, dict):
         raise ValueError(f"the body must be an object whose {FIELD} is a prefill engine's answer")

@@ -1,8 +1,8 @@
-"""How the bytes of a block lie, and which stretches of it lie alike on two engines.
+"""The layout of the bytes in a block, and the parts that are contiguous in two engines.
 
-A layout is vLLM's name for it, axes from outermost to innermost: B blocks, L layers, H heads, N
-tokens, C one head's K and V of one token. What stands behind the B is inside a block: LBHNC has one
-memory region per layer, BLHNC and BHLNC have one whose blocks hold all layers.
+A layout has vLLM's name, its axes from outermost to innermost: B blocks, L layers, H heads, N
+tokens, C one head's K and V of one token. The axes after B are inside a block: LBHNC has one memory
+region per layer, BLHNC and BHLNC have one region whose blocks hold all layers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,16 @@ from itertools import product
 from math import prod
 
 Steps = Mapping[str, int]
-"""Distance from a box's corner, by axis."""
+"""The distance from a box's corner, by axis."""
 
 
 class LayoutError(Exception):
-    """The layout is not one we know, or a block's length contradicts it."""
+    """The layout is unknown, or a block's length contradicts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A block as an array: its axes, outermost first, and their extents; C counts bytes."""
+    """A block as an array: the axes, outermost first, and their extents. C counts bytes."""
 
     axes: str
     extents: Mapping[str, int]
@@ -43,7 +43,7 @@ class BlockShape:
         return cls(outside + inside, {"L": layers, "H": heads, "N": tokens, "C": length})
 
     def stride(self, axis: str) -> int:
-        """Bytes from one index of the axis to the next."""
+        """Return the bytes from one index of the axis to the next."""
         return prod(self.extents[inner] for inner in self.axes[self.axes.index(axis) + 1 :])
 
 
@@ -61,7 +61,7 @@ class Box:
         return self.size(axis) == self.shape.extents[axis]
 
     def offset(self, steps: Steps) -> int:
-        """Bytes from the block's start to where the steps lead."""
+        """Return the bytes from the block's start to the position after these steps."""
         return sum(
             self.shape.stride(axis) * (self.ranges[axis].start + steps.get(axis, 0))
             for axis in self.ranges
@@ -69,7 +69,7 @@ class Box:
 
 
 def joint_axes(ours: Box, theirs: Box) -> str:
-    """The innermost axes along which both boxes, of equal sizes, lie in one piece, C included."""
+    """Return the innermost axes, C included, along which both boxes are contiguous."""
     joint = ""
     for axis, other in zip(
         reversed(_real_axes(ours, theirs)), reversed(_real_axes(theirs, ours)), strict=True
@@ -83,7 +83,7 @@ def joint_axes(ours: Box, theirs: Box) -> str:
 
 
 def _real_axes(box: Box, other: Box) -> str:
-    """Without those of extent one on both sides, whose place means nothing."""
+    """Return the axes without those of extent one on both sides, whose order does not matter."""
     return "".join(
         axis
         for axis in box.shape.axes
@@ -92,12 +92,12 @@ def _real_axes(box: Box, other: Box) -> str:
 
 
 def pieces(box: Box, joint: str) -> Iterator[int]:
-    """Offsets of the box's pieces, each in one along `joint`: in the same order for both sides."""
+    """Yield the offsets of the box's contiguous pieces, in the same order for both sides."""
     split = [axis for axis in "LHN" if axis not in joint]
     for steps in product(*(range(box.size(axis)) for axis in split)):
         yield box.offset(dict(zip(split, steps, strict=True)))
 
 
 def piece_length(box: Box, joint: str) -> int:
-    """Bytes."""
+    """Return the bytes of a piece."""
     return prod(box.size(axis) for axis in joint)

@@ -1,4 +1,4 @@
-"""Lines a remote rank's memory up with ours, once per handshake."""
+"""Matches the memory of a remote rank with ours, once per handshake."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from engine_ext.wire.handshake import AgentMetadata
 
 
 class Span(NamedTuple):
-    """Layers that lie side by side both here and there: regions, and the layers' places in them."""
+    """Layers that are adjacent in both engines: the two regions, and the places of the layers."""
 
     ours: Region
     theirs: Region
@@ -41,16 +41,16 @@ def match_peer(
     permute: bool = False,
     in_part: bool = False,
 ) -> PeerLayout:
-    """Lines a remote rank's memory up with ours. Raises PlanError naming what does not fit.
+    """Return how the memory of a remote rank maps onto ours. Raises PlanError with the difference.
 
-    `permute`: another order of heads and tokens inside a block is accepted; it costs a descriptor
-    per head and token. `in_part`: either engine has several stages, and the rank may have some of
-    our layers only, or none; who asks looks whether the others have the rest.
+    `permute`: accept another order of heads and tokens inside a block, which costs a descriptor per
+    head and token. `in_part`: one of the engines has several pipeline stages, so the rank may have
+    only some of our layers, or none. The caller checks that the other ranks have the rest.
     """
     if (unsupported := unsupported_by(remote)) is not None:
         raise PlanError(f"{unsupported} there: not supported")
     _require("attn_backend_name", geometry.attn_backend_name, remote.attn_backend_name)
-    if geometry.num_kv_heads != 1:  # A single head stands in no order.
+    if geometry.num_kv_heads != 1:  # a single head has no order
         _check_layouts(geometry.kv_cache_layout, remote.kv_cache_layout, permute)
     _check_block_sizes(geometry, remote)
     try:
@@ -68,15 +68,18 @@ def match_peer(
 
 
 def one_by_one(regions: Sequence[Region]) -> list[Region]:
-    """Memory that layers of several groups share as a region for each of them: another engine's
-    stages may have others of them together. Raises PlanError where it is not told who they are."""
+    """Split memory that layers of several groups share into one region per layer, because the
+    stages of another engine may combine them in another way. Raises PlanError if the layers are
+    unknown."""
     found: list[Region] = []
     for region in regions:
         if region.group != SHARED:
             found.append(region)
             continue
         if not any(region.tenants):
-            raise PlanError(f"several stages, and it is not told which layers share {region.name}")
+            raise PlanError(
+                f"several stages, and the layers that share {region.name} are not known"
+            )
         for group, layer in enumerate(region.tenants):
             if layer:
                 found.append(replace(region, name=layer, group=group, members=(), tenants=()))
@@ -84,7 +87,8 @@ def one_by_one(regions: Sequence[Region]) -> list[Region]:
 
 
 def _check_tenants(remote: Sequence[Region], num_groups: int) -> None:
-    """Before they are made regions of: a peer may name as many as fit into its handshake."""
+    """Raise PlanError for a wrong number of names, before a region is made of each: a peer may send
+    as many as fit into its handshake."""
     for region in remote:
         if region.tenants and len(region.tenants) != num_groups:
             raise PlanError(
@@ -93,7 +97,8 @@ def _check_tenants(remote: Sequence[Region], num_groups: int) -> None:
 
 
 def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
-    """Where the layers are is a matter of addresses; to take heads and tokens apart costs much."""
+    """Raise PlanError if heads and tokens have another order, which is expensive to permute. The
+    place of the layers matters only for addresses."""
     inside = [layout.partition("B")[2].replace("L", "") for layout in (ours, theirs)]
     if ours != theirs and inside[0] != inside[1] and not permute:
         raise PlanError(
@@ -119,11 +124,11 @@ def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
 
 @dataclass(slots=True)
 class _Rows:
-    """A side in the making."""
+    """A `Side` under construction."""
 
     block_size: int
     places: range
-    """Units of a block."""
+    """The units of a block."""
     num_groups: int
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     size: int = 0
@@ -136,7 +141,7 @@ class _Rows:
         self.num_blocks = [MAX_DESCRIPTORS] * self.num_groups
 
     def groups_of(self, region: Region) -> range:
-        """Blocks of all groups lie in a shared region."""
+        """Return the groups of a region. A shared region has blocks of all groups."""
         if region.group == SHARED:
             return range(self.num_groups)
         return range(region.group, region.group + 1)
@@ -193,10 +198,10 @@ class _Matcher:
         self._layers += (ours.layers[place] for place in span.our_layers)
         _require(f"KV-cache group of {ours.name}", ours.group, theirs.group)
         if self._remote.region_tenants is not None:
-            _require(f"who shares the memory of {ours.name}", ours.tenants, theirs.tenants)
+            _require(f"layers that share the memory of {ours.name}", ours.tenants, theirs.tenants)
         if theirs.block_stride < theirs.block_len:
             raise PlanError(f"block_stride of {theirs.name} is less than its block_len")
-        # NIXL adds the two without looking whether the sum fits, and would find it registered.
+        # NIXL adds these without an overflow check, and would find the sum registered.
         if theirs.base_addr + theirs.block_stride * theirs.num_blocks > 1 << 64:
             raise PlanError(f"{theirs.name} ends beyond what a 64-bit int addresses")
         if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):
@@ -270,7 +275,7 @@ class _Matcher:
     def _box(
         self, layout: str, block_size: int, region: Region, layers: range, rank: TensorRank
     ) -> Callable[[int], Box]:
-        """The common heads of a unit, by the unit's place in the block."""
+        """Return a function from a unit's place in the block to the box of its common heads."""
         held = self._heads(rank)
         common = self._common_heads()
         heads = range(common.start - held.start, common.stop - held.start)
@@ -301,7 +306,7 @@ class _Matcher:
 
 
 def _spans(local: Sequence[Region], remote: Sequence[Region], in_part: bool) -> Iterator[Span]:
-    """Region by region where both have the same layers in a region, else layer by layer."""
+    """Yield whole regions if both engines have the same layers in them, else single layers."""
     alike = {region.layers: region for region in remote}
     place = {layer: (r, i) for r in remote for i, layer in enumerate(r.layers)}
     for ours in local:
@@ -319,7 +324,7 @@ def _spans(local: Sequence[Region], remote: Sequence[Region], in_part: bool) -> 
 
 
 def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: bool) -> list[Region]:
-    """Named by the peer, else in the order of ours."""
+    """Return the peer's regions, with the names that it sent, or else in the order of ours."""
     number = len(remote.kv_caches_base_addr)
     if in_part and remote.region_names is None:
         raise PlanError("several stages, and the peer does not name its layers")
@@ -352,7 +357,7 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: boo
 
 
 def unsupported_by(remote: AgentMetadata) -> str | None:
-    """What of the peer's cache we cannot read or write; None when nothing."""
+    """Return the feature of the peer's cache that we cannot read or write, or None."""
     ratio = remote.physical_blocks_per_logical_kv_block
     facts = (
         ("Mamba and other state-space layers", remote.ssm_sizes != (0, 0)),

@@ -1,10 +1,10 @@
-"""Which bytes go where: pure functions from block ids to NIXL descriptor indices.
+"""Which bytes are transferred: pure functions from block ids to NIXL descriptor indices.
 
-Blocks are matched by token position, never by count from an end of a list: block k of a request
-holds tokens [k * block_size, (k + 1) * block_size). Where the two engines' block sizes differ, both
-are cut into units of the smaller one; where heads, layers or layouts differ, a unit is cut into the
-pieces that lie alike on both sides. Engines that are alike have one piece per region and block:
-the block itself.
+Blocks are matched by token position, never by counting from the end of a list: block k of a request
+holds tokens [k * block_size, (k + 1) * block_size). If the block sizes of two engines differ, both
+are cut into units of the smaller size. If heads, layers or layouts differ, a unit is cut into the
+pieces that are contiguous in both engines. Engines with the same layout have one piece per region
+and block: the block itself.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ Indices = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.uint64]
 
 NULL_BLOCK = 0
-"""What a group with a window lists where it keeps nothing."""
+"""The id that a group with a window lists where it holds no block."""
 
 MAX_RATIO = 1024
-"""Of block sizes."""
+"""The largest ratio of two block sizes."""
 MAX_UNITS = 1 << 22
-"""Of one transfer."""
+"""The most units of one transfer."""
 MAX_ROWS = 1 << 17
 MAX_DESCRIPTORS = 1 << 31
 ALONE = TensorRank(0, 1)
 
 
 class PlanError(Exception):
-    """The peer does not fit, or the blocks named do not cover the tokens asked for."""
+    """The peer's memory does not match, or the blocks do not cover the tokens."""
 
 
 class BlockRange(NamedTuple):
-    """Block ids of one group, in position order; `first` is the place of the first in the
+    """Block ids of one group in position order. `first` is the position of the first block in the
     request, counted in blocks."""
 
     ids: Sequence[int]
@@ -46,14 +46,15 @@ class BlockRange(NamedTuple):
 
 
 class TokenRange(NamedTuple):
-    """Of what is written, the tokens [since, until), or all from `since` on. A group with a window
-    gives blocks up while the prompt is computed: its blocks go with the last part, all of them."""
+    """A part of a WRITE: the tokens [since, until), or all tokens from `since` on. A group with a
+    window frees blocks while the prompt is computed, so all its blocks are written with the last
+    part."""
 
     since: int = 0
     until: int | None = None
 
     def between(self, first_token: int, last_token: int, window: int | None) -> tuple[int, int]:
-        """What of these tokens it is. Both ends may be 0: nothing."""
+        """Return the common range with these tokens; (0, 0) if there is none."""
         if window is not None:
             return (first_token, last_token) if self.until is None else (0, 0)
         first = max(first_token, self.since)
@@ -65,17 +66,17 @@ WHOLE = TokenRange()
 
 
 class Batch(NamedTuple):
-    """`local[i]` and `remote[i]` are descriptors of the same bytes."""
+    """Descriptor indices of one transfer: `local[i]` and `remote[i]` are for the same bytes."""
 
     local: Indices
     remote: Indices
     num_blocks: int
-    """Local blocks, whole or in part."""
+    """Local blocks, including partial ones."""
     num_bytes: int
 
 
 class Units(NamedTuple):
-    """Units of the smaller block size, each by its block and its place in it. Shapes: [units]."""
+    """Units of the smaller block size: the block and the place in it. Shapes: [units]."""
 
     blocks: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
@@ -83,14 +84,15 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupTable:
-    """Where the descriptors of one group's blocks begin: `starts[unit in its block, piece]`, to
-    which the block id is added."""
+    """The first descriptors of one group: `starts[unit in its block, piece]`, to which the block id
+    is added."""
 
     starts: Indices
     num_blocks: int
 
     def indices(self, units: Units) -> Indices:
-        """Piece after piece, shape [pieces * units]. Raises PlanError for a block outside."""
+        """Return the indices, piece after piece. Shape: [pieces * units]. Raises PlanError for a
+        block outside the cache."""
         blocks = units.blocks
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
             raise PlanError(f"block {blocks.max()} of {self.num_blocks}")
@@ -101,8 +103,8 @@ class GroupTable:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One engine's part in a plan. `rows` are NIXL's five columns: address, length, device, stride,
-    count; descriptors are numbered through them."""
+    """The memory of one engine. `rows` are NIXL's five columns: address, length, device, stride and
+    count. Descriptors are numbered through the rows."""
 
     block_size: int
     rows: Rows
@@ -111,27 +113,27 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """How the blocks of one remote rank map onto ours."""
+    """The mapping from the blocks of one remote rank to ours."""
 
     regions: tuple[Region, ...]
-    """The remote's."""
+    """The remote's regions."""
     local: Side
     remote: Side
     unit: int
-    """Tokens."""
+    """Tokens per unit."""
     windows: tuple[int | None, ...]
     unit_bytes: tuple[int, ...]
-    """By group."""
+    """Bytes per unit, by group."""
     layers: tuple[str, ...] = ()
-    """Ours, which that rank has."""
+    """Our layers that the remote rank has."""
     skips_read: bool = False
-    """A neighbour of this rank holds the same heads, and we read them from there; or this one has
-    none of our layers."""
+    """Nothing is read from the remote rank: another rank holds the same heads and is read instead,
+    or this one has none of our layers."""
     skips_write: bool = False
-    """A neighbour of ours holds the same heads, and writes them; or that rank has none of our
-    layers."""
+    """Nothing is written to the remote rank: another rank of ours writes the same heads, or the
+    remote rank has none of our layers."""
     is_alike: bool = False
-    """A block there is the same bytes as a block here: the same tokens and heads of the same
+    """A remote block has exactly the bytes of a local one: the same tokens and heads of the same
     layers, in the same order."""
 
     def to_read(
@@ -142,8 +144,11 @@ class PeerLayout:
         last_token: int,
         held_tokens: int | None,
     ) -> Batch:
-        """Tokens [first_token, last_token), where `local` begins at the request's start and
-        `remote` holds its first `held_tokens`. Raises PlanError."""
+        """Return the batch that reads tokens [first_token, last_token).
+
+        `local` begins at the request's start, and `remote` holds its first `held_tokens`. Raises
+        PlanError.
+        """
         self._check_groups(local, remote)
         held = last_token if held_tokens is None else held_tokens
         theirs = [
@@ -161,13 +166,18 @@ class PeerLayout:
         last_token: int,
         part: TokenRange = WHOLE,
     ) -> Batch:
-        """As `to_read`, where `local` begins at the request's start, or where its window does, and
-        both lists end with the block of token `last_token - 1`; `first_token` None: as many as
-        `remote` names. Of a part that is not the last one, `local` may end earlier. Raises
-        PlanError."""
+        """Return the batch that writes tokens [first_token, last_token), or those in `remote` if
+        `first_token` is None.
+
+        `local` begins at the request's start, or at its window. Both lists end with the block of
+        token `last_token - 1`; for a part that is not the last one, `local` may end earlier. Raises
+        PlanError.
+        """
         self._check_groups(local, remote)
         if STATE in self.windows and (first_token is None or part.until is not None):
-            raise PlanError("a state, for whom does not say of which tokens, or not of all of them")
+            raise PlanError(
+                "a state cannot be written in parts, or for a peer that does not name its tokens"
+            )
         theirs = [BlockRange(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
         if any(blocks.first < 0 for blocks in theirs):
             raise PlanError(f"more remote blocks than {last_token} tokens need")
@@ -182,7 +192,7 @@ class PeerLayout:
         return self._batch(ours, theirs, first_token, last_token, into_local=False, part=part)
 
     def check_registered(self, remote: BlockIds) -> None:
-        """Raises PlanError for what no request of ours fills, however long it is."""
+        """Raise PlanError for more blocks than any request of ours could fill."""
         self._check_groups(remote)
         for ids, group in zip(remote, self.local.groups, strict=True):
             most = _blocks(group.num_blocks * self.local.block_size, self.remote)
@@ -190,7 +200,6 @@ class PeerLayout:
                 raise PlanError(f"{len(ids)} blocks registered, all of ours would fill {most}")
 
     def _check_groups(self, *sides: BlockIds) -> None:
-        """The last is the remote's."""
         number = len(self.windows)
         if any(len(side) != number for side in sides):
             raise PlanError(f"KV-cache groups differ: {number} here, {len(sides[-1])} there")
@@ -241,8 +250,8 @@ class PeerLayout:
         last_token: int,
         into_local: bool,
     ) -> tuple[Units, Units]:
-        """In ascending local order: NIXL merges descriptors only where both sides ascend by one,
-        and block allocators hand out descending ids."""
+        """Return the units of both sides in ascending local order. NIXL merges descriptors only if
+        both sides ascend by one, and block allocators return descending ids."""
         window = self.windows[group]
         if window == STATE:
             return _state("local", local), _state("remote", remote)
@@ -268,8 +277,8 @@ class PeerLayout:
         last_token: int,
         into_local: bool,
     ) -> npt.NDArray[np.bool_]:
-        """All that our host has made room for: it would share it, filled or not. Of another's
-        blocks those in which what is seen through the window begins, whole."""
+        """Return which units must be filled. Into our blocks: all, because our host shares a block
+        whether it was filled or not. Into remote blocks: those from the begin of the window on."""
         if into_local:
             return np.ones(len(positions), dtype=np.bool_)
         block_size = self.remote.block_size
@@ -284,7 +293,8 @@ class PeerLayout:
         positions: npt.NDArray[np.int64],
         window: int | None,
     ) -> Units:
-        """Where a window allows holes, what lies before the list is one."""
+        """Return the units of these positions. With a window, positions before the list are
+        holes."""
         per_block = side.block_size // self.unit
         index = positions // per_block - blocks.first
         if len(index) and (index[-1] >= len(blocks.ids) or (window is None and index[0] < 0)):
@@ -297,7 +307,7 @@ class PeerLayout:
 
 
 def _state(name: str, blocks: BlockRange) -> Units:
-    """Of all tokens, whichever are asked for. Raises PlanError."""
+    """Return the single unit of a state, which includes all tokens. Raises PlanError."""
     if len(blocks.ids) != 1:
         raise PlanError(f"{len(blocks.ids)} {name} blocks of a state, which has one")
     return Units(np.array(blocks.ids, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -312,8 +322,8 @@ def _take(units: Units, which: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> 
 
 
 def without_holes(block_ids: BlockIds, windows: Sequence[int | None]) -> BlockIds:
-    """As other engines are told: a group with a window lists its blocks up to the last, not the
-    holes before them."""
+    """Return block lists as they are sent to other engines: without the holes before the blocks of
+    a group with a window."""
     return tuple(
         ids if window is None else tuple(dropwhile(lambda block: block == NULL_BLOCK, ids))
         for ids, window in zip_longest(block_ids, windows[: len(block_ids)])
@@ -321,8 +331,8 @@ def without_holes(block_ids: BlockIds, windows: Sequence[int | None]) -> BlockId
 
 
 def strided_descriptors(regions: Sequence[Region]) -> Rows:
-    """NIXL's five columns (address, length, device, stride, count), one row per region: building
-    them costs O(layers), not O(blocks)."""
+    """Return NIXL's five columns (address, length, device, stride, count), one row per region. This
+    costs O(layers), not O(blocks)."""
     return np.array(
         [(r.base_addr, r.block_len, r.device_id, r.block_stride, r.num_blocks) for r in regions],
         dtype=np.uint64,

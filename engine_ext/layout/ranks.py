@@ -1,18 +1,18 @@
-"""Tensor parallelism: which heads a rank holds, and which remote ranks it talks to.
+"""Tensor parallelism: the heads that a rank holds, and the remote ranks that it exchanges KV with.
 
-Ranks of two engines are lined up by the heads they hold. Where one engine has k times the ranks of
-the other, k neighbours there face one rank here. An engine with more ranks than the model has KV
-heads keeps copies: neighbours hold the same head, and one copy is enough to read.
+Ranks of two engines are matched by the heads that they hold. If one engine has k times the ranks of
+the other, k neighbouring ranks there face one rank here. An engine with more ranks than the model
+has KV heads keeps copies: neighbours hold the same head, and only one copy is read.
 """
 
 from typing import NamedTuple
 
 MAX_FACED = 64
-"""Most remote ranks that one rank talks to."""
+"""The most remote ranks that one rank exchanges KV with."""
 
 
 class RankError(Exception):
-    """The two engines' parallel sizes do not go together."""
+    """The tensor parallel sizes of two engines do not match."""
 
 
 class TensorRank(NamedTuple):
@@ -20,7 +20,7 @@ class TensorRank(NamedTuple):
     size: int
 
     def heads(self, num_kv_heads: int) -> range:
-        """The KV heads held here. Raises RankError where heads and ranks do not divide."""
+        """Return the KV heads of this rank. Raises RankError if heads and ranks do not divide."""
         larger, smaller = max(self.size, num_kv_heads), min(self.size, num_kv_heads)
         if larger % smaller:
             raise RankError(f"{num_kv_heads} KV heads on {self.size} ranks")
@@ -28,7 +28,8 @@ class TensorRank(NamedTuple):
         return range(first, first + max(1, num_kv_heads // self.size))
 
     def faces(self, size: int) -> range:
-        """The ranks of an engine of `size` ranks that hold our heads, copies included."""
+        """Return the ranks of an engine of `size` ranks that hold our heads, copies included.
+        Raises RankError."""
         larger, smaller = max(self.size, size), min(self.size, size)
         if smaller < 1 or larger % smaller:
             raise RankError(f"tensor parallel size differs: {self.size} here, {size} there")
@@ -39,12 +40,12 @@ class TensorRank(NamedTuple):
         return faced
 
     def facing(self, size: int) -> int:
-        """How many of our ranks talk to one rank of an engine of `size` ranks."""
+        """Return how many of our ranks face one rank of an engine of `size` ranks."""
         return max(1, self.size // size)
 
 
 def is_spare(holder: TensorRank, reader: TensorRank, num_kv_heads: int) -> bool:
-    """The reader has all that `holder` holds from an earlier rank: a copy that it need not read."""
+    """Return True if `holder` has only copies of what the reader reads from an earlier rank."""
     first = reader.faces(holder.size)[0]
     if holder.rank == first:
         return False
