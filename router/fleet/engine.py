@@ -126,11 +126,11 @@ class EngineCapabilities:
     """It neither retains an answer's KV nor pulls another engine's: by its own page."""
     is_lack_logged: bool = False
     """`lacks_turns` was logged."""
-    transfer_modes: frozenset[str] = frozenset()
     compatibility: str = ""
     """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
     the connector's version, plus the version of our extension if the engine has it. Empty if
     unknown, or if the engine's ranks differ."""
+    supports_push: bool = False
     supports_hand_over: bool = False
     """It can hand over a first token that it sampled."""
     supports_resume: bool = False
@@ -149,10 +149,6 @@ class EngineCapabilities:
     """By data-parallel rank."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
-
-    @property
-    def supports_push(self) -> bool:
-        return "push" in self.transfer_modes
 
     def note_engine_id(self, params: dict[str, object]) -> None:
         """Take the engine's id from the kv_transfer_params of its answer."""
@@ -211,7 +207,7 @@ class EngineCapabilities:
             self.render_hashes = _texts_in(identity.get("renders"))
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
-            self.transfer_modes = frozenset([mode for mode in modes if isinstance(mode, str)])
+            self.supports_push = "push" in modes
         if isinstance(ranks, list):
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
@@ -226,7 +222,7 @@ class EngineCapabilities:
         identity page."""
         mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
         if isinstance(mode, str):
-            self.transfer_modes = frozenset([mode])
+            self.supports_push = mode == "push"
         if at is not None:
             rank = dp_rank_of(at.remote_engine_id) or 0
             self.rank_endpoints = {**self.rank_endpoints, rank: at}
@@ -368,7 +364,9 @@ class Engine:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     health: Health = Health.UNKNOWN
     intent: Intent = Intent.SERVING
-    is_available: bool = False
+    is_usable: bool = field(init=False)
+    """Serving and not unhealthy: requests may go there if no available engine is left."""
+    is_available: bool = field(init=False)
     """Healthy, serving, and neither cold, cooling down nor behind an open circuit."""
     is_cold: bool = False
     """New, while the router warms it up: see router.proxy.warmup."""
@@ -411,6 +409,7 @@ class Engine:
         self.name, self.role = self.spec.name, self.spec.role
         self.group = self.spec.group
         self.models = self.spec.models or None
+        self.update_availability()
 
     def update_spec(self, spec: EngineSpec) -> None:
         """Replace the description of the engine at this address."""
@@ -430,20 +429,16 @@ class Engine:
         return await self.pool.fetch(message, deadline, limit)
 
     @property
-    def is_usable(self) -> bool:
-        """Requests may go there if no available engine is left."""
-        return self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
-
-    @property
     def is_idle(self) -> bool:
         """No request waits for it, so it can be removed if it gets no new ones."""
         return self.in_flight == 0 and self.kv_leases == 0
 
     def update_availability(self) -> None:
-        """Recompute `is_available`: to be called after each change of the state."""
+        """Recompute `is_usable` and `is_available`: to be called after each change of the state."""
+        self.is_usable = self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
         self.is_available = (
-            self.health is Health.HEALTHY
-            and self.intent is Intent.SERVING
+            self.is_usable
+            and self.health is Health.HEALTHY
             and not self.is_cooling
             and not self.is_cold
             and self.breaker.allows_requests

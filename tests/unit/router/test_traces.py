@@ -240,7 +240,7 @@ async def test_in_a_push_each_engine_is_told_of_its_own_leg(
     d.identity = {"capabilities": [], "transfer_modes": ["push"]}
     router = await start_router(transfer_mode="push")
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.transfer_modes for e in engines))
+    await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
     assert (await router.complete()).status_code == 200
     spans = await one_request(collector)
     assert trace_of(p)[1] == spans["prefill"].span_id

@@ -42,7 +42,7 @@ def engines(p: MockEngine, d: MockEngine) -> None:
 async def known(router: Router) -> Router:
     """Wait until the router has probed its engines."""
     engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.transfer_modes for e in engines))
+    await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
     return router
 
 
