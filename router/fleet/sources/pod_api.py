@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import textwrap
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -143,20 +143,28 @@ class PodApi:
 
     async def watch(self, version: str) -> AsyncGenerator[list[PodChange], None]:
         """Yield the changes since a version as they arrive, until the server ends the watch. Raises
-        SourceError."""
+        SourceError. No timeout is active across a yield: it would hit the caller."""
+        end = asyncio.get_running_loop().time() + self._watch_s + WATCH_GRACE_S
         params = {
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(max(1, round(self._watch_s))),
         }
-        async with contextlib.aclosing(self._lines(params)) as lines:
-            async for whole in lines:
-                try:
-                    changes = [_change(line) for line in whole]
-                except msgspec.DecodeError as error:
-                    raise _source_error(error) from None
-                yield changes
+        with _source_errors("the API server is silent: a watch did not end in time"):
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(API_TIMEOUT_S):
+                    answer = await stack.enter_async_context(self._get(params, WATCH_TIMEOUT))
+                    if answer.status_code != 200:
+                        _raise_error(answer.status_code, await answer.aread())
+                pieces, lines = answer.aiter_bytes(), LineSplitter()
+                while True:
+                    async with asyncio.timeout_at(end):
+                        piece = await anext(pieces, b"")
+                    if not piece:
+                        return
+                    if changes := [_change(line) for line in lines.feed(piece)]:
+                        yield changes
 
     async def close(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -169,37 +177,15 @@ class PodApi:
 
     async def _page(self, params: dict[str, str]) -> PodListPage:
         body = bytearray()
-        try:
+        with _source_errors(f"the API server: no list of pods within {API_TIMEOUT_S:g} s"):
             async with asyncio.timeout(API_TIMEOUT_S), self._get(params) as answer:
                 async for piece in answer.aiter_bytes():
                     body += piece
                     if len(body) > MAX_PAGE_BYTES:
                         raise SourceError("the API server's list of pods is too long")
-            _check(answer.status_code, bytes(body))
+            if answer.status_code != 200:
+                _raise_error(answer.status_code, bytes(body))
             return msgspec.json.decode(body, type=PodListPage)
-        except TimeoutError:
-            text = f"the API server: no list of pods within {API_TIMEOUT_S:g} s"
-            raise SourceError(text) from None
-        except Exception as error:
-            raise _source_error(error) from None
-
-    async def _lines(self, params: dict[str, str]) -> AsyncGenerator[list[bytes], None]:
-        """Yield complete lines. No timeout is active across a yield: it would hit the caller."""
-        end = asyncio.get_running_loop().time() + self._watch_s + WATCH_GRACE_S
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(API_TIMEOUT_S):
-                    answer = await stack.enter_async_context(self._get(params, WATCH_TIMEOUT))
-                    if answer.status_code != 200:
-                        _check(answer.status_code, await answer.aread())
-                pieces, lines = answer.aiter_bytes(), LineSplitter()
-                while piece := await _next(pieces, end):
-                    if whole := lines.feed(piece):
-                        yield whole
-        except TimeoutError:
-            raise SourceError("the API server is silent: a watch did not end in time") from None
-        except Exception as error:
-            raise _source_error(error) from None
 
     def _get(
         self, params: dict[str, str], timeout: httpx2.Timeout | None = None
@@ -229,12 +215,6 @@ class LineSplitter:
         return [line for line in whole if line.strip()]
 
 
-async def _next(pieces: AsyncIterator[bytes], end: float) -> bytes:
-    """Return the next piece, empty at the end. Raises TimeoutError."""
-    async with asyncio.timeout_at(end):
-        return await anext(pieces, b"")
-
-
 def _change(line: bytes) -> PodChange:
     """Raises SourceError, msgspec.DecodeError."""
     event = msgspec.json.decode(line, type=PodWatchEvent)
@@ -247,15 +227,14 @@ def _change(line: bytes) -> PodChange:
     return PodChange(version, pod, event.type == "DELETED")
 
 
-def _check(status: int, body: bytes) -> None:
+def _raise_error(status: int, body: bytes) -> NoReturn:
     """Raises SourceError."""
-    if status != 200:
-        try:
-            problem = msgspec.json.decode(body, type=ApiStatus)
-        except msgspec.DecodeError:
-            problem = ApiStatus()
-        problem.code = status
-        _fail(problem)
+    try:
+        problem = msgspec.json.decode(body, type=ApiStatus)
+    except msgspec.DecodeError:
+        problem = ApiStatus()
+    problem.code = status
+    _fail(problem)
 
 
 def _fail(problem: ApiStatus) -> NoReturn:
@@ -265,10 +244,17 @@ def _fail(problem: ApiStatus) -> NoReturn:
     raise VersionExpiredError(text) if problem.code == GONE_STATUS else SourceError(text)
 
 
-def _source_error(error: Exception) -> SourceError:
-    """Return any failure of a request as a SourceError."""
-    if isinstance(error, SourceError):
-        return error
-    if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
-        return SourceError(f"the API server's answer cannot be parsed: {one_line(error)}")
-    return SourceError(f"the API server cannot be reached: {one_line(error)}")
+@contextlib.contextmanager
+def _source_errors(timeout: str) -> Iterator[None]:
+    """Raise any failure of a request as a SourceError; `timeout` describes a TimeoutError."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except TimeoutError:
+        raise SourceError(timeout) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problem = f"the API server's answer cannot be parsed: {one_line(error)}"
+        raise SourceError(problem) from None
+    except Exception as error:
+        raise SourceError(f"the API server cannot be reached: {one_line(error)}") from None
