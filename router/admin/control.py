@@ -126,10 +126,9 @@ class Control:
     async def add(self, entry: object) -> EngineView:
         """Add an engine. `entry` has the form of an entry of the engines file."""
         try:
-            listed = parse_entry(entry)
+            spec = parse_entry(entry)
         except SourceError as error:
             raise OperatorError(400, str(error)) from None
-        spec = listed.spec
         async with self._lock:
             for engine in await self._known():
                 if engine.name == spec.name and engine.sources:
@@ -139,8 +138,8 @@ class Control:
                 raise OperatorError(409, f"{spec.name} is listed by {OVERRIDES_SOURCE} already")
             if len(overrides.added) >= MAX_ADDED_ENGINES:
                 raise OperatorError(409, f"{MAX_ADDED_ENGINES} engines were added already")
-            overrides = overrides.with_engine(spec)
-            if listed.intent is Intent.DRAINING:
+            overrides = overrides.with_engine(replace(spec, intent=Intent.SERVING))
+            if spec.intent is Intent.DRAINING:
                 overrides = overrides.with_drain(spec.address)
             engines = await self._override(overrides)
         logger.info("engine %s added", spec.name)

@@ -47,7 +47,8 @@ class EngineSpec:
     """An engine as a source describes it.
 
     `models` is empty if the engine itself reports its models. KV moves only within a `group`, which
-    gets requests in proportion to the `weight` of its engines. `tls`: connect over TLS.
+    gets requests in proportion to the `weight` of its engines. `tls`: connect over TLS. `intent`:
+    whether to serve with it, or to drain it.
     """
 
     role: EngineRole
@@ -56,6 +57,7 @@ class EngineSpec:
     group: str = DEFAULT_GROUP
     weight: float = 1.0
     tls: bool = False
+    intent: Intent = Intent.SERVING
 
     @property
     def name(self) -> str:
@@ -64,18 +66,6 @@ class EngineSpec:
     @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.address}"
-
-
-@dataclass(frozen=True, slots=True)
-class ListedEngine:
-    """An engine in the list of a source."""
-
-    spec: EngineSpec
-    intent: Intent = Intent.SERVING
-
-    @property
-    def address(self) -> Address:
-        return self.spec.address
 
 
 class RankEndpoint(Struct, frozen=True):
@@ -363,7 +353,6 @@ class Engine:
     """Its connections."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     health: Health = Health.UNKNOWN
-    intent: Intent = Intent.SERVING
     is_usable: bool = field(init=False)
     """Serving and not unhealthy: requests may go there if no available engine is left."""
     is_available: bool = field(init=False)
@@ -404,18 +393,18 @@ class Engine:
     """The Authorization header for the router's own requests."""
     name: str = field(init=False)
     role: EngineRole = field(init=False)
+    intent: Intent = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name, self.role = self.spec.name, self.spec.role
-        self.group = self.spec.group
-        self.models = self.spec.models or None
-        self.update_availability()
+        self.name, self.models = self.spec.name, self.spec.models or None
+        self.update_spec(self.spec)
 
     def update_spec(self, spec: EngineSpec) -> None:
         """Replace the description of the engine at this address."""
         if spec.models != self.spec.models:
             self.models = spec.models or None  # models that it reported itself may be outdated
-        self.spec, self.role, self.group = spec, spec.role, spec.group
+        self.spec, self.role, self.group, self.intent = spec, spec.role, spec.group, spec.intent
+        self.update_availability()
 
     async def get(
         self, path: str, deadline: float, limit: int, credential: str = ""

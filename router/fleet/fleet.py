@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.fleet.engine import (
     CLOSED,
@@ -165,11 +165,10 @@ class Fleet:
             self._in_batch = False
             self._refresh()
 
-    def add(self, spec: EngineSpec, intent: Intent = Intent.SERVING) -> Engine:
+    def add(self, spec: EngineSpec) -> Engine:
         """Add an engine, whose name must be new."""
         assert spec.name not in self._engines, spec.name
-        pool = self._make_pool(spec)
-        engine = Engine(spec, pool, intent=intent, credential=self._credential)
+        engine = Engine(spec, self._make_pool(spec), credential=self._credential)
         self._engines[engine.name] = engine
         self._refresh()
         return engine
@@ -187,8 +186,7 @@ class Fleet:
 
     def set_intent(self, engine: Engine, intent: Intent) -> None:
         """Serve with the engine, or drain it: it gets no new legs, and running ones continue."""
-        engine.intent = intent
-        self._refresh()
+        self.change_spec(engine, replace(engine.spec, intent=intent))
 
     def change_spec(self, engine: Engine, spec: EngineSpec) -> None:
         """Replace the description of the same process, whose connections, health and legs stay. In

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent
 from router.settings import Address
 
 # The name of the source of engines that operators add.
@@ -20,16 +20,16 @@ OVERRIDES_SOURCE = "admin"
 class MergedListing(NamedTuple):
     """`conflicts` has a line for each engine that two sources describe in contradictory ways."""
 
-    engines: Mapping[Address, ListedEngine]
+    engines: Mapping[Address, EngineSpec]
     conflicts: Sequence[str]
 
 
 class FleetChanges(NamedTuple):
     """The changes to make. An engine is in at most one of the three."""
 
-    join: Sequence[ListedEngine]
+    join: Sequence[EngineSpec]
     leave: Sequence[Address]
-    change: Sequence[ListedEngine]
+    change: Sequence[EngineSpec]
 
     def __bool__(self) -> bool:
         return any(self)
@@ -75,7 +75,7 @@ class OperatorOverrides:
 
 
 def reconcile(
-    present: Mapping[Address, ListedEngine], wanted: Mapping[Address, ListedEngine]
+    present: Mapping[Address, EngineSpec], wanted: Mapping[Address, EngineSpec]
 ) -> FleetChanges:
     return FleetChanges(
         [listed for address, listed in wanted.items() if address not in present],
@@ -89,11 +89,11 @@ def reconcile(
 
 
 def apply_overrides(
-    listings: Iterable[tuple[str, Iterable[ListedEngine]]], overrides: OperatorOverrides
+    listings: Iterable[tuple[str, Iterable[EngineSpec]]], overrides: OperatorOverrides
 ) -> MergedListing:
     """Merge the listings, before them the engines that operators added, and drain the engines that
     operators drain, whatever the sources list."""
-    added = (OVERRIDES_SOURCE, map(ListedEngine, overrides.added))
+    added = (OVERRIDES_SOURCE, overrides.added)
     engines, conflicts = merge_listings([added, *listings])
     drained = {
         address: replace(engines[address], intent=Intent.DRAINING)
@@ -103,15 +103,15 @@ def apply_overrides(
     return MergedListing({**engines, **drained}, conflicts)
 
 
-def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> MergedListing:
+def merge_listings(listings: Iterable[tuple[str, Iterable[EngineSpec]]]) -> MergedListing:
     """Merge the lists of sources, given with the sources' names in the order of precedence.
 
     An address is one engine, whichever sources list it. It plays all listed roles, and it drains if
     any source does. For each other property explicit values take precedence over defaults, and
     then earlier sources over later ones.
     """
-    engines: dict[Address, ListedEngine] = {}
-    several: dict[Address, list[tuple[str, ListedEngine]]] = {}
+    engines: dict[Address, EngineSpec] = {}
+    several: dict[Address, list[tuple[str, EngineSpec]]] = {}
     first_source: dict[Address, str] = {}
     for source, listing in listings:
         for listed in listing:
@@ -129,14 +129,16 @@ def merge_listings(listings: Iterable[tuple[str, Iterable[ListedEngine]]]) -> Me
 
 
 def _merge_descriptions(
-    address: Address, descriptions: Sequence[tuple[str, ListedEngine]], conflicts: list[str]
-) -> ListedEngine:
-    roles = {listed.spec.role for _, listed in descriptions}
+    address: Address, descriptions: Sequence[tuple[str, EngineSpec]], conflicts: list[str]
+) -> EngineSpec:
+    roles = {listed.role for _, listed in descriptions}
     drains = any(listed.intent is Intent.DRAINING for _, listed in descriptions)
-    spec = EngineSpec(roles.pop() if len(roles) == 1 else EngineRole.BOTH, address)
+    intent = Intent.DRAINING if drains else Intent.SERVING
+    role = roles.pop() if len(roles) == 1 else EngineRole.BOTH
+    spec = EngineSpec(role, address, intent=intent)
     explicit: dict[str, Any] = {}
     for name in ("models", "group", "weight", "tls"):
-        given = [(source, getattr(listed.spec, name)) for source, listed in descriptions]
+        given = [(source, getattr(listed, name)) for source, listed in descriptions]
         given = [one for one in given if one[1] != getattr(spec, name)]
         if given:
             source, explicit[name] = given[0]
@@ -144,5 +146,4 @@ def _merge_descriptions(
                 conflicts.append(
                     f"{address}: {source} and {other} disagree on its {name}: {source} wins"
                 )
-    intent = Intent.DRAINING if drains else Intent.SERVING
-    return ListedEngine(replace(spec, **explicit), intent)
+    return replace(spec, **explicit)

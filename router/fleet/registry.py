@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from router.fleet.consistency import ConsistencyLog
-from router.fleet.engine import Engine, Intent, ListedEngine
+from router.fleet.engine import Engine, EngineSpec, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import (
     OVERRIDES_SOURCE,
@@ -50,7 +50,7 @@ class WatchedSource:
 
     def __init__(self, source: EngineSource) -> None:
         self.source = source
-        self.listed: Sequence[ListedEngine] = ()
+        self.listed: Sequence[EngineSpec] = ()
         self.addresses: Set[Address] = frozenset()
         self.problem = "has not reported yet"
         self.has_reported = False
@@ -111,7 +111,7 @@ class EngineRegistry:
         self.overrides = OperatorOverrides()
         self.counts = {"joined": 0, "left": 0, "changed": 0}
         self._added: Set[Address] = frozenset()
-        self._present: dict[Address, ListedEngine] = {}
+        self._present: dict[Address, EngineSpec] = {}
         self._leaving: dict[Engine, float] = {}
         """The time when an engine that leaves is removed at the latest."""
         self._conflicts: Sequence[str] = ()
@@ -170,8 +170,7 @@ class EngineRegistry:
         """Make the fleet what the sources list now, as one change, and log the changes."""
         changes = self._reconcile()
         changed = [
-            f"{one.address} ({one.spec.role}, group {one.spec.group}, {one.intent})"
-            for one in changes.change
+            f"{one.address} ({one.role}, group {one.group}, {one.intent})" for one in changes.change
         ]
         joined = [str(listed.address) for listed in changes.join]
         for what, names in (
@@ -204,16 +203,15 @@ class EngineRegistry:
         self._has_changed.clear()
         return changes
 
-    def _add_or_change(self, listed: ListedEngine) -> None:
+    def _add_or_change(self, spec: EngineSpec) -> None:
         """Add the engine, or change it if it is still there: one that was about to leave stays."""
-        engine = self._fleet.find(listed.spec.name)
+        engine = self._fleet.find(spec.name)
         if engine is None:
-            self._fleet.add(listed.spec, listed.intent)
+            self._fleet.add(spec)
         else:
             self._leaving.pop(engine, None)
-            self._fleet.change_spec(engine, listed.spec)
-            self._fleet.set_intent(engine, listed.intent)
-        self._present[listed.address] = listed
+            self._fleet.change_spec(engine, spec)
+        self._present[spec.address] = spec
 
     def remove_drained(self) -> None:
         """Remove the leaving engines that are idle or whose time is over."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import uvloop
 
-from router.fleet.engine import EngineRole, EngineSpec, Health, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import reconcile
 from router.fleet.registry import EngineRegistry
@@ -57,18 +57,16 @@ class World:
         self.registry = EngineRegistry(self.fleet, [self.source], bound=3600.0)
         self._rng = random.Random(seed)
         self._all = [
-            ListedEngine(
-                EngineSpec(
-                    EngineRole.PREFILL if number % 2 else EngineRole.DECODE,
-                    Address(f"10.0.{number // 250}.{number % 250}", 8000),
-                    frozenset(["m"]),
-                    "blue" if number % 3 else "green",
-                )
+            EngineSpec(
+                EngineRole.PREFILL if number % 2 else EngineRole.DECODE,
+                Address(f"10.0.{number // 250}.{number % 250}", 8000),
+                frozenset(["m"]),
+                "blue" if number % 3 else "green",
             )
             for number in range(count)
         ]
 
-    def some(self) -> tuple[ListedEngine, ...]:
+    def some(self) -> tuple[EngineSpec, ...]:
         """Return from nearly none to nearly all engines."""
         share = self._rng.random()
         return tuple(one for one in self._all if self._rng.random() < share)
@@ -76,7 +74,7 @@ class World:
 
 def reconciled(count: int, times: int) -> list[float]:
     """Return the milliseconds of deciding what changes."""
-    world, present, found = World(count, 1), dict[Address, ListedEngine](), []
+    world, present, found = World(count, 1), dict[Address, EngineSpec](), []
     for _ in range(times):
         wanted = {one.address: one for one in world.some()}
         began = time.thread_time()

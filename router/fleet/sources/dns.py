@@ -25,7 +25,7 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
-from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec
 from router.fleet.sources.source import Backoff, SourceReport, one_line
 from router.settings import TLS_SCHEME, Address, canonical
 
@@ -100,9 +100,9 @@ class DnsSource:
             return SourceReport(None, text), self._confirm_interval
         self._has_engines = bool(found.addresses)
         # Sorted, since resolvers shuffle.
-        specs = [EngineSpec(self._role, at, tls=self._tls) for at in sorted(found.addresses)]
+        listed = [EngineSpec(self._role, at, tls=self._tls) for at in sorted(found.addresses)]
         pause = min(max(found.ttl, MIN_TTL_S), MAX_TTL_S)
-        return SourceReport(tuple(map(ListedEngine, specs))), pause
+        return SourceReport(tuple(listed)), pause
 
     async def _look_up(self) -> DnsLookup:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from pathlib import Path
 
-from router.fleet.engine import EngineRole, EngineSpec, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec
 from router.fleet.sources.file import FileSource
 from router.fleet.sources.source import EngineSource, SavedListing, SourceReport
 from router.settings import Address, Settings, SettingsError, canonical
@@ -23,8 +23,8 @@ class StaticSource:
         for address in decoders:  # an engine that is named for both roles is one engine
             roles[address] = EngineRole.BOTH if address in roles else EngineRole.DECODE
         tls = frozenset(_canonical(settings.over_tls))
-        specs = (EngineSpec(role, at, tls=at in tls) for at, role in roles.items())
-        self.first = SourceReport(tuple(map(ListedEngine, specs)))
+        listed = [EngineSpec(role, at, tls=at in tls) for at, role in roles.items()]
+        self.first = SourceReport(tuple(listed))
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
         yield self.first

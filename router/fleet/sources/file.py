@@ -22,7 +22,7 @@ import yaml
 
 from router.common.watched_file import POLL_INTERVAL_S, FileReader, UnreadableError
 from router.common.yaml_list import MissingListError, parse_yaml_list
-from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent
 from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
@@ -76,7 +76,7 @@ class FileSource:
             return SourceReport(None, f"{self._path}: {error}")
 
 
-def parse(content: bytes) -> tuple[ListedEngine, ...]:
+def parse(content: bytes) -> tuple[EngineSpec, ...]:
     """Return the engines of a file. Raises SourceError, which names the first error."""
     try:
         entries = parse_yaml_list(content, "engines")
@@ -84,7 +84,7 @@ def parse(content: bytes) -> tuple[ListedEngine, ...]:
         raise SourceError(str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise SourceError(_one_line(error)) from None
-    listed: dict[Address, ListedEngine] = {}
+    listed: dict[Address, EngineSpec] = {}
     for number, entry in enumerate(entries, 1):
         try:
             one = parse_entry(entry)
@@ -96,7 +96,7 @@ def parse(content: bytes) -> tuple[ListedEngine, ...]:
     return tuple(listed.values())
 
 
-def parse_entry(content: object) -> ListedEngine:
+def parse_entry(content: object) -> EngineSpec:
     """Return the engine of one entry. Raises SourceError."""
     try:
         entry = msgspec.convert(content, EngineFileEntry)
@@ -106,8 +106,8 @@ def parse_entry(content: object) -> ListedEngine:
     except (msgspec.ValidationError, ValueError) as error:
         raise SourceError(_one_line(error)) from None
     tls = entry.url.startswith(TLS_SCHEME)
-    spec = EngineSpec(entry.role, address, models, entry.group, entry.weight, tls)
-    return ListedEngine(spec, Intent.DRAINING if entry.draining else Intent.SERVING)
+    intent = Intent.DRAINING if entry.draining else Intent.SERVING
+    return EngineSpec(entry.role, address, models, entry.group, entry.weight, tls, intent)
 
 
 def address_of(url: str) -> Address:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent
 from router.fleet.sources.pod_api import Pod, PodApi, PodChange, VersionExpiredError
 from router.fleet.sources.source import Backoff, SourceError, SourceReport
 from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
@@ -41,7 +41,7 @@ ENDED_PHASES = ("Succeeded", "Failed")
 class PodEngine(NamedTuple):
     """`listed` is None for a pod that is not an engine now; `problem` is why, if it should be."""
 
-    listed: ListedEngine | None
+    listed: EngineSpec | None
     problem: str = ""
 
 
@@ -52,7 +52,7 @@ def read_pod(pod: Pod, role: EngineRole, port: str, scheme: str = "http") -> Pod
     if intent is None:
         return PodEngine(None)
     try:
-        return PodEngine(ListedEngine(_spec(pod, role, port, scheme), intent))
+        return PodEngine(_spec(pod, role, port, scheme, intent))
     except (SourceError, ValueError) as error:
         return PodEngine(None, f"pod {pod.metadata.name[:253]}: {error}")
 
@@ -130,10 +130,10 @@ class KubernetesSource:
         return SourceReport(distinct(listed), "; ".join(problems))
 
 
-def distinct(listed: Iterable[ListedEngine]) -> tuple[ListedEngine, ...]:
+def distinct(listed: Iterable[EngineSpec]) -> tuple[EngineSpec, ...]:
     """Return one engine per address. A reused address may still be listed by its former pod, which
     is the draining one."""
-    found: dict[Address, ListedEngine] = {}
+    found: dict[Address, EngineSpec] = {}
     for one in listed:
         before = found.setdefault(one.address, one)
         if before.intent is Intent.DRAINING:
@@ -153,7 +153,7 @@ def _intent(pod: Pod) -> Intent | None:
     return Intent.SERVING if is_ready else None
 
 
-def _spec(pod: Pod, role: EngineRole, port: str, scheme: str) -> EngineSpec:
+def _spec(pod: Pod, role: EngineRole, port: str, scheme: str, intent: Intent) -> EngineSpec:
     """Raises SourceError, ValueError."""
 
     def described(what: str) -> str | None:
@@ -183,7 +183,7 @@ def _spec(pod: Pod, role: EngineRole, port: str, scheme: str) -> EngineSpec:
     address = Address(canonical(pod.status.pod_ip or ""), _port(pod, described("port") or port))
     models = frozenset((described("models") or "").replace(",", " ").split())
     group = described("group") or DEFAULT_GROUP
-    return EngineSpec(role, address, models, group, weight, scheme == "https")
+    return EngineSpec(role, address, models, group, weight, scheme == "https", intent)
 
 
 def _port(pod: Pod, wanted: str) -> int:

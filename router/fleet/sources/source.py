@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.fleet.engine import ListedEngine
+from router.fleet.engine import EngineSpec
 
 logger = logging.getLogger("disagg_router.fleet")
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -38,7 +38,7 @@ class SourceReport:
     source failed, so that its last list stays valid. `problem` describes a problem in one line;
     empty if there is none."""
 
-    listed: tuple[ListedEngine, ...] | None = None
+    listed: tuple[EngineSpec, ...] | None = None
     problem: str = ""
 
 
@@ -87,8 +87,8 @@ class SavedListing:
         self.name = source.name
         self._source = source
         self._file = file
-        self._saved: tuple[ListedEngine, ...] | None = None
-        self._failed: tuple[ListedEngine, ...] | None = None
+        self._saved: tuple[EngineSpec, ...] | None = None
+        self._failed: tuple[EngineSpec, ...] | None = None
         self._saving: asyncio.Task[None] | None = None
         self.first = source.first
         if self.first.listed is None:
@@ -101,7 +101,7 @@ class SavedListing:
                 if report.listed is not None and report.listed != self._saved:
                     await self._save(report.listed)
 
-    async def _save(self, listed: tuple[ListedEngine, ...]) -> None:
+    async def _save(self, listed: tuple[EngineSpec, ...]) -> None:
         """Save in a thread, one list at a time. A failure is not a problem of the source: it is
         logged once, and saving is tried again with the next report."""
         if self._saving is not None and not await self._has_ended(self._saving):
@@ -123,17 +123,17 @@ class SavedListing:
         return True
 
 
-def save_listing(file: Path, listed: tuple[ListedEngine, ...]) -> None:
+def save_listing(file: Path, listed: tuple[EngineSpec, ...]) -> None:
     """Replace the file atomically. Raises OSError."""
     fresh = file.with_suffix(f".{os.getpid()}")
     fresh.write_bytes(msgspec.json.encode(listed))
     fresh.replace(file)
 
 
-def load_listing(file: Path) -> tuple[ListedEngine, ...] | None:
+def load_listing(file: Path) -> tuple[EngineSpec, ...] | None:
     """Return the saved list; None if there is none that can be read."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=tuple[ListedEngine, ...])
+        return msgspec.json.decode(file.read_bytes(), type=tuple[EngineSpec, ...])
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, ValueError) as error:

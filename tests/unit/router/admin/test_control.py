@@ -12,7 +12,7 @@ import pytest
 from router.admin import control as control_module
 from router.admin.control import Control, ReloadResult, WorkerCounts
 from router.admin.processes import RELOADABLE, DesiredState
-from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent
 from router.fleet.reconcile import (
     OperatorOverrides,
     apply_overrides,
@@ -26,8 +26,8 @@ from router.settings import Address, Settings, SettingsError, load
 from tests.unit.router.fleet.test_views import seen, view
 from tests.unit.router.test_settings import ENGINES
 
-A = ListedEngine(EngineSpec(EngineRole.PREFILL, Address("a", 1)))
-B = ListedEngine(EngineSpec(EngineRole.DECODE, Address("b", 1)))
+A = EngineSpec(EngineRole.PREFILL, Address("a", 1))
+B = EngineSpec(EngineRole.DECODE, Address("b", 1))
 NEW = {"url": "http://n:1", "role": "decode"}
 TOKEN = "0123456789abcdef"
 
@@ -35,8 +35,8 @@ TOKEN = "0123456789abcdef"
 class FakeProcesses:
     """`of` is what each process's one source lists; None: it does not answer."""
 
-    def __init__(self, *of: list[ListedEngine] | None) -> None:
-        self.of: list[list[ListedEngine] | None] = list(of)
+    def __init__(self, *of: list[EngineSpec] | None) -> None:
+        self.of: list[list[EngineSpec] | None] = list(of)
         self.has_all_listings = True
         self.told: list[DesiredState] = []
 
@@ -45,7 +45,7 @@ class FakeProcesses:
         return [self._view(listed, state.overrides) for listed in self.of]
 
     def _view(
-        self, listed: list[ListedEngine] | None, overrides: OperatorOverrides
+        self, listed: list[EngineSpec] | None, overrides: OperatorOverrides
     ) -> FleetView | None:
         if listed is None:
             return None
@@ -57,12 +57,12 @@ class FakeProcesses:
         )
 
 
-def _seen(listed: ListedEngine, is_of_file: bool, overrides: OperatorOverrides) -> EngineView:
-    name, sources = listed.spec.name, ["file"] if is_of_file else []
+def _seen(listed: EngineSpec, is_of_file: bool, overrides: OperatorOverrides) -> EngineView:
+    name, sources = listed.name, ["file"] if is_of_file else []
     return seen(
         name=name,
         url=f"http://{name}",
-        role=listed.spec.role,
+        role=listed.role,
         intent=listed.intent,
         sources=[*(["admin"] if overrides.adds(listed.address) else []), *sources],
         drained=listed.intent is Intent.DRAINING,
@@ -70,7 +70,7 @@ def _seen(listed: ListedEngine, is_of_file: bool, overrides: OperatorOverrides) 
 
 
 def control_of(
-    *of: list[ListedEngine] | None, flags: dict[str, Any] | None = None
+    *of: list[EngineSpec] | None, flags: dict[str, Any] | None = None
 ) -> tuple[Control, FakeProcesses, dict[str, Any]]:
     """And what settings are read from the next time."""
     given: dict[str, Any] = ENGINES | (flags or {})
@@ -137,7 +137,7 @@ async def test_only_what_was_added_here_is_taken_away() -> None:
     assert (await refused(control.remove("z:1")))[0] == 404
     await control.add(NEW)
     await control.drain("n:1")
-    processes.of[0] = [A, ListedEngine(EngineSpec(EngineRole.DECODE, Address("n", 1)))]
+    processes.of[0] = [A, EngineSpec(EngineRole.DECODE, Address("n", 1))]
     await control.remove("n:1")
     assert Address("n", 1) in control.state.overrides.draining, "it is still there, and drains"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.fleet import registry as registry_module
-from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent, ListedEngine
+from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.reconcile import OperatorOverrides
 from router.fleet.registry import EngineRegistry
@@ -39,7 +39,7 @@ class FakeSource:
                 raise word
             yield word
 
-    def lists(self, *listed: ListedEngine, trouble: str = "") -> None:
+    def lists(self, *listed: EngineSpec, trouble: str = "") -> None:
         self.words.put_nowait(SourceReport(listed, trouble))
 
     def fails(self, trouble: str) -> None:
@@ -74,10 +74,9 @@ class World:
         return {engine.name for engine in self.fleet.engines}
 
 
-def listed(name: str, role: EngineRole = EngineRole.DECODE, **spec: Any) -> ListedEngine:
+def listed(name: str, role: EngineRole = EngineRole.DECODE, **spec: Any) -> EngineSpec:
     host, port = name.split(":")
-    intent = spec.pop("intent", Intent.SERVING)
-    return ListedEngine(EngineSpec(role, Address(host, int(port)), **spec), intent)
+    return EngineSpec(role, Address(host, int(port)), **spec)
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +351,7 @@ async def test_an_engine_with_kv_leases_does_not_leave_yet() -> None:
 async def test_overrides_outlive_a_new_listing() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
     async with running(source) as world:
-        a, added = world.engine("a:1"), listed("c:1").spec
+        a, added = world.engine("a:1"), listed("c:1")
         world.registry.set_overrides(OperatorOverrides((added,), frozenset([a.spec.address])))
         assert (a.intent, world.names) == (Intent.DRAINING, {"a:1", "c:1"}), "at once"
         source.lists(listed("a:1", weight=2.0), listed("b:1"))
@@ -370,13 +369,13 @@ async def test_an_error_while_overrides_are_applied_does_not_lose_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
-        set_intent = world.fleet.set_intent
+        change_spec = world.fleet.change_spec
 
         def fail(*_: object) -> None:
-            monkeypatch.setattr(world.fleet, "set_intent", set_intent)
+            monkeypatch.setattr(world.fleet, "change_spec", change_spec)
             raise RuntimeError("no")
 
-        monkeypatch.setattr(world.fleet, "set_intent", fail)
+        monkeypatch.setattr(world.fleet, "change_spec", fail)
         a = world.engine("a:1")
         with pytest.raises(RuntimeError):
             world.registry.set_overrides(OperatorOverrides(draining=frozenset([a.spec.address])))
@@ -400,5 +399,5 @@ async def test_all_listings_are_known_when_each_source_has_listed_once() -> None
 async def test_a_registry_without_sources_waits_for_none() -> None:
     async with running() as world:
         await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
-        world.registry.set_overrides(OperatorOverrides((listed("a:1").spec,)))
+        world.registry.set_overrides(OperatorOverrides((listed("a:1"),)))
         assert world.names == {"a:1"}

@@ -37,7 +37,7 @@ def source(zone: Zone, name: str = NAME) -> DnsSource:
 
 def addresses(report: SourceReport) -> set[str]:
     assert report.listed is not None, report.problem
-    assert all(one.spec.role is EngineRole.DECODE for one in report.listed)
+    assert all(one.role is EngineRole.DECODE for one in report.listed)
     return {str(one.address) for one in report.listed}
 
 
@@ -224,5 +224,5 @@ async def test_a_name_may_be_of_engines_over_tls(zone: Zone, name: str) -> None:
     for asked, tls in ((name, False), (f"https://{name}", True)):
         report, _ = await source(zone, asked)._look()
         assert report.listed is not None
-        assert [listed.spec.tls for listed in report.listed] == [tls]
+        assert [listed.tls for listed in report.listed] == [tls]
         assert addresses(report) == {"10.0.0.1:8200"}

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent
 from router.fleet.sources.file import (
     MAX_FILE_BYTES,
     FileSource,
@@ -27,8 +28,8 @@ from router.settings import Address
 
 P1 = "engines: [{url: 'http://p1:8100', role: prefill}]\n"
 D1 = "engines: [{url: 'http://d1:8200', role: decode}]\n"
-LISTED_P1 = (ListedEngine(EngineSpec(EngineRole.PREFILL, Address("p1", 8100))),)
-LISTED_D1 = (ListedEngine(EngineSpec(EngineRole.DECODE, Address("d1", 8200))),)
+LISTED_P1 = (EngineSpec(EngineRole.PREFILL, Address("p1", 8100)),)
+LISTED_D1 = (EngineSpec(EngineRole.DECODE, Address("d1", 8200)),)
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -52,9 +53,9 @@ def test_all_fields_of_an_entry_are_read() -> None:
     d1 = EngineSpec(EngineRole.DECODE, Address("2001:db8::1", 8200))
     both = EngineSpec(EngineRole.BOTH, Address("both", 80), weight=0.0)
     assert parse(text.encode()) == (
-        ListedEngine(p1),
-        ListedEngine(d1, Intent.DRAINING),
-        ListedEngine(both),
+        p1,
+        replace(d1, intent=Intent.DRAINING),
+        both,
     )
     assert parse(b"engines: []") == ()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent
 from router.fleet.sources.kubernetes import PodEngine, distinct, read_pod
 from router.fleet.sources.pod_api import Pod
 from router.settings import Address
@@ -23,7 +24,7 @@ def look(
 def spec(made: dict[str, Any], port: str = "8000") -> EngineSpec:
     found = look(made, port=port)
     assert found.listed is not None, found.problem
-    return found.listed.spec
+    return found.listed
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_an_invalid_pod_is_a_problem_and_no_engine(how: dict[str, Any], complain
 
 def test_the_serving_pod_of_two_at_one_address_counts() -> None:
     at = EngineSpec(EngineRole.DECODE, Address("h", 1))
-    old, new = ListedEngine(at, Intent.DRAINING), ListedEngine(at)
+    old, new = replace(at, intent=Intent.DRAINING), at
     assert distinct([old, new]) == distinct([new, old]) == (new,)
     assert distinct([old, old]) == (old,)
 
@@ -134,7 +135,7 @@ def test_a_pods_scheme_overrides_the_default(
     made = msgspec.json.decode(msgspec.json.encode(pod("d", labels=labels)), type=Pod)
     found = read_pod(made, EngineRole.DECODE, "8000", scheme)
     assert found.listed is not None
-    assert found.listed.spec.tls is tls
+    assert found.listed.tls is tls
 
 
 def test_a_misspelt_scheme_is_a_problem_and_not_plain_http() -> None:

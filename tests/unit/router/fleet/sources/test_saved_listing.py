@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from router.fleet.engine import EngineRole, EngineSpec, Intent, ListedEngine
+from router.fleet.engine import EngineRole, EngineSpec, Intent
 from router.fleet.sources import source as source_module
 from router.fleet.sources.source import SavedListing, SourceReport, load_listing, save_listing
 from router.settings import Address
 from tests.unit.router.harness import eventually
 
-P = ListedEngine(EngineSpec(EngineRole.PREFILL, Address("p", 8100)))
-D = ListedEngine(
-    EngineSpec(EngineRole.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5), Intent.DRAINING
+P = EngineSpec(EngineRole.PREFILL, Address("p", 8100))
+D = EngineSpec(
+    EngineRole.DECODE, Address("::1", 9), frozenset("ab"), "blue", 0.5, intent=Intent.DRAINING
 )
 BROKEN = SourceReport(None, "the file is broken")
 
@@ -107,9 +107,9 @@ async def test_a_failed_save_is_retried_with_the_next_report(
 async def test_a_stuck_disk_delays_no_report(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One write waits; what came meanwhile is written with the first report after it."""
     gate, asked = threading.Event(), 0
-    write: Callable[[Path, tuple[ListedEngine, ...]], None] = save_listing
+    write: Callable[[Path, tuple[EngineSpec, ...]], None] = save_listing
 
-    def stuck(file: Path, listed: tuple[ListedEngine, ...]) -> None:
+    def stuck(file: Path, listed: tuple[EngineSpec, ...]) -> None:
         nonlocal asked
         asked += 1
         gate.wait(10)
