@@ -411,7 +411,7 @@ def test_a_stage_that_does_not_say_who_shares_its_memory_is_refused() -> None:
     geometry = CacheGeometry(16, 8, group_windows=(None, 8))
     said = said_of([SHARES["whole"], SHARES["rest of whole"]])
     said.region_tenants = None
-    with pytest.raises(PlanError, match="not told which layers share a0"):
+    with pytest.raises(PlanError, match="the layers that share a0 are not known"):
         match_peer(geometry, [SHARES["stage"]], said, in_part=True)
 
 
@@ -429,7 +429,7 @@ def test_memory_that_other_layers_share_there_is_refused(tenants: tuple[str, ...
     geometry = CacheGeometry(16, 8, group_windows=(None, 8))
     ours = SHARES["whole"]
     assert match_peer(geometry, [ours], said_of([ours])).layers == ("a0",)
-    with pytest.raises(PlanError, match="who shares the memory of a0 differs"):
+    with pytest.raises(PlanError, match="layers that share the memory of a0 differs"):
         match_peer(geometry, [ours], said_of([replace(ours, tenants=tenants)]))
 
 
