@@ -15,6 +15,7 @@ for the bytes without which there is no failure.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import orjson
@@ -57,18 +58,18 @@ from router.openai.event_stream import (
 )
 from router.proxy.messages import error_text
 
-ABORT, ERROR = "abort", "error"
+ABORT, ERROR, PREEMPTED = "abort", "error", "preempted"
+FAILED_REASONS = frozenset((ABORT, ERROR, REJECTION))
 # Finish and stop reason of an answer that was returned for lack of KV blocks; and vLLM's of a chat
 # that had called a tool by then.
-RETURNED = (REJECTION, "preempted")
-RETURNED_AFTER_TOOL_CALL = ("tool_calls", "preempted")
+RETURNED = (REJECTION, PREEMPTED)
+RETURNED_AFTER_TOOL_CALL = ("tool_calls", PREEMPTED)
 PREEMPTED_VALUE = b'"preempted"'
 CODE = re.compile(r"[45][0-9]{2}")
 # Ends no block.
 NO_EVENT = b"\0"
 # Bytes of the longest finish reason that may be cut.
 SEAM_BYTES = 64
-CHOICES = re.compile(rb'choices"(?<="choices")\s*:\s*\[\s*\{')
 # Text of a stream's first event. It then is no failure.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
 
@@ -146,10 +147,11 @@ def generation_content(answer: EngineAnswer) -> Json | None:
         if not raw.lstrip().startswith(b"{"):
             raise BrokenAnswerError("an answer that is not JSON")
         return None
-    is_object = raw.startswith(b"{") and raw.endswith(b"}")
-    is_suspect = may_fail(raw) or raw.rfind(PREEMPTED_VALUE) >= 0
-    if is_object and not is_suspect and CHOICES.search(raw) is not None:
-        return None
+    try:
+        if _is_surely_answer(_decode_answer(raw)):
+            return None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
     content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
@@ -158,9 +160,31 @@ def generation_content(answer: EngineAnswer) -> Json | None:
     return content
 
 
-def prefill_content(raw: bytes) -> Json | None:
-    """Return the content of a prefill engine's answer if it may report a failure, else None."""
-    return parse_object(raw) if may_fail(raw) else None
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    """What of a whole answer may show that it is none."""
+
+    choices: list[_Choice] = []
+    error: Any = None
+    object: Any = None
+    type: Any = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def _is_surely_answer(answer: _Answer) -> bool:
+    if answer.error or ERROR in (answer.object, answer.type):
+        return False
+    for choice in answer.choices:
+        if choice.finish_reason in FAILED_REASONS or choice.stop_reason == PREEMPTED:
+            return False
+    return bool(answer.choices)
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
@@ -215,7 +239,7 @@ def preemption_in(answer: EngineAnswer, content: Json | None) -> PreemptedError 
     if raw.find(PREEMPTED_VALUE) < 0:
         return None
     try:
-        whole = _decode_finished(raw)
+        whole = _decode_answer(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     finishes = [(choice.finish_reason, choice.stop_reason) for choice in whole.choices]
@@ -227,19 +251,6 @@ def preemption_in(answer: EngineAnswer, content: Json | None) -> PreemptedError 
 
 def _reasons_of(choice: Json) -> tuple[object, object]:
     return choice.get("finish_reason"), choice.get("stop_reason")
-
-
-class _FinishedChoice(msgspec.Struct, gc=False):
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _FinishedAnswer(msgspec.Struct, gc=False):
-    choices: list[_FinishedChoice]
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_decode_finished = msgspec.json.Decoder(_FinishedAnswer).decode
 
 
 async def cached_share(answer: EngineAnswer) -> float | None:

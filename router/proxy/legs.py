@@ -19,7 +19,7 @@ from router.http_client.answer_memory import UNCOUNTED_BYTES
 from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
-from router.openai.answers import Json, is_rejection
+from router.openai.answers import Json, is_rejection, parse_object
 from router.openai.errors import (
     EngineError,
     EngineOverloadedError,
@@ -36,7 +36,6 @@ from router.proxy.answer_check import (
     generation_content,
     passthrough_content,
     preemption_in,
-    prefill_content,
 )
 from router.proxy.load_failure import (
     LoadFailure,
@@ -163,8 +162,7 @@ async def _prefill_leg(
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
         prefilled = PrefillAnswer(raw)
-        content = prefill_content(raw)
-        if content is not None:
+        if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
         _note_success(run, engine)
         _note_prefilled(run, engine, prefilled, started)

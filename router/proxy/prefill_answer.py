@@ -21,6 +21,7 @@ from router.openai.answers import (
     prompt_tokens_of,
     read_generated_tokens,
 )
+from router.openai.event_stream import may_fail
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
@@ -97,6 +98,9 @@ class _PrefillFields(msgspec.Struct):
     choices: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     usage: msgspec.Raw = ABSENT
+    error: Any = None
+    object: Any = None
+    type: Any = None
 
 
 _decode_answer = msgspec.json.Decoder(_PrefillFields).decode
@@ -108,11 +112,12 @@ class PrefillAnswer:
 
     `params` is None if the engine sent none; `usage` is JSON as the engine wrote it. `raw` is the
     whole answer until `take_decode_params`. `is_whole_answer` is True if the one token of the
-    engine ends the answer.
+    engine ends the answer. `may_fail` is False if the answer certainly reports no failure.
     """
 
     __slots__ = (
-        "_choices", "is_whole_answer", "mentions_prefix_hashes", "params", "raw", "usage",
+        "_choices", "is_whole_answer", "may_fail", "mentions_prefix_hashes", "params", "raw",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, answer: bytes) -> None:
@@ -126,9 +131,12 @@ class PrefillAnswer:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
         self.params = KvParams(given) if is_some else None
-        self.usage, self._choices = bytes(content.usage), content.choices
-        if self.params is None and bytes(content.choices).translate(None, b" \t\r\n") in EMPTY:
+        choices = bytes(content.choices)
+        if self.params is None and choices.translate(None, b" \t\r\n") in EMPTY:
             raise BrokenAnswerError("an answer without choices")
+        self.usage, self._choices = bytes(content.usage), choices
+        is_error = content.error or "error" in (content.object, content.type)
+        self.may_fail = bool(is_error) or may_fail(choices)
         self.mentions_prefix_hashes = given.find(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False
@@ -137,7 +145,7 @@ class PrefillAnswer:
         """Return the params for a decode engine: see `with_retain_request`. Drop all but `params`,
         so that a large answer is not held while the decode engine answers."""
         self.raw = b""
-        self._choices, self.usage = ABSENT, b""
+        self._choices = self.usage = b""
         return with_retain_request(self.params, retains_turn)
 
     def prepare_hand_over(self) -> str:
@@ -148,7 +156,7 @@ class PrefillAnswer:
         """
         params, finish = self.params, None
         try:
-            (choice,) = _decode_choices(bytes(self._choices))
+            (choice,) = _decode_choices(self._choices)
             finish = choice.finish_reason
         except (msgspec.DecodeError, ValueError):  # not exactly one choice
             pass
