@@ -23,12 +23,14 @@ from typing import NamedTuple
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
+from engine_ext.push.component import Push
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.errors import CONNECTOR_VERSION
+from engine_ext.worker.push_component import PushFactory
 from engine_ext.worker.staging import StagingFactory
-from engine_ext.worker.worker import WorkerConnector
+from engine_ext.worker.worker import AgentFactory, WorkerConnector
 
-__all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector"]
+__all__ = ["Connector", "SchedulerConnector", "WorkerConnector", "build_connector", "build_worker"]
 
 
 class Connector(NamedTuple):
@@ -69,5 +71,24 @@ def build_connector(
     }
     identity = EngineIdentity(config.engine_id, host, port, compat_factors=factors)
     return Connector(
-        SchedulerConnector(config, identity, geometry), WorkerConnector(config, geometry, identity)
+        SchedulerConnector(config, identity, geometry), build_worker(config, geometry, identity)
     )
+
+
+def build_worker(
+    config: ConnectorConfig,
+    geometry: CacheGeometry,
+    identity: EngineIdentity,
+    open_agent: AgentFactory | None = None,
+) -> WorkerConnector:
+    """Build the worker half. Only an engine in push mode gets the component that pushes.
+
+    Raises UnsupportedError for what `support` refuses.
+    """
+    open_push = push_of(config)
+    return WorkerConnector(config, geometry, identity, open_agent, open_push=open_push)
+
+
+def push_of(config: ConnectorConfig) -> PushFactory | None:
+    """Return what builds the push component of such an engine; None in pull mode."""
+    return Push if config.transfer_mode == "push" else None

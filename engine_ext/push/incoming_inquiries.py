@@ -13,7 +13,7 @@ from typing import NamedTuple
 from engine_ext.common.request_names import names_of
 from engine_ext.push.matching_state import NameTable, are_different
 from engine_ext.wire.notifications import AwaitPrompt, PromptReady
-from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.reply_channels import ReplyChannels
 
 FORGET_SECONDS = 15.0
 """Decode engines ask again within a third of that."""
@@ -47,15 +47,15 @@ class Inquiry:
         return not are_different(self.message.transfer_id, transfer_id)
 
 
-class Inquiries:
+class IncomingInquiries:
     """Bounded. A decode engine that has too many loses its oldest one; where there are too many in
     all, it is the engine that has most. What is lost comes again."""
 
     LIMIT = 8192
     LIMIT_BY_SENDER = 2048
 
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
+    def __init__(self, channels: ReplyChannels) -> None:
+        self._channels = channels
         self._open: dict[str, OrderedDict[str, Inquiry]] = {}
         """By sender and D's id, the one that came longest ago first."""
         self._num_open = 0
@@ -91,7 +91,7 @@ class Inquiries:
     def answer(self, inquiry: Inquiry) -> None:
         """Lost, it is asked for again."""
         self._forget(inquiry)
-        self._readers.answer(inquiry.sender, PromptReady(inquiry.message.request_id))
+        self._channels.answer(inquiry.sender, PromptReady(inquiry.message.request_id))
 
     def forget_old(self, now: float) -> None:
         for inquiry in self:

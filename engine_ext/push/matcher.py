@@ -27,12 +27,10 @@ import logging
 from collections.abc import Callable
 from itertools import chain
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.request_names import names_of, whole_id
-from engine_ext.common.types import Clock, ConnectorStats, PushOffer
-from engine_ext.layout.ranks import TensorRank
-from engine_ext.push.incoming_inquiries import Inquiries, Inquiry
+from engine_ext.common.types import PushOffer
+from engine_ext.push.incoming_inquiries import IncomingInquiries, Inquiry
 from engine_ext.push.matching_state import (
     Doubt,
     HeldOffer,
@@ -53,8 +51,8 @@ from engine_ext.push.replies import (
     WITHDRAWN,
     Replies,
 )
-from engine_ext.push.sender_checks import Checks
-from engine_ext.push.writes import Writes, Writing
+from engine_ext.push.sender_checks import SenderChecks
+from engine_ext.push.writes import ActiveWrite, Writes
 from engine_ext.wire.notifications import (
     AwaitPrompt,
     PushFailed,
@@ -62,11 +60,10 @@ from engine_ext.wire.notifications import (
     ReturnBlocks,
     Withdraw,
 )
-from engine_ext.worker.agent import Agent
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import LeaseTable
 from engine_ext.worker.peers import Peers
-from engine_ext.worker.reply_channels import Readers
-from engine_ext.worker.results import TransferReport
+from engine_ext.worker.reply_channels import ReplyChannels
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -82,26 +79,21 @@ LATE_SECONDS = 5.0
 is taken for that request's; what comes later is another attempt's."""
 
 
-class PushWriter:
+class PushMatcher:
+    """`free` is called for each request whose lease has ended here."""
+
     def __init__(
         self,
-        agent: Agent,
+        context: WorkerContext,
+        *,
         peers: Peers,
-        readers: Readers,
         leases: LeaseTable,
-        config: ConnectorConfig,
-        us: TensorRank,
-        stats: ConnectorStats,
-        clock: Clock,
-        report: TransferReport,
-        on_free: Callable[[str], None],
+        channels: ReplyChannels,
+        free: Callable[[str], None],
     ) -> None:
-        """`on_free` is told of each request whose lease has ended here."""
+        self._config, self._us, self._clock = context.config, context.rank, context.clock
         self._leases = leases
-        self._on_free = on_free
-        self._config = config
-        self._us = us
-        self._clock = clock
+        self._free = free
         self._prefilling: NameTable[str] = NameTable()
         """Requests that will be offered, or cancelled."""
         self._offers: dict[str, HeldOffer] = {}
@@ -110,28 +102,23 @@ class PushWriter:
         """Of requests that run yet; they are offered, or cancelled."""
         self._draft_names: NameTable[str] = NameTable()
         self._registrations = RegistrationTable()
-        self._failed = Tombstones(config.push_deadline)
-        self._unwanted = Tombstones(config.push_deadline)
-        self._missed = Tombstones(config.push_deadline)
+        self._failed = Tombstones(context.config.push_deadline)
+        self._unwanted = Tombstones(context.config.push_deadline)
+        self._missed = Tombstones(context.config.push_deadline)
         """Of offers that are gone: a registration of such a name may have come for one of them."""
-        self._withdrawn = Tombstones(config.push_deadline)
+        self._withdrawn = Tombstones(context.config.push_deadline)
         """D's ids: of its ranks' withdrawals, one frees our blocks."""
-        self._hopeless = Tombstones(config.push_deadline)
+        self._hopeless = Tombstones(context.config.push_deadline)
         """Of D's requests, the ones that heard that their prompts never come."""
-        self._inquiries = Inquiries(readers)
-        self._replies = Replies(readers, stats)
-        self._checks = Checks(peers, config.access.peers, us, self._replies, self._welcome)
+        self._inquiries = IncomingInquiries(channels)
+        self._replies = Replies(channels, context.stats)
+        self._checks = SenderChecks(context, peers, self._replies, accept=self._welcome)
         self._writes = Writes(
-            agent,
+            context,
             peers,
-            config,
-            us,
-            clock,
-            report,
-            stats,
-            self._ended,
-            self._lapsed,
-            self._release,
+            on_end=self._ended,
+            on_lapse=self._lapsed,
+            on_release=self._release,
         )
 
     @property
@@ -148,8 +135,7 @@ class PushWriter:
 
     def expect(self, request_id: str) -> None:
         """P has a request that somebody may register for."""
-        if self._config.transfer_mode == "push":
-            self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
+        self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
 
     def name(self, request_id: str, transfer_id: str) -> None:
         """The router's name for a request that P has."""
@@ -380,7 +366,7 @@ class PushWriter:
         self._offers.pop(request_id, None)
         self._offer_names.remove(request_id)
 
-    def request_of(self, name: str) -> str:
+    def own_id(self, name: str) -> str:
         """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
         return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
 
@@ -458,7 +444,7 @@ class PushWriter:
         self.forget(held.offer.request_id)
         self._end_if_last(held)
 
-    def _ended(self, writing: Writing) -> None:
+    def _ended(self, writing: ActiveWrite) -> None:
         """Well, or with a problem: NIXL touches our blocks no more for this one."""
         registered = writing.registered
         if writing.problem is None:
@@ -468,7 +454,7 @@ class PushWriter:
             self._replies.refuse(registered, writing.problem, landing)
         self._release(writing)
 
-    def _release(self, writing: Writing) -> None:
+    def _release(self, writing: ActiveWrite) -> None:
         """Once."""
         if writing.is_released:
             return
@@ -480,7 +466,7 @@ class PushWriter:
         elif self._drafts.get(held.offer.request_id) is held:
             self._unmatch_if_last(held)
 
-    def _lapsed(self, writing: Writing) -> None:
+    def _lapsed(self, writing: ActiveWrite) -> None:
         held = writing.held
         held.num_writing -= 1
         held.senders.discard(writing.registered.sender)
@@ -515,7 +501,7 @@ class PushWriter:
     def _confirm(self, request_id: str, now: float, reader: str = "") -> None:
         self.forget(request_id)
         if self._leases.confirm(request_id, now, reader=reader):
-            self._on_free(request_id)
+            self._free(request_id)
 
     def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:
         """These and, when they come, those of the same request's other ranks."""

@@ -9,16 +9,15 @@ is wrong.
 import logging
 from dataclasses import dataclass, field
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import ConnectorStats, PushInquiry
+from engine_ext.common.types import PushInquiry
 from engine_ext.push.registrations import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
 from engine_ext.wire.notifications import AwaitPrompt, encode_extension
-from engine_ext.worker.agent import Agent, AgentError
+from engine_ext.worker.agent import AgentError
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import HeartbeatTracker
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.peers import PeerError, Peers
-from engine_ext.worker.results import Results
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -34,23 +33,13 @@ class _Asking:
     answered: set[str] = field(default_factory=set)
 
 
-class AwaitedPrompts:
-    def __init__(
-        self,
-        agent: Agent,
-        peers: Peers,
-        beats: HeartbeatTracker,
-        results: Results,
-        config: ConnectorConfig,
-        stats: ConnectorStats,
-    ) -> None:
-        self._agent = agent
+class OutgoingInquiries:
+    def __init__(self, context: WorkerContext, peers: Peers, beats: HeartbeatTracker) -> None:
+        self._agent, self._results, self._stats = context.agent, context.results, context.stats
         self._peers = peers
         self._beats = beats
-        self._results = results
-        self._stats = stats
-        self._seconds = config.push_deadline
-        self._asks_every = min(config.heartbeat_interval, LONGEST_ASKING)
+        self._seconds = context.config.push_deadline
+        self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
         self._asking: dict[str, _Asking] = {}
 
     def __len__(self) -> int:

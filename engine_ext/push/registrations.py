@@ -38,16 +38,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     STATE,
     BlockIds,
-    CacheGeometry,
-    ConnectorStats,
-    EngineIdentity,
     LoadProblem,
     PeerAddress,
     PushRegistration,
@@ -67,11 +63,11 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_registration,
 )
-from engine_ext.worker.agent import Agent, AgentError, PeerHandle
+from engine_ext.worker.agent import AgentError, PeerHandle
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import CLOCK_DRIFT, HeartbeatTracker
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.peers import PeerError, Peers
-from engine_ext.worker.results import Results
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -173,35 +169,23 @@ class PendingRegistration:
 
 
 class Registrations:
-    """`clocks` are told of elsewhere, by the answers to our heartbeats."""
+    """`clocks` is kept up to date by the answers to our heartbeats."""
 
     def __init__(
         self,
-        agent: Agent,
+        context: WorkerContext,
+        *,
         peers: Peers,
         beats: HeartbeatTracker,
         clocks: RemoteClocks,
-        sequence: Iterator[int],
-        results: Results,
-        config: ConnectorConfig,
-        geometry: CacheGeometry,
-        identity: EngineIdentity,
-        stats: ConnectorStats,
-        max_quarantined: int,
     ) -> None:
-        """`max_quarantined`: in blocks."""
-        self._agent = agent
+        self._context = context
+        self._agent, self._config = context.agent, context.config
+        self._results, self._stats = context.results, context.stats
         self._peers = peers
         self._beats = beats
         self._clocks = clocks
-        self._sequence = sequence
-        self._results = results
-        self._config = config
-        self._geometry = geometry
-        self._identity = identity
-        self._stats = stats
-        self._max_quarantined = max_quarantined
-        self._asks_every = min(config.heartbeat_interval, LONGEST_ASKING)
+        self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
         self._waiting: dict[str, PendingRegistration] = {}
         self._declines: list[PushWithdrawal] = []
 
@@ -210,7 +194,7 @@ class Registrations:
         return len(self._waiting)
 
     @property
-    def owes_messages(self) -> bool:
+    def has_unsent(self) -> bool:
         """Something is to be said, and the handshake for it still runs."""
         return bool(self._declines)
 
@@ -239,7 +223,7 @@ class Registrations:
 
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
-        waiting = PendingRegistration(registration, next(self._sequence), deadline)
+        waiting = PendingRegistration(registration, next(self._context.sequence), deadline)
         self._waiting[waiting.request_id] = waiting
 
     def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
@@ -344,7 +328,7 @@ class Registrations:
             waiting.on(RegistrationEvent.CONNECT)
             return
         waiting.on(RegistrationEvent.REGISTER)
-        waiting.generation = next(self._sequence)
+        waiting.generation = next(self._context.sequence)
         waiting.peers, waiting.returned = waiting.returned, {}
         waiting.ask_again_at = 0.0
 
@@ -404,7 +388,7 @@ class Registrations:
             return
         if not all(peer.has_extension for peer in peers):
             raise PeerError("P does not promise when its WRITE would have landed")
-        if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
+        if (num_blocks := self.num_blocks_quarantined) > self._context.max_quarantined:
             raise PeerError(f"{num_blocks} blocks are in quarantine")
         if not self._may_ask(waiting, peers, now):
             return
@@ -528,12 +512,13 @@ class Registrations:
 
     def _message(self, waiting: PendingRegistration, begin_by: float) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
+        identity, geometry = self._context.identity, self._context.geometry
         return PushRegistered(
             request_id=registration.request_id,
-            decode_engine_id=self._identity.engine_id,
-            decode_host=self._identity.host,
-            decode_port=self._identity.port,
-            decode_tp_size=self._identity.tp_size,
+            decode_engine_id=identity.engine_id,
+            decode_host=identity.host,
+            decode_port=identity.port,
+            decode_tp_size=identity.tp_size,
             local_block_ids=self._awaited(registration),
             remote_engine_id=target.address.engine_id,
             remote_host=target.address.host,
@@ -548,17 +533,18 @@ class Registrations:
                 digest=registration.digest,
                 remote_request_id=target.remote_request_id,
                 begin_by=begin_by,
-                tp_rank=self._geometry.tp_rank,
-                pp_rank=self._geometry.pp_rank,
-                pp_size=self._identity.pp_size,
+                tp_rank=geometry.tp_rank,
+                pp_rank=geometry.pp_rank,
+                pp_size=identity.pp_size,
             ),
         )
 
     def _awaited(self, registration: PushRegistration) -> BlockIds:
         """Those of the tokens that are to be written, and of a state the one that it has."""
-        first = registration.first_token // self._geometry.block_size
-        last = -(-registration.last_token // self._geometry.block_size)
-        windows = self._geometry.group_windows
+        geometry = self._context.geometry
+        first = registration.first_token // geometry.block_size
+        last = -(-registration.last_token // geometry.block_size)
+        windows = geometry.group_windows
         groups = zip(registration.local_block_ids, windows, strict=True)
         awaited = tuple(ids if window == STATE else ids[first:last] for ids, window in groups)
         return without_holes(awaited, windows)

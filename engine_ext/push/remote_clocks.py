@@ -25,7 +25,7 @@ class RemoteClocks:
     def __init__(self) -> None:
         self._told: OrderedDict[str, _Told] = OrderedDict()
 
-    def told(self, agent: str, clock: float, now: float) -> None:
+    def reported(self, agent: str, clock: float, now: float) -> None:
         """A message came in which the agent's clock reads `clock`."""
         if clock < self.earliest(agent, now, default=clock):
             return  # Overtaken by another message.

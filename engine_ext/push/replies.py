@@ -6,7 +6,7 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
 from engine_ext.push.matching_state import Outcomes, Registered, RegistrationKey
 from engine_ext.wire.notifications import PushDone, PushFailed
-from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.reply_channels import ReplyChannels
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -26,8 +26,8 @@ OF_REQUEST = (*NO_FAULTS, DIFFERENT, LEASE_ENDED, TOO_LATE, TOO_MANY, UNKNOWN, L
 
 
 class Replies:
-    def __init__(self, readers: Readers, stats: ConnectorStats) -> None:
-        self._readers = readers
+    def __init__(self, channels: ReplyChannels, stats: ConnectorStats) -> None:
+        self._channels = channels
         self._stats = stats
         self._outcomes = Outcomes()
 
@@ -35,7 +35,7 @@ class Replies:
         """Return the recorded outcome and send it again; None if there is none yet."""
         answer = self._outcomes.find(key)
         if answer is not None:
-            self._readers.answer(key.sender, answer)
+            self._channels.answer(key.sender, answer)
         return answer
 
     def written(self, registered: Registered) -> None:
@@ -63,4 +63,4 @@ class Replies:
 
     def _end(self, key: RegistrationKey, answer: PushFailed) -> None:
         self._outcomes.add(key, answer)
-        self._readers.answer(key.sender, answer)
+        self._channels.answer(key.sender, answer)

@@ -8,15 +8,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from engine_ext.common.access import Networks
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import PeerAddress
 from engine_ext.layout.plan import PlanError
-from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.layout.ranks import RankError
 from engine_ext.push.matching_state import Registered, RegisteredByKey, RegistrationKey
 from engine_ext.push.replies import TOO_MANY, Replies
 from engine_ext.push.writes import rank_of
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.peers import PeerError, Peers
 
@@ -29,22 +29,20 @@ secret, anybody can."""
 MAX_RECHECKED = 4096
 
 
-class Checks:
-    """`welcome` is told of each that is its engine's own."""
+class SenderChecks:
+    """`accept` is called for each registration that is its engine's own."""
 
     def __init__(
         self,
+        context: WorkerContext,
         peers: Peers,
-        allowed: Networks,
-        us: TensorRank,
         replies: Replies,
-        welcome: Callable[[Registered, float], None],
+        accept: Callable[[Registered, float], None],
     ) -> None:
+        self._allowed, self._us = context.config.access.peers, context.rank
         self._peers = peers
-        self._allowed = allowed
-        self._us = us
         self._replies = replies
-        self._welcome = welcome
+        self._accept = accept
         self._unchecked = RegisteredByKey()
         self._rechecked: OrderedDict[PeerAddress, float] = OrderedDict()
         """When engines were last met anew, the one longest ago first."""
@@ -90,7 +88,7 @@ class Checks:
             return
         self._unchecked.pop(registered.key)
         if is_theirs:
-            self._welcome(registered, now)
+            self._accept(registered, now)
         else:
             logger.warning("ignored a registration by another agent than it is for")
 

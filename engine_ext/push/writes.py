@@ -18,10 +18,9 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import Clock, ConnectorStats, num_blocks_in
+from engine_ext.common.types import num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
 from engine_ext.layout.ranks import RankError, TensorRank
 from engine_ext.push.matching_state import HeldOffer, Registered, RegistrationKey
@@ -32,16 +31,16 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_read_done,
 )
-from engine_ext.worker.agent import Agent, AgentError, PeerHandle, TransferInFlight
+from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.peers import PeerError, Peers
-from engine_ext.worker.results import TransferReport
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)
-class Writing:
+class ActiveWrite:
     held: HeldOffer
     registered: Registered
     connect_by: float | None = None
@@ -86,28 +85,20 @@ class Writes:
 
     def __init__(
         self,
-        agent: Agent,
+        context: WorkerContext,
         peers: Peers,
-        config: ConnectorConfig,
-        us: TensorRank,
-        clock: Clock,
-        report: TransferReport,
-        stats: ConnectorStats,
-        on_end: Callable[[Writing], None],
-        on_lapse: Callable[[Writing], None],
-        on_release: Callable[[Writing], None],
+        *,
+        on_end: Callable[[ActiveWrite], None],
+        on_lapse: Callable[[ActiveWrite], None],
+        on_release: Callable[[ActiveWrite], None],
     ) -> None:
-        self._agent = agent
+        self._agent, self._config, self._us = context.agent, context.config, context.rank
+        self._clock, self._stats, self._log = context.clock, context.stats, context.log
         self._peers = peers
-        self._config = config
-        self._us = us
-        self._clock = clock
-        self._report = report
-        self._stats = stats
         self._on_end = on_end
         self._on_lapse = on_lapse
         self._on_release = on_release
-        self._writing: dict[RegistrationKey, Writing] = {}
+        self._writing: dict[RegistrationKey, ActiveWrite] = {}
 
     def __len__(self) -> int:
         return len(self._writing)
@@ -125,10 +116,6 @@ class Writes:
             default=None,
         )
 
-    def num_blocks_quarantined(self, now: float) -> int:
-        """Of WRITEs that should be over."""
-        return sum(num_blocks_in(one.held.offer.block_ids) for one in self._late(now))
-
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for writing in self._late(now):
             assert writing.moving is not None
@@ -139,7 +126,7 @@ class Writes:
                 now - writing.moving.deadline,
             )
 
-    def _late(self, now: float) -> list[Writing]:
+    def _late(self, now: float) -> list[ActiveWrite]:
         return [one for one in self._writing.values() if one.is_late(now) and not one.is_void]
 
     def uses(self, peer: PeerHandle) -> bool:
@@ -147,7 +134,7 @@ class Writes:
         return any(writing.peer is peer for writing in self._writing.values())
 
     def begin(self, held: HeldOffer, registered: Registered) -> None:
-        self._writing[registered.key] = Writing(held, registered)
+        self._writing[registered.key] = ActiveWrite(held, registered)
 
     def refresh(self, registered: Registered) -> bool:
         """True: it is among these, and may begin for longer now."""
@@ -186,7 +173,7 @@ class Writes:
         for writing in [one for one in self._writing.values() if one.held is held]:
             self._stop(writing, reason)
 
-    def _stop(self, writing: Writing, reason: str) -> None:
+    def _stop(self, writing: ActiveWrite, reason: str) -> None:
         """A part under way ends as NIXL says; if it is the last one, it may end well."""
         if writing.moving is None:
             self._end(writing, reason)
@@ -205,7 +192,7 @@ class Writes:
                 logger.exception("push of %s", writing.held.offer.request_id)
                 self._stumble(writing, repr(error))
 
-    def _advance(self, writing: Writing, now: float) -> None:
+    def _advance(self, writing: ActiveWrite, now: float) -> None:
         if writing.moving is None:
             self._go_on(writing, now)
         elif writing.moving.has_ended(self._agent, now):
@@ -213,7 +200,7 @@ class Writes:
         elif (reason := writing.stopped or writing.moving.problem) is not None:
             self._stop(writing, reason)
 
-    def _part_ended(self, writing: Writing, moved: TransferInFlight) -> None:
+    def _part_ended(self, writing: ActiveWrite, moved: TransferInFlight) -> None:
         if moved.problem is not None:
             self._end(writing, f"WRITE: {moved.problem}")
         elif writing.part.until is None:
@@ -226,7 +213,7 @@ class Writes:
             elif writing.is_asked_back and writing.held.is_draft:
                 self._lapse(writing)
 
-    def _go_on(self, writing: Writing, now: float) -> None:
+    def _go_on(self, writing: ActiveWrite, now: float) -> None:
         """With what P has computed since the last part."""
         held, registered = writing.held, writing.registered
         if held.is_draft and registered.deadline <= now:
@@ -258,7 +245,7 @@ class Writes:
         transfer = self._agent.start_write(peer, batch.local, batch.remote, notification)
         writing.moving = TransferInFlight(transfer, begins + self._config.transfer_timeout)
 
-    def _connect(self, writing: Writing, now: float) -> PeerHandle | None:
+    def _connect(self, writing: ActiveWrite, now: float) -> PeerHandle | None:
         """None while a handshake runs."""
         registered = writing.registered
         peer = self._peers.connect(registered.address, now, *rank_of(registered.message, self._us))
@@ -274,7 +261,7 @@ class Writes:
         writing.connect_by = None
         return peer
 
-    def _pass_over(self, writing: Writing, peer: PeerHandle) -> None:
+    def _pass_over(self, writing: ActiveWrite, peer: PeerHandle) -> None:
         """This part is another rank's, or D did not ask for it."""
         if writing.part.until is not None:
             writing.part = TokenRange(since=writing.part.until)
@@ -283,7 +270,7 @@ class Writes:
         self._end(writing)
 
     @staticmethod
-    def _plan(peer: PeerHandle, writing: Writing) -> Batch:
+    def _plan(peer: PeerHandle, writing: ActiveWrite) -> Batch:
         offer, message = writing.held.offer, writing.registered.message
         first_token, last_token = None, offer.num_tokens
         if message.disagg is not None:
@@ -294,18 +281,18 @@ class Writes:
             offer.block_ids, message.local_block_ids, first_token, last_token, writing.part
         )
 
-    def _lapse(self, writing: Writing) -> None:
+    def _lapse(self, writing: ActiveWrite) -> None:
         del self._writing[writing.registered.key]
         self._on_lapse(writing)
 
-    def _stumble(self, writing: Writing, problem: str) -> None:
+    def _stumble(self, writing: ActiveWrite, problem: str) -> None:
         """A fault of ours frees nothing that is still written from."""
         if writing.moving is None or writing.moving.ended:
             self._end(writing, problem)
         else:
             writing.moving.problem = writing.moving.problem or problem
 
-    def _end(self, writing: Writing, problem: str | None = None) -> None:
+    def _end(self, writing: ActiveWrite, problem: str | None = None) -> None:
         if self._writing.pop(writing.registered.key, None) is None:
             return
         writing.problem = problem
@@ -315,9 +302,9 @@ class Writes:
         if problem is not None and writing.peer is not None:
             self._peers.forget(writing.registered.address)
 
-    def _note(self, writing: Writing) -> None:
+    def _note(self, writing: ActiveWrite) -> None:
         message = writing.registered.message
-        self._report.note(
+        self._log.note(
             "WRITE",
             writing.held.offer.request_id,
             message.decode_engine_id,

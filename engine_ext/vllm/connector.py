@@ -40,6 +40,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.connector import build_worker
 from engine_ext.http import leases
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.vllm import describe
@@ -389,7 +390,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
-        self._worker = WorkerConnector(self._config, geometry, identity)
+        self._worker = build_worker(self._config, geometry, identity)
         self._worker.set_wake(NewsSender(describe.news_name(self._vllm_config, self._config)))
         self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 

@@ -1,44 +1,57 @@
-"""What the owner thread does as the holder of blocks that others read: leases, and answers."""
+"""The source's side of leases: what it answers to readers, and when blocks are free.
+
+leases.py holds the states and the clock's rules; this file reads and sends the messages.
+
+    Heartbeat    stock reader's renewal; nothing is answered
+    Renew        -> Renewed: the seconds that each lease holds at least, the leases that are gone,
+                 and this engine's clock
+    Read         confirms that a reader is done. With a sequence number it is the notification of a
+                 READ -> ReadAck: whether the lease was still valid when the READ had ended, and the
+                 blocks' checksums where the reader asks for them
+    ReadDone     stock reader's confirmation
+    Gone         sent to readers of a lease that has expired or is revoked; they confirm by Read
+
+A message may be lost, come twice or late. A lost renewal or confirmation costs time: the lease
+expires. A lost ReadAck fails the load, or a heartbeat's answer has proven it already.
+"""
 
 import logging
 from collections.abc import Callable
 
-from engine_ext.common.types import ConnectorStats, LeaseGrant
+from engine_ext.common.types import LeaseGrant
 from engine_ext.wire.notifications import Gone, Heartbeat, Read, ReadAck, ReadDone, Renew, Renewed
 from engine_ext.worker.checksums import Checksums, to_wire
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import LeaseTable
-from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.push_component import PushComponent
+from engine_ext.worker.reply_channels import ReplyChannels
 
 logger = logging.getLogger(__name__)
 
 MAX_UNANSWERED = 4096
-"""Readers that wait for checksums; what more of them say is lost, as any message may be."""
+"""Readers that wait for checksums; a message of one more is dropped, as any message may be lost."""
 
 
-class Holder:
-    """`alias`: our own id of what a reader may call a request. `on_read` and `on_unread` are told
-    of each lease that ended here, and when, and `on_free` of each."""
+class LeaseService:
+    """Grants, renews and ends leases. `free` is called for each request whose lease has ended
+    here. `push` is the component of push mode."""
 
     def __init__(
         self,
+        context: WorkerContext,
+        *,
         leases: LeaseTable,
-        readers: Readers,
-        extension: float,
-        stats: ConnectorStats,
-        on_free: Callable[[str], None],
-        alias: Callable[[str], str],
-        on_read: Callable[[str], None],
-        on_unread: Callable[[str, float], None],
+        channels: ReplyChannels,
+        free: Callable[[str], None],
+        push: PushComponent | None = None,
         checksums: Checksums | None = None,
     ) -> None:
+        self._stats = context.stats
+        self._extension = context.config.lease_extension
         self._leases = leases
-        self._readers = readers
-        self._extension = extension
-        self._stats = stats
-        self._on_free = on_free
-        self._alias = alias
-        self._on_read = on_read
-        self._on_unread = on_unread
+        self._channels = channels
+        self._free = free
+        self._push = push
         self._checksums = checksums
         self._unanswered: dict[tuple[str, Read], None] = {}
         """Readers, and their messages, whose leases' checksums are not made yet. Until they are,
@@ -52,25 +65,25 @@ class Holder:
 
     def revoke(self, request_id: str, now: float) -> None:
         if self._leases.revoke(request_id, now):
-            self._tell_gone(request_id)
+            self._notify_gone(request_id)
 
     def revoke_all(self, now: float) -> None:
         for request_id in self._leases.revoke_all(now):
-            self._tell_gone(request_id)
+            self._notify_gone(request_id)
 
     def step(self, now: float) -> None:
         for request_id in self._leases.expire(now):
             logger.warning("request %s: lease expired, nobody read its blocks", request_id)
-            self._tell_gone(request_id)
+            self._notify_gone(request_id)
         for request_id in self._leases.reap(now):
-            self._on_unread(request_id, now)
-            self._on_free(request_id)
+            if self._push is not None:
+                self._push.cancel(request_id, now)
+            self._free(request_id)
         unanswered, self._unanswered = self._unanswered, {}
         for sender, message in unanswered:
             self.read(sender, message, now)
 
     def heartbeat(self, sender: str, message: Heartbeat, now: float) -> None:
-        """A stock reader's: it believes in the lease from now on, and hears nothing."""
         self._stats.heartbeats_received += 1
         for name in message.request_ids:
             self._renew(sender, name, now)
@@ -87,17 +100,19 @@ class Holder:
             if seconds is not None and seconds < self._extension
         }
         answer = Renewed(message.sequence, self._extension, gone, shorter, now)
-        self._readers.answer(sender, answer)
+        self._channels.answer(sender, answer)
 
     def _renew(self, sender: str, name: str, now: float) -> float | None:
-        """Who knows it by another name waits to be written to, and believes in nothing."""
-        request_id = name if self._leases.knows(name) else self._alias(name)
+        request_id = name
+        if self._push is not None and not self._leases.knows(name):
+            request_id = self._push.own_id(name)
         if request_id == name:
             return self._leases.renew(name, sender, now)
+        # A decode engine that waits for P's WRITE reads nothing, and needs no horizon.
         return 0.0 if self._leases.extend(request_id, now) else None
 
     def read(self, sender: str, message: Read, now: float) -> None:
-        """What was read until now is right, if the lease still is."""
+        """What was read until now is right, if the lease is still valid."""
         valid = self._leases.knows(message.request_id)
         sums: tuple[bytes, ...] | None = None
         if valid and message.wants_sums and self._checksums is not None:
@@ -111,11 +126,11 @@ class Holder:
                 sums = to_wire(summing.sums)
         if message.sequence:
             self._stats.confirmations_late += not valid
-            self._readers.answer(sender, ReadAck(message.sequence, valid, sums))
+            self._channels.answer(sender, ReadAck(message.sequence, valid, sums))
         self.confirm(message.request_id, now, message.readers, sender)
 
     def read_done(self, sender: str, message: ReadDone, now: float) -> bool:
-        """A stock reader's. False: it is not about a lease of ours."""
+        """Return False if it is not about a lease of ours."""
         if not self._leases.knows(message.request_id):
             return False
         self.confirm(message.request_id, now, message.readers, sender)
@@ -129,11 +144,13 @@ class Holder:
             self._confirmed(request_id)
 
     def _confirmed(self, request_id: str) -> None:
-        self._on_read(request_id)
-        self._on_free(request_id)
+        if self._push is not None:
+            self._push.forget(request_id)
+        self._free(request_id)
 
-    def _tell_gone(self, request_id: str) -> None:
-        """Not stock, which has no word for it, and would be taken for one of ours from then on."""
+    def _notify_gone(self, request_id: str) -> None:
+        """Stock readers have no such message, and a reader that gets one is taken for one with the
+        extension from then on."""
         for reader in self._leases.readers_of(request_id):
-            if self._readers.knows(reader):
-                self._readers.answer(reader, Gone((request_id,)))
+            if self._channels.knows(reader):
+                self._channels.answer(reader, Gone((request_id,)))

@@ -10,26 +10,21 @@ that we will not read (see EXTENSION_VERSION).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import msgspec
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import PeerSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
-    CacheGeometry,
-    ConnectorStats,
-    EngineIdentity,
     PeerAddress,
-    Region,
 )
 from engine_ext.layout.match import match_peer, one_by_one
-from engine_ext.layout.plan import ALONE, PeerLayout, PlanError
+from engine_ext.layout.plan import PeerLayout, PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
-from engine_ext.wire.dialer import Dialer, PeerRank, PendingHandshake, TcpDialer
+from engine_ext.wire.dialer import PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
 from engine_ext.wire.handshake import (
     AgentMetadata,
@@ -38,9 +33,10 @@ from engine_ext.wire.handshake import (
     decode_metadata,
 )
 from engine_ext.wire.notifications import Hello, encode_extension
-from engine_ext.worker.agent import Agent, AgentError, PeerHandle
+from engine_ext.worker.agent import AgentError, PeerHandle
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
-from engine_ext.worker.validator import TRUSTING, MetadataValidation, Validator
+from engine_ext.worker.validator import TRUSTING, MetadataValidation
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -108,29 +104,16 @@ class Peers:
 
     def __init__(
         self,
-        agent: Agent,
-        config: ConnectorConfig,
-        geometry: CacheGeometry,
-        regions: Sequence[Region],
-        identity: EngineIdentity,
-        stats: ConnectorStats,
-        us: TensorRank = ALONE,
+        context: WorkerContext,
         is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
-        dialer: Dialer | None = None,
-        validator: Validator = TRUSTING,
     ) -> None:
         """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
-        self._validator = validator
-        self._us = us
-        self._agent = agent
-        self._config = config
-        self._geometry = geometry
-        self._regions = regions
-        self._identity = identity
-        self._stats = stats
+        self._context = context
+        self._agent, self._config, self._us = context.agent, context.config, context.rank
+        self._identity, self._stats = context.identity, context.stats
         self._is_in_use = is_in_use
-        self._ttl = config.unused_ttl
-        self._dialer = dialer or TcpDialer(access=config.access)
+        self._ttl = context.config.unused_ttl
+        self._dialer = context.dialer or TcpDialer(access=context.config.access)
         self._ready: dict[PeerRank, Ready] = {}
         self._next_round = NEVER
         self._connecting: dict[PeerRank, Connecting] = {}
@@ -250,8 +233,10 @@ class Peers:
 
     @cached_property
     def _layers(self) -> list[str]:
-        """Asked for where there are stages: without, those that share memory need not be told."""
-        return sorted(layer for region in one_by_one(self._regions) for layer in region.layers)
+        """Needed only with pipeline stages."""
+        return sorted(
+            layer for region in one_by_one(self._context.regions) for layer in region.layers
+        )
 
     def _faced(self, address: PeerAddress) -> range:
         try:
@@ -336,7 +321,7 @@ class Peers:
         """What an engine with the extension says has been proven, where there is a secret: see
         secret_handshake.py. Without one, and for stock engines in mixed mode, nothing has."""
         is_proven = self._config.access.secret is not None and metadata.disagg_ext is not None
-        validator = TRUSTING if is_proven else self._validator
+        validator = TRUSTING if is_proven else self._context.validator
         return validator.submit(metadata.agent_metadata, now, is_expected=True)
 
     def _check_identity(self, peer: PeerRank, metadata: AgentMetadata) -> None:
@@ -357,8 +342,8 @@ class Peers:
         if metadata.tensor_rank not in (None, them):
             raise PeerError(f"{TensorRank(*metadata.tensor_rank)} answers where {them} was")
         layout = match_peer(
-            self._geometry,
-            self._regions,
+            self._context.geometry,
+            self._context.regions,
             metadata,
             self._us,
             them,

@@ -28,11 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.common.types import (
-    Clock,
-    ConnectorStats,
     LoadProblem,
     PeerAddress,
     PullOrder,
@@ -41,11 +38,11 @@ from engine_ext.common.types import (
 )
 from engine_ext.layout.plan import Batch, PlanError
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
-from engine_ext.worker.agent import Agent, AgentError, PeerHandle, TransferInFlight
+from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight
 from engine_ext.worker.checksums import SLOWEST_BYTES_PER_SECOND, ChecksumComparison, Checksums
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import HeartbeatTracker
 from engine_ext.worker.peers import PeerError, Peers, RefusedPeerError
-from engine_ext.worker.results import Results, TransferReport
 
 logger = logging.getLogger(__name__)
 
@@ -107,34 +104,23 @@ class ActivePull:
 
 
 class Pulls:
-    """`decline` tells a holder that we will not read; `max_quarantined` is in blocks."""
+    """`decline` notifies a source that we will not read."""
 
     def __init__(
         self,
-        agent: Agent,
+        context: WorkerContext,
+        *,
         peers: Peers,
         beats: HeartbeatTracker,
-        sequence: Iterator[int],
-        results: Results,
-        config: ConnectorConfig,
-        stats: ConnectorStats,
-        clock: Clock,
-        report: TransferReport,
         decline: Callable[[RemoteSource], None],
-        max_quarantined: int,
         checksums: Checksums | None = None,
     ) -> None:
-        self._agent = agent
+        self._context = context
+        self._agent, self._config = context.agent, context.config
+        self._results, self._stats = context.results, context.stats
         self._peers = peers
         self._beats = beats
-        self._sequence = sequence
-        self._results = results
-        self._config = config
-        self._stats = stats
-        self._clock = clock
-        self._report = report
         self._decline = decline
-        self._max_quarantined = max_quarantined
         self._checksums = checksums
         self._connecting: list[PullOrder] = []
         self._reading: list[ActivePull] = []
@@ -148,17 +134,17 @@ class Pulls:
         return max((one.began for one in (*self._reading, *self._confirming)), default=None)
 
     @property
-    def num_active(self) -> int:
+    def num_open(self) -> int:
+        return self._num_active + len(self._quarantine)
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """What is not in quarantine is polled more often anyway."""
+        return bool(self._quarantine)
+
+    @property
+    def _num_active(self) -> int:
         return len(self._reading) + len(self._confirming) + len(self._connecting)
-
-    @property
-    def num_quarantined(self) -> int:
-        """READs."""
-        return len(self._quarantine)
-
-    @property
-    def num_blocks_quarantined(self) -> int:
-        return sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for reading in self._quarantine:
@@ -212,7 +198,7 @@ class Pulls:
         orders, self._connecting = self._connecting, []
         for order in orders:
             self._guard(ActivePull(order, []), partial(self._try_to_read, order, now))
-        self._stats.pulls_active = self.num_active
+        self._stats.pulls_active = self._num_active
 
     def answered(
         self, peer_name: str, sequence: int, valid: bool, sums: tuple[bytes, ...] | None = None
@@ -291,7 +277,8 @@ class Pulls:
         """Why nothing may be read from there as long as quarantine lasts."""
         if any(reading.order.source.address == address for reading in self._quarantine):
             return UNENDED
-        if (num_blocks := self.num_blocks_quarantined) > self._max_quarantined:
+        num_blocks = sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)
+        if num_blocks > self._context.max_quarantined:
             return f"{num_blocks} blocks are in quarantine"
         return None
 
@@ -305,7 +292,7 @@ class Pulls:
         for peer, batch in batches:
             if not len(batch.local):
                 continue
-            sequence = next(self._sequence)
+            sequence = next(self._context.sequence)
             wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
             read_done = _read_done(order, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
@@ -329,7 +316,7 @@ class Pulls:
         self._ask_nixl(reading, now)
         if not reading.running:
             self._reading.remove(reading)
-            self._settle(reading, self._clock())
+            self._settle(reading, self._context.clock())
         elif all(part.moving.is_late(now) for part in reading.running):
             self._let_go(reading)
 
@@ -433,7 +420,7 @@ class Pulls:
 
     def _note(self, reading: ActivePull) -> None:
         order = reading.order
-        self._report.note(
+        self._context.log.note(
             "READ",
             order.request_id,
             order.source.address.engine_id,

@@ -37,7 +37,7 @@ class Arrival:
     check: MetadataValidation
 
 
-class Readers:
+class ReplyChannels:
     """Bounded in number and age: the reader that was heard of longest ago is forgotten first.
 
     `validator` bounds the arrivals.

@@ -18,7 +18,7 @@ MOST_TRANSFERS = 128
 MOST_ENGINES = 256
 
 
-class Results:
+class PendingResults:
     """Thread-safe. `wake` is called after each report, so that a sleeping engine looks."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Results:
         self._given_back: set[str] = set()
 
 
-class TransferReport:
+class TransferLog:
     """The owner thread's alone."""
 
     def __init__(self, clock: Clock) -> None:

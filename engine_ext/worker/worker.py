@@ -37,8 +37,10 @@ from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 from engine_ext.worker.agent import Agent, AgentError, NixlAgent
 from engine_ext.worker.checksums import BlockMemory
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.loop import IDLE_WAIT, RECENT_WAIT, TransferLoop
-from engine_ext.worker.results import Results
+from engine_ext.worker.push_component import PushFactory
+from engine_ext.worker.results import PendingResults
 from engine_ext.worker.sealed import sealed
 from engine_ext.worker.staging import StagedTransfers, StagingFactory
 from engine_ext.worker.validator import open_validator
@@ -79,6 +81,8 @@ class WorkerConnector:
         geometry: CacheGeometry,
         identity: EngineIdentity,
         open_agent: AgentFactory | None = None,
+        *,
+        open_push: PushFactory | None = None,
         clock: Clock = boottime,
     ) -> None:
         refuse_unsupported(config, geometry, identity)
@@ -86,7 +90,8 @@ class WorkerConnector:
         self._geometry = geometry
         self._identity = identity
         self._clock = clock
-        self._results = Results()
+        self._open_push = open_push
+        self._results = PendingResults()
         self._stats = ConnectorStats()
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
@@ -128,18 +133,18 @@ class WorkerConnector:
             # A stock engine of as many stages would read the first one's layers into each of its.
             is_for_stock=self._identity.pp_size == 1,
         )
-        loop = TransferLoop(
-            agent,
-            self._config,
-            self._geometry,
-            self._identity,
-            self._regions,
-            self._results,
-            self._stats,
-            self._clock,
+        context = WorkerContext(
+            agent=agent,
+            config=self._config,
+            geometry=self._geometry,
+            identity=self._identity,
+            regions=self._regions,
+            clock=self._clock,
+            results=self._results,
+            stats=self._stats,
             validator=validator,
-            blocks=self._device_blocks(),
         )
+        loop = TransferLoop(context, open_push=self._open_push, blocks=self._device_blocks())
         self._thread = threading.Thread(
             target=self._run, args=(loop,), name="kv-transfer", daemon=True
         )
@@ -234,11 +239,11 @@ class WorkerConnector:
         deadline = self._clock() + FAREWELL_SECONDS
         try:
             self._step(loop)
-            is_owed = loop.owes_messages
-            while loop.owes_messages and self._clock() < deadline:
+            was_unsent = loop.has_unsent
+            while loop.has_unsent and self._clock() < deadline:
                 time.sleep(RECENT_WAIT)
                 self._step(loop)
-            lingers_until = self._clock() + LINGER_SECONDS if is_owed else 0.0
+            lingers_until = self._clock() + LINGER_SECONDS if was_unsent else 0.0
             while self._clock() < lingers_until:
                 time.sleep(RECENT_WAIT)
                 self._step(loop)

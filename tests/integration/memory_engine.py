@@ -25,7 +25,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.connector import Connector, SchedulerConnector, WorkerConnector
+from engine_ext.connector import Connector, SchedulerConnector, build_worker
 from engine_ext.layout.plan import Indices
 from engine_ext.wire.errors import CONNECTOR_VERSION
 from engine_ext.worker.agent import NixlAgent, PeerHandle, Transfer, TransferState
@@ -84,7 +84,7 @@ class Memory:
         identity = EngineIdentity(name, "127.0.0.1", port, compat_factors=factors)
         self.connector = Connector(
             SchedulerConnector(config, identity, geometry),
-            WorkerConnector(config, geometry, identity, self.open_agent),
+            build_worker(config, geometry, identity, self.open_agent),
         )
         layer_bytes = BLOCKS * block_bytes
         self.connector.start(

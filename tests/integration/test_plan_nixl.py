@@ -20,8 +20,8 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.connector import build_worker
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import Request
 
@@ -90,9 +90,7 @@ class Engine:
             for rank in range(self.tp_size)
         ]
         self.scheduler = SchedulerConnector(config, identity, self.caches[0].geometry())
-        self.workers = [
-            WorkerConnector(config, cache.geometry(), identity) for cache in self.caches
-        ]
+        self.workers = [build_worker(config, cache.geometry(), identity) for cache in self.caches]
         self._aggregate = Aggregate(self.tp_size)
         for worker, cache in zip(self.workers, self.caches, strict=True):
             worker.register_kv_caches(cache.regions())

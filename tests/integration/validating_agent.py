@@ -14,7 +14,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.wire.notifications import Gone
 from engine_ext.worker.agent import NixlAgent
-from engine_ext.worker.reply_channels import Readers
+from engine_ext.worker.reply_channels import ReplyChannels
 from engine_ext.worker.validator import open_validator
 from tests.integration.malformed import Honest, changed, flipped, renamed
 
@@ -24,7 +24,7 @@ def main(seed: str, number: str) -> None:
     stats = ConnectorStats()
     agent = NixlAgent([Region("none", memory.ctypes.data, 1024, 1024, 4)], ["UCX"], 0, stats)
     validator = open_validator(agent, ConnectorConfig(engine_id="e"), stats)
-    readers = Readers(agent, 1e6, lambda name: False, validator)
+    readers = ReplyChannels(agent, 1e6, lambda name: False, validator)
     honest = Honest("honest")
     cases = [
         *flipped(honest.metadata),

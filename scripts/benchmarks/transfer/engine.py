@@ -24,11 +24,11 @@ from engine_ext.common.types import (
     Region,
     TransferResults,
 )
-from engine_ext.connector import Connector
+from engine_ext.connector import Connector, build_worker
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.errors import CONNECTOR_VERSION
 from engine_ext.worker.agent import Agent
-from engine_ext.worker.worker import WorkerConnector, open_nixl
+from engine_ext.worker.worker import open_nixl
 from scripts.benchmarks.common import BenchError, free_ports
 from scripts.benchmarks.transfer.memory import Memory, Shape, regions
 
@@ -191,7 +191,7 @@ def make_connector(
     identity = EngineIdentity(spec.name, "127.0.0.1", spec.port, compat_factors=factors)
     return Connector(
         SchedulerConnector(config, identity, geometry),
-        WorkerConnector(config, geometry, identity, open_agent),
+        build_worker(config, geometry, identity, open_agent),
     )
 
 

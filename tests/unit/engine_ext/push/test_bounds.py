@@ -8,7 +8,8 @@ import pytest
 from engine_ext.common.access import Access, parse_networks
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
-from engine_ext.push.incoming_inquiries import Inquiries
+from engine_ext.push.component import Push
+from engine_ext.push.incoming_inquiries import IncomingInquiries
 from engine_ext.push.matching_state import Outcomes, RegisteredByKey, RegistrationKey
 from engine_ext.push.sender_checks import RECHECK_SECONDS
 from engine_ext.wire.dialer import PeerRank
@@ -31,9 +32,9 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_registration,
 )
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.loop import TransferLoop
-from engine_ext.worker.reply_channels import Readers
-from engine_ext.worker.results import Results
+from engine_ext.worker.reply_channels import ReplyChannels
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, metadata_of, regions
 
 
@@ -69,17 +70,19 @@ class Prefiller:
 
     def __post_init__(self) -> None:
         inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
-        self.loop = TransferLoop(
-            self.agent,
-            ConnectorConfig(engine_id="p", transfer_mode="push", access=Access(peers=inside)),
-            CacheGeometry(16, 32, num_kv_heads=8),
-            EngineIdentity("p", "10.0.0.1", 5600, tp_size=2),
-            regions(),
-            Results(),
-            self.stats,
-            lambda: self.now,
-            self.dialer,
+        context = WorkerContext(
+            agent=self.agent,
+            config=ConnectorConfig(
+                engine_id="p", transfer_mode="push", access=Access(peers=inside)
+            ),
+            geometry=CacheGeometry(16, 32, num_kv_heads=8),
+            identity=EngineIdentity("p", "10.0.0.1", 5600, tp_size=2),
+            regions=regions(),
+            clock=lambda: self.now,
+            stats=self.stats,
+            dialer=self.dialer,
         )
+        self.loop = TransferLoop(context, open_push=Push)
 
     def step(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -283,10 +286,10 @@ def test_who_has_too_many_outcomes_forgets_the_oldest_of_his_own_and_who_has_mos
 def test_inquiries_are_bounded_and_one_engines_cost_no_other_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Inquiries, "LIMIT_BY_SENDER", 4)
-    monkeypatch.setattr(Inquiries, "LIMIT", 6)
+    monkeypatch.setattr(IncomingInquiries, "LIMIT_BY_SENDER", 4)
+    monkeypatch.setattr(IncomingInquiries, "LIMIT", 6)
     agent = FakeAgent()
-    inquiries = Inquiries(Readers(agent, 1e9, lambda name: True))
+    inquiries = IncomingInquiries(ReplyChannels(agent, 1e9, lambda name: True))
     for sender, count in (("few", 2), ("many", 9), ("more", 2)):
         for number in range(count):
             inquiries.hear(AwaitPrompt(f"d-{number}", b"x", f"p-{number}"), sender, float(number))

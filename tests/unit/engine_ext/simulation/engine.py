@@ -21,14 +21,16 @@ from engine_ext.common.types import (
     Region,
     TransferResults,
 )
+from engine_ext.connector import push_of
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 from engine_ext.worker.agent import TransferState
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.loop import TransferLoop
-from engine_ext.worker.results import Results
+from engine_ext.worker.results import PendingResults
 from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
@@ -139,7 +141,7 @@ class SimEngine:
         self.agent.on_thaw = self._thawed
         self.agent.write_seconds = config.write_bound / rate
         self.agent.landing_seconds = config.landing_seconds / rate
-        self.results = Results()
+        self.results = PendingResults()
         self.stats = ConnectorStats()
         self.scheduler = self._new_scheduler()
         self.loop = self._new_loop()
@@ -552,18 +554,19 @@ class SimEngine:
         )
 
     def _new_loop(self) -> TransferLoop:
-        return TransferLoop(
-            self.agent,
-            self.config,
-            GEOMETRY,
-            self.identity,
-            REGIONS,
-            self.results,
-            self.stats,
-            self.clock,
-            self,
-            blocks=SimBlocks(self.memory),
+        context = WorkerContext(
+            agent=self.agent,
+            config=self.config,
+            geometry=GEOMETRY,
+            identity=self.identity,
+            regions=REGIONS,
+            clock=self.clock,
+            results=self.results,
+            stats=self.stats,
+            dialer=self,
         )
+        blocks = SimBlocks(self.memory)
+        return TransferLoop(context, open_push=push_of(self.config), blocks=blocks)
 
 
 def _with_other_proof(params: Any) -> Any:

@@ -27,14 +27,16 @@ from engine_ext.common.types import (
     TrackOrder,
     TransferResults,
 )
+from engine_ext.connector import push_of
 from engine_ext.push.registrations import RETURNED_SECONDS
 from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import CLOCK_DRIFT
 from engine_ext.worker.loop import TransferLoop
-from engine_ext.worker.results import Results
+from engine_ext.worker.results import PendingResults
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
 
@@ -53,24 +55,25 @@ class Rank:
         self, ours: int, theirs: int, *, extension: int | None = errors.EXTENSION_VERSION
     ) -> None:
         self.agent = FakeAgent()
-        self.results = Results()
+        self.results = PendingResults()
         self.stats = ConnectorStats()
-        self.config = ConnectorConfig(engine_id="us")
+        self.config = ConnectorConfig(engine_id="us", transfer_mode="push")  # It READs, too.
         self.now = 1000.0
         self.server = HandshakeServer("127.0.0.1", 0, _payloads(theirs, extension))
         self.address = PeerAddress("remote", "127.0.0.1", self.server.port, theirs)
         cache = RankCache(MODEL, size=ours)
         identity = EngineIdentity("us", "127.0.0.1", 1, ours)
-        self.loop = TransferLoop(
-            self.agent,
-            self.config,
-            cache.geometry(),
-            identity,
-            tuple(cache.regions()),
-            self.results,
-            self.stats,
-            lambda: self.now,
+        context = WorkerContext(
+            agent=self.agent,
+            config=self.config,
+            geometry=cache.geometry(),
+            identity=identity,
+            regions=tuple(cache.regions()),
+            clock=lambda: self.now,
+            results=self.results,
+            stats=self.stats,
         )
+        self.loop = TransferLoop(context, open_push=push_of(self.config))
 
     def close(self) -> None:
         self.loop.close()

@@ -15,7 +15,7 @@ from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
-from engine_ext.worker.results import MOST_ENGINES, MOST_TRANSFERS, TransferReport
+from engine_ext.worker.results import MOST_ENGINES, MOST_TRANSFERS, TransferLog
 from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions, source
 from tests.unit.engine_ext.worker.test_worker import (
@@ -139,7 +139,7 @@ def test_what_was_read_is_told_with_whose_it_was_and_nobodys_name(
 
 
 def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
-    report = TransferReport(lambda: 5.0)
+    report = TransferLog(lambda: 5.0)
     for number in range(2 * MOST_ENGINES):
         report.note(
             "READ",

@@ -7,7 +7,7 @@ import pytest
 
 from engine_ext.common.access import OPEN, Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity, PeerAddress
+from engine_ext.common.types import CacheGeometry, EngineIdentity, PeerAddress
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
@@ -17,6 +17,7 @@ from engine_ext.wire.handshake import (
 )
 from engine_ext.worker import peers as peers_module
 from engine_ext.worker.agent import PeerHandle
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.peers import MAX_CONNECTING_THERE, PeerError, Peers
 from engine_ext.worker.validator import TRUSTING, Validator
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator, metadata_of, regions
@@ -92,17 +93,17 @@ def known() -> Known:
 
 def acquainted(validator: Validator, access: Access = OPEN) -> Known:
     agent, dialer, in_use = FakeAgent(), Everybody(), list[PeerHandle]()
-    peers = Peers(
-        agent,
-        ConnectorConfig(engine_id="us", engine_ttl=TTL, access=access),
-        CacheGeometry(16, 32),
-        regions(),
-        EngineIdentity("us", "10.0.0.9", 5600, compat_factors=FACTORS),
-        ConnectorStats(),
-        is_in_use=lambda handle: any(handle is one for one in in_use),
+    context = WorkerContext(
+        agent=agent,
+        config=ConnectorConfig(engine_id="us", engine_ttl=TTL, access=access),
+        geometry=CacheGeometry(16, 32),
+        identity=EngineIdentity("us", "10.0.0.9", 5600, compat_factors=FACTORS),
+        regions=regions(),
+        clock=lambda: 0.0,
         dialer=dialer,
         validator=validator,
     )
+    peers = Peers(context, is_in_use=lambda handle: any(handle is one for one in in_use))
     return Known(agent, peers, dialer, in_use)
 
 

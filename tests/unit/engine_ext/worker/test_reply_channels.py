@@ -3,15 +3,15 @@
 import pytest
 
 from engine_ext.wire.notifications import Gone, encode_extension
-from engine_ext.worker.reply_channels import MAX_DELAYED, Readers
+from engine_ext.worker.reply_channels import MAX_DELAYED, ReplyChannels
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator
 
 TTL = 100.0
 GONE = Gone(("p-1",))
 
 
-def readers(agent: FakeAgent, *peers: str) -> Readers:
-    return Readers(agent, TTL, is_peer=peers.__contains__)
+def readers(agent: FakeAgent, *peers: str) -> ReplyChannels:
+    return ReplyChannels(agent, TTL, is_peer=peers.__contains__)
 
 
 def test_a_reader_that_was_not_heard_of_for_long_is_forgotten_and_one_that_was_is_not() -> None:
@@ -50,7 +50,7 @@ def test_nobody_says_for_another_where_its_answers_go() -> None:
 def test_readers_are_bounded_and_the_one_heard_of_longest_ago_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Readers, "LIMIT", 2)
+    monkeypatch.setattr(ReplyChannels, "LIMIT", 2)
     agent = FakeAgent()
     known = readers(agent)
     known.hello("a", b"a", 0)
@@ -75,7 +75,7 @@ def test_a_nixl_that_fails_to_forget_stops_nothing() -> None:
 
 def test_answers_wait_until_a_readers_metadata_has_been_validated() -> None:
     agent, validator = FakeAgent(), SlowValidator()
-    known = Readers(agent, TTL, lambda name: False, validator)
+    known = ReplyChannels(agent, TTL, lambda name: False, validator)
     known.hello("a", b"a", 0)
     for _ in range(MAX_DELAYED + 1):
         known.answer("a", GONE)
@@ -90,7 +90,7 @@ def test_answers_wait_until_a_readers_metadata_has_been_validated() -> None:
 
 def test_a_reader_whose_metadata_is_refused_is_none_and_its_namesake_gets_the_answers() -> None:
     agent, validator = FakeAgent(), SlowValidator()
-    known = Readers(agent, TTL, lambda name: False, validator)
+    known = ReplyChannels(agent, TTL, lambda name: False, validator)
     known.hello("a", b"a", 0)
     known.hello("a", b"a", 0)
     known.answer("a", GONE)

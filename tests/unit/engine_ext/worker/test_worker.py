@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_ext.common.access import Access, SharedSecret
-from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.config import ConnectorConfig, TransferMode
 from engine_ext.common.types import (
     CacheGeometry,
     ConnectorStats,
@@ -22,21 +22,23 @@ from engine_ext.common.types import (
     TrackOrder,
     TransferResults,
 )
+from engine_ext.connector import push_of
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
+from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.loop import (
     IDLE_WAIT,
     LEASED_WAIT,
-    PATIENCE,
-    READING_WAIT,
     RECENT_WAIT,
+    TRANSFER_WAIT,
+    WAIT_SHARE,
     TransferLoop,
 )
-from engine_ext.worker.results import Results
+from engine_ext.worker.results import PendingResults
 from engine_ext.worker.sealed import sealed
 from tests.unit.engine_ext.scheduler.fakes import (
     FakeAgent,
@@ -47,6 +49,16 @@ from tests.unit.engine_ext.scheduler.fakes import (
 )
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
+PUSH_ORDERS = {
+    "transfer_names",
+    "drafts",
+    "inquiries",
+    "offers",
+    "registrations",
+    "withdrawals",
+    "reclaims",
+    "give_backs",
+}
 FACTORS = {"model": "m", "dtype": "float32"}
 
 
@@ -86,23 +98,24 @@ def listening(metadata: AgentMetadata) -> Iterator[HandshakeServer]:
 @dataclass
 class Harness:
     agent: FakeAgent = field(default_factory=FakeAgent)
-    results: Results = field(default_factory=Results)
+    results: PendingResults = field(default_factory=PendingResults)
     stats: ConnectorStats = field(default_factory=ConnectorStats)
     config: ConnectorConfig = field(default_factory=lambda: ConnectorConfig(engine_id="engine-d"))
     now: float = 1000.0
 
     def __post_init__(self) -> None:
         identity = EngineIdentity("engine-d", "127.0.0.1", 5601, compat_factors=FACTORS)
-        self.loop = TransferLoop(
-            self.agent,
-            self.config,
-            GEOMETRY,
-            identity,
-            regions(),
-            self.results,
-            self.stats,
-            lambda: self.now,
+        context = WorkerContext(
+            agent=self.agent,
+            config=self.config,
+            geometry=GEOMETRY,
+            identity=identity,
+            regions=regions(),
+            clock=lambda: self.now,
+            results=self.results,
+            stats=self.stats,
         )
+        self.loop = TransferLoop(context, open_push=push_of(self.config))
 
     def step(self, seconds: float = 0.0) -> float:
         self.now += seconds
@@ -162,7 +175,7 @@ def test_a_read_is_reported_once_and_tells_the_prefiller(
     assert transfer.notification == b"p-1:1"
     assert transfer.local == [*range(20, 27), *range(32 + 20, 32 + 27)]
     assert transfer.remote == [*range(7), *range(32, 32 + 7)]
-    assert harness.step() == READING_WAIT
+    assert harness.step() == TRANSFER_WAIT
     assert not harness.results.take()
     transfer.state = TransferState.DONE
     harness.step()
@@ -177,11 +190,11 @@ def test_a_read_that_hangs_is_polled_less_often_until_a_new_one_begins(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     harness.reading(source(port=prefiller.port))
-    assert harness.step() == READING_WAIT
-    assert harness.step(seconds=0.05) == pytest.approx(PATIENCE * 0.05)
+    assert harness.step() == TRANSFER_WAIT
+    assert harness.step(seconds=0.05) == pytest.approx(WAIT_SHARE * 0.05)
     assert harness.step(seconds=10) == RECENT_WAIT
     harness.apply(StepMetadata(pulls=(pull(source(port=prefiller.port), "d-2"),)))
-    assert harness.step() == READING_WAIT
+    assert harness.step() == TRANSFER_WAIT
 
 
 def test_many_requests_to_one_engine_share_one_handshake(
@@ -696,9 +709,9 @@ def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
 ) -> None:
     harness.apply(StepMetadata(declines=(source(port=prefiller.port), source(port=silent))))
     harness.step_until(lambda: harness.agent.sent)
-    assert harness.loop.owes_messages
+    assert harness.loop.has_unsent
     harness.step(harness.config.handshake_timeout)
-    assert not harness.loop.owes_messages
+    assert not harness.loop.has_unsent
 
 
 def test_the_longer_nothing_happens_the_later_the_loop_looks_again(harness: Harness) -> None:
@@ -709,11 +722,15 @@ def test_the_longer_nothing_happens_the_later_the_loop_looks_again(harness: Harn
     assert harness.step() == RECENT_WAIT
 
 
-def test_every_order_of_a_step_is_obeyed_in_the_order_of_the_fields(harness: Harness) -> None:
-    """But for those that the engine's thread carries out itself."""
-    obeyed = [name for name, _ in harness.loop._orders]
-    assert set(obeyed) == {field.name for field in fields(StepMetadata)} - {"saves"}
-    assert obeyed == sorted(obeyed, key=[field.name for field in fields(StepMetadata)].index)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_orders_are_carried_out_in_the_order_of_the_fields(mode: TransferMode) -> None:
+    """Saves are the engine thread's own; orders of push mode need the push component."""
+    harness = Harness(config=ConnectorConfig(engine_id="engine-d", transfer_mode=mode))
+    names = [field.name for field in fields(StepMetadata) if field.name != "saves"]
+    if mode == "pull":
+        names = [name for name in names if name not in PUSH_ORDERS]
+    assert harness.loop.order_names == names
+    harness.loop.close()
 
 
 def test_an_order_that_fails_costs_no_other_order(

@@ -1,0 +1,131 @@
+"""Push mode: P writes the KV of a prompt into blocks that D has registered.
+
+    D: registrations.py     blocks that wait for P's WRITE; each ends in one report
+       outgoing_inquiries.py  asks whether P holds a prompt, before D takes blocks for it
+       remote_clocks.py     what P's clock reads at least: P begins no WRITE after D's deadline
+    P: matcher.py           pairs registrations and finished prompts
+       sender_checks.py     a registration counts only from the agent that would be written to
+       writes.py            the WRITEs
+       replies.py, incoming_inquiries.py, matching_state.py  what was answered, and what waits
+
+One engine may be both. engine_ext/connector.py builds this component where the transfer mode is
+push, and `engine_ext.worker.loop` steps it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.push.matcher import PushMatcher
+from engine_ext.push.outgoing_inquiries import OutgoingInquiries
+from engine_ext.push.registrations import Registrations
+from engine_ext.push.remote_clocks import RemoteClocks
+from engine_ext.wire.notifications import (
+    AwaitPrompt,
+    Notification,
+    PromptReady,
+    PushDone,
+    PushFailed,
+    PushRegistered,
+    ReturnBlocks,
+    Withdraw,
+)
+from engine_ext.worker.context import WorkerContext
+from engine_ext.worker.heartbeats import HeartbeatTracker
+from engine_ext.worker.leases import LeaseTable
+from engine_ext.worker.peers import Peers
+from engine_ext.worker.reply_channels import ReplyChannels
+
+
+class Push:
+    """`engine_ext.worker.push_component.PushComponent`."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        peers: Peers,
+        beats: HeartbeatTracker,
+        leases: LeaseTable,
+        channels: ReplyChannels,
+        free: Callable[[str], None],
+    ) -> None:
+        self._stats = context.stats
+        self._matcher = PushMatcher(
+            context, peers=peers, leases=leases, channels=channels, free=free
+        )
+        self._writes = self._matcher.writes
+        self._clocks = RemoteClocks()
+        self._registrations = Registrations(context, peers=peers, beats=beats, clocks=self._clocks)
+        self._inquiries = OutgoingInquiries(context, peers, beats)
+        self.parts = (
+            self._matcher.step,
+            self._registrations.step,
+            self._inquiries.step,
+            self._count,
+        )
+        self.expect = self._matcher.expect
+        self.cancel = self._matcher.cancel
+        self.forget = self._matcher.forget
+        self.own_id = self._matcher.own_id
+        self.leave = self._matcher.leave
+        self.end_inquiry = self._inquiries.end
+        self.clock_reported = self._clocks.reported
+        self.uses = self._writes.uses
+
+    @property
+    def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
+        return {
+            "transfer_names": lambda named, now: self._matcher.name(*named),
+            "drafts": self._matcher.draft,
+            "inquiries": self._inquiries.ask,
+            "offers": self._matcher.offer,
+            "registrations": self._registrations.register,
+            "withdrawals": self._registrations.withdraw,
+            "reclaims": self._registrations.reclaim,
+            "give_backs": self._registrations.give_back,
+        }
+
+    @property
+    def num_open(self) -> int:
+        waiting = self._matcher.num_waiting + len(self._inquiries)
+        return len(self._writes) + waiting + self._registrations.num_active
+
+    @property
+    def youngest_began(self) -> float | None:
+        return self._writes.youngest_began
+
+    @property
+    def waits_for_peer(self) -> bool:
+        return bool(self._registrations.num_active or len(self._inquiries) or len(self._writes))
+
+    @property
+    def has_unsent(self) -> bool:
+        return self._registrations.has_unsent
+
+    def receive(self, message: Notification, sender: str, now: float) -> None:
+        match message:
+            case PushRegistered():
+                self._matcher.registered(message, sender, now)
+            case Withdraw():
+                self._matcher.withdrawn(message, sender, now)
+            case ReturnBlocks():
+                self._matcher.asked_back(message, sender)
+            case AwaitPrompt():
+                self._matcher.awaited(message, sender, now)
+            case PushDone():
+                self._registrations.written(message, sender, now)
+            case PushFailed():
+                self._registrations.failed(message, sender, now)
+            case PromptReady(request_id):
+                self._inquiries.answered(request_id, sender)
+
+    def touches(self, request_id: str) -> bool:
+        return self._registrations.touches(request_id) or self._writes.touches(request_id)
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
+        return chain(self._writes.quarantined(now), self._registrations.quarantined(now))
+
+    def _count(self, now: float) -> None:
+        self._stats.pushes_active = len(self._writes) + self._registrations.num_active

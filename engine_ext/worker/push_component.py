@@ -1,0 +1,121 @@
+"""What the loop knows of push mode: a component's interface, and the answers without it.
+
+engine_ext/push implements `PushComponent`, and engine_ext/connector.py builds it for engines whose
+transfer mode is push. An engine in pull mode runs no code of push.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.wire.notifications import (
+    AwaitPrompt,
+    ExtensionMessage,
+    Notification,
+    PromptReady,
+    PushFailed,
+    PushRegistered,
+    ReturnBlocks,
+    Withdraw,
+)
+from engine_ext.worker.agent import PeerHandle
+from engine_ext.worker.context import WorkerContext
+from engine_ext.worker.heartbeats import HeartbeatTracker
+from engine_ext.worker.leases import LeaseTable
+from engine_ext.worker.peers import Peers
+from engine_ext.worker.reply_channels import ReplyChannels
+
+NO_PUSH = "this engine's transfer mode is pull"
+
+
+class KvTransfers(Protocol):
+    """KV on its way into this engine's blocks or out of them."""
+
+    @property
+    def num_open(self) -> int:
+        """Transfers, and messages about them, that have not come to an end."""
+
+    @property
+    def youngest_began(self) -> float | None:
+        """When the youngest transfer began that a request waits for; None if there is none."""
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Its next event comes from another engine, or from a transfer in quarantine."""
+
+    def uses(self, peer: PeerHandle) -> bool:
+        """A transfer with this peer is under way: NIXL must go on knowing the peer."""
+
+    def touches(self, request_id: str) -> bool:
+        """A transfer may still read or write this request's blocks, or will."""
+
+    def quarantined(self, now: float) -> Iterator[QuarantineSeen]: ...
+
+
+class PushComponent(KvTransfers, Protocol):
+    """What push mode adds to the loop: P's WRITEs, and D's blocks that wait for them."""
+
+    @property
+    def parts(self) -> Sequence[Callable[[float], None]]:
+        """What the loop calls in each step, in this order, with the time."""
+
+    @property
+    def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
+        """What carries out the fields of `StepMetadata` that only push mode has."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """A message waits for a handshake."""
+
+    def receive(self, message: Notification, sender: str, now: float) -> None:
+        """A notification of push mode came."""
+
+    def clock_reported(self, agent: str, clock: float, now: float) -> None:
+        """The clock of another engine's agent reads `clock`, in an answer that came just now."""
+
+    def expect(self, request_id: str) -> None:
+        """P has a request whose KV a decode engine may register for."""
+
+    def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
+        """P has no KV of this request, or its lease has expired."""
+
+    def forget(self, request_id: str) -> None:
+        """The lease ended because its readers have confirmed."""
+
+    def own_id(self, name: str) -> str:
+        """This engine's id of the request that a decode engine calls `name`; else `name`."""
+
+    def end_inquiry(self, request_id: str) -> None:
+        """D does not wait any more to hear that P holds the prompt."""
+
+    def leave(self, now: float) -> None:
+        """The engine shuts down: whoever waits for its prompts is notified."""
+
+
+class PushFactory(Protocol):
+    """Builds the push component from the loop's shared parts. `free` is called for each request
+    whose lease the component ends."""
+
+    def __call__(
+        self,
+        context: WorkerContext,
+        *,
+        peers: Peers,
+        beats: HeartbeatTracker,
+        leases: LeaseTable,
+        channels: ReplyChannels,
+        free: Callable[[str], None],
+    ) -> PushComponent: ...
+
+
+def refusal_of_push(message: Notification) -> ExtensionMessage | None:
+    """Return what an engine without push answers, so that no decode engine waits for its deadline.
+    Without push nothing was registered here, so nothing will be written. None: no answer is due."""
+    match message:
+        case PushRegistered(request_id=request_id, disagg=extension) if extension is not None:
+            return PushFailed(request_id, extension.generation, NO_PUSH)
+        case Withdraw(request_id, generation) | ReturnBlocks(request_id, generation) if generation:
+            return PushFailed(request_id, generation, NO_PUSH)
+        case AwaitPrompt(request_id):
+            return PromptReady(request_id)  # It registers then, and is refused.
+    return None
