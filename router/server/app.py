@@ -157,10 +157,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     app.state.router = state
     for endpoints in (index_page, proxied_endpoints, router_endpoints):
         app.include_router(endpoints.router)
+    if settings.metrics_port is None:
+        app.include_router(router_endpoints.metrics_router)
     if dashboard is not None:
         app.include_router(dashboard_routes(dashboard, read_secret(settings, "ui_token")))
-    has_metrics = settings.metrics_port is None
-    app.add_middleware(AccessMiddleware, state=state, has_metrics=has_metrics)
+    app.add_middleware(AccessMiddleware, state=state)
     # Outermost, so that 401 answers have CORS headers, too.
     app.add_middleware(HttpMethodsMiddleware, known=app, origins=settings.cors_origins)
     fastapi_errors.install(app)

@@ -26,18 +26,15 @@ PUBLIC_PATHS = frozenset(
     ("/", "/docs", "/openapi.json", "/health", "/healthcheck", "/ready", "/version", "/metrics")
 )
 DASHBOARD_PATH = "/ui"
-METRICS_PATH = "/metrics"
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 class AccessMiddleware:
     """Requires an API key for all paths but PUBLIC_PATHS, if the router has API keys, and hides
-    paths that only another port serves. `has_metrics`: this port serves /metrics."""
+    the dashboard on other ports than its own."""
 
-    def __init__(self, app: ASGIApp, state: RouterState, has_metrics: bool) -> None:
-        self._app = app
-        self._state = state
-        self._has_metrics = has_metrics
+    def __init__(self, app: ASGIApp, state: RouterState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -46,7 +43,8 @@ class AccessMiddleware:
     def _refusal(self, scope: Scope) -> Response | None:
         path: str = scope["path"]
         is_dashboard = path == DASHBOARD_PATH or path.startswith(DASHBOARD_PATH + "/")
-        if self._is_on_another_port(scope, path, is_dashboard):
+        port, server = self._state.dashboard_port, scope.get("server")
+        if is_dashboard and port is not None and (not server or server[1] != port):
             body = error_body(404, "NotFoundError", f"{scope['method']} {path}: Not Found")
             return Response(body, 404, None, "application/json")
         gateway = self._state.gateway
@@ -61,15 +59,6 @@ class AccessMiddleware:
         headers = {name.decode(): value.decode() for name, value in headers_of(error)}
         headers["connection"] = "close"
         return Response(body_of(error), shape_of(error).status, headers)
-
-    def _is_on_another_port(self, scope: Scope, path: str, is_dashboard: bool) -> bool:
-        if path == METRICS_PATH:
-            return not self._has_metrics
-        port = self._state.dashboard_port
-        if not is_dashboard or port is None:
-            return False
-        server = scope.get("server")
-        return not server or server[1] != port
 
 
 class HttpMethodsMiddleware:

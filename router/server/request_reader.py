@@ -16,7 +16,7 @@ import httptools
 from msgspec import Struct
 
 from router.auth.api_keys import ApiKey
-from router.http_client.head_cache import HeadCache, without_length
+from router.http_client.head_cache import HeadCache
 from router.openai.errors import (
     BodyTooLargeError,
     HeadTooLargeError,
@@ -216,7 +216,8 @@ class RequestReader:
         pieces, current.pieces = current.pieces, []
         current.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if current.endpoint is not None:
-            current.headers = without_length(current.headers)
+            headers = [header for header in current.headers if header[0] != b"content-length"]
+            current.headers = tuple(headers)
         if not current.keep_alive:
             self.is_closed = True  # the client has announced that this request is its last
 

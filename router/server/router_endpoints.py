@@ -45,6 +45,8 @@ from router.telemetry.metrics import CONTENT_TYPE
 from router.telemetry.record import Record
 
 router = APIRouter()
+# Only for an application whose metrics have no port of their own.
+metrics_router = APIRouter()
 logger = logging.getLogger("disagg_router.server")
 MODELS_TIMEOUT_S = 5.0
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -170,7 +172,7 @@ def _json(content: object) -> Response:
 @router.post(LOAD_PATH, summary="Load a LoRA adapter at every engine", **PASSED)
 @router.post(UNLOAD_PATH, summary="Unload a LoRA adapter everywhere", **PASSED)
 async def update_adapters(request: Request) -> Response:
-    """Send the request to all engines, and record it like any other request."""
+    # The request goes to all engines, and is recorded like any other.
     gateway = state_of(request.app).gateway
     given = request.scope["headers"]
     if gateway.hides_credentials:
@@ -306,7 +308,9 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ready", **detail})
 
 
-@router.get("/metrics", summary="Prometheus metrics", tags=["Operations"], response_class=Response)
+@metrics_router.get(
+    "/metrics", summary="Prometheus metrics", tags=["Operations"], response_class=Response
+)
 async def metrics(request: Request) -> Response:
     content = await asyncio.to_thread(state_of(request.app).exposition)
     return Response(content, headers={"content-type": CONTENT_TYPE})

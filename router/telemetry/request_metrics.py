@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
@@ -43,6 +43,7 @@ ITL_BUCKETS_S = (
 LABELS = ("model", "group")
 Labels = tuple[str | int, ...]
 Reading = tuple[Labels, float]
+T = TypeVar("T", bound=Collector)
 
 
 class CallbackMetric(Collector):
@@ -181,31 +182,28 @@ class MetricRegistry:
         described = self._describe(declaration, "counter", text)
         return prometheus_client.Counter(*described, registry=self.collectors)
 
-    def local_counter(self, declaration: str, text: str) -> LocalCounter:
-        made = LocalCounter(*self._describe(declaration, "counter", text))
-        self.collectors.register(made)
-        return made
-
     def gauge(self, declaration: str, text: str) -> Gauge:
         described = self._describe(declaration, "gauge", text)
         return Gauge(*described, registry=self.collectors)
 
+    def local_counter(self, declaration: str, text: str) -> LocalCounter:
+        return self._add(LocalCounter(*self._describe(declaration, "counter", text)))
+
     def callback_gauge(self, declaration: str, text: str) -> CallbackMetric:
         described = self._describe(declaration, "gauge", text)
-        made = CallbackMetric(GaugeMetricFamily, *described)
-        self.collectors.register(made)
-        return made
+        return self._add(CallbackMetric(GaugeMetricFamily, *described))
 
     def callback_counter(self, declaration: str, text: str) -> CallbackMetric:
         described = self._describe(declaration, "counter", text)
-        made = CallbackMetric(CounterMetricFamily, *described)
-        self.collectors.register(made)
-        return made
+        return self._add(CallbackMetric(CounterMetricFamily, *described))
 
     def histogram(self, declaration: str, bounds: Sequence[float], text: str) -> LocalHistogram:
-        made = LocalHistogram(*self._describe(declaration, "histogram", text), bounds)
+        described = self._describe(declaration, "histogram", text)
+        self.histograms.append(self._add(LocalHistogram(*described, bounds)))
+        return self.histograms[-1]
+
+    def _add(self, made: T) -> T:
         self.collectors.register(made)
-        self.histograms.append(made)
         return made
 
     def _describe(self, declaration: str, kind: str, text: str) -> tuple[str, str, tuple[str, ...]]:
