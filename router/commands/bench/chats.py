@@ -17,7 +17,7 @@ import orjson
 from router.commands.bench.load import Client, drive, request_bytes
 from router.http_client.errors import EventTooLargeError
 from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
-from router.openai.answers import parse_object
+from router.openai.answers import choices_of, count_in, parse_object
 
 PATH = "/v1/chat/completions"
 SHARES = (0.5, 0.9, 0.99)
@@ -243,9 +243,9 @@ class ChatStreamReader:
         figures, usage = self._figures, self._usage
         figures.answered += 1
         figures.whole.add(moment - self.asked)
-        figures.prompt_tokens += _number(usage, "prompt_tokens")
-        figures.completion_tokens += _number(usage, "completion_tokens")
-        figures.cached_tokens += _number(usage.get("prompt_tokens_details"), "cached_tokens")
+        figures.prompt_tokens += count_in(usage, "prompt_tokens") or 0
+        figures.completion_tokens += count_in(usage, "completion_tokens") or 0
+        figures.cached_tokens += count_in(usage.get("prompt_tokens_details"), "cached_tokens") or 0
 
     def _read(self, data: bytes, moment: float) -> None:
         if data.startswith(DONE):
@@ -257,11 +257,11 @@ class ChatStreamReader:
                 _error_message(content) if content else "an event that is no JSON object"
             )
             return
-        usage, choices = content.get("usage"), content.get("choices")
+        usage = content.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
-        for choice in choices if isinstance(choices, list) else ():
-            delta = choice.get("delta") if isinstance(choice, dict) else None
+        for choice in choices_of(content):
+            delta = choice.get("delta")
             text = delta.get("content") if isinstance(delta, dict) else None
             if isinstance(text, str) and text:
                 self.texts.append(text)
@@ -276,8 +276,3 @@ def _error_message(content: dict[str, Any]) -> str:
     error = content.get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return str(message)[:MAX_ERROR_TEXT]
-
-
-def _number(content: object, name: str) -> int:
-    value = content.get(name) if isinstance(content, dict) else None
-    return value if type(value) is int and value >= 0 else 0

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,7 +31,6 @@ CHAT_MODEL = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 # Change it if the model's weights are converted differently.
 RECIPE = "chat-1"
-MODEL_POLL_S = 0.05
 
 
 class NotInstalledError(CommandError):
@@ -224,7 +222,6 @@ def _random(processes: ChildProcesses, engines: EngineCommands, why: str = "") -
 
 def _make(processes: ChildProcesses, name: str, command: list[str]) -> ChildProcess:
     maker = processes.start(name, command, "", shown=True)
-    while maker.process.poll() is None:
-        time.sleep(MODEL_POLL_S)
+    maker.process.wait()
     processes.children.remove(maker)
     return maker
