@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -88,7 +87,7 @@ def _run(
                 raise
             text = json.dumps({"error": str(error)}) if options.json else str(error)
         else:
-            text = json.dumps(status.content())
+            text = json.dumps(asdict(status))
             if not options.json:
                 text = "\n".join(lines(status, before, moment - seen, painted))
             before, seen = status, moment
@@ -167,9 +166,6 @@ class RouterStatus:
     refusals: Mapping[str, int]
     turns: Mapping[str, int]
     first_byte: Mapping[str, float | None]
-
-    def content(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def parse_metrics(text: str) -> RouterStatus:
@@ -292,8 +288,9 @@ def lines(
             RED,
         )
     for group in status.groups:
-        if len(status.groups) > 1 or not (group.prefillers and group.decoders):
-            half = "" if group.prefillers and group.decoders else "  (half a group: gets nothing)"
+        is_whole = group.prefillers and group.decoders
+        if len(status.groups) > 1 or not is_whole:
+            half = "" if is_whole else "  (half a group: gets nothing)"
             yield (
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"

@@ -15,25 +15,20 @@ except ImportError:  # PyYAML without libyaml is slower
 MAX_DEPTH = 4
 
 
-class MissingListError(ValueError):
-    """The file is YAML without the list. The message is one line."""
-
-
 def parse_yaml_list(content: bytes, name: str) -> list[object]:
     """Return the entries under `name`.
 
-    Raises MissingListError, and for invalid YAML yaml.YAMLError, ValueError, RecursionError or
-    OverflowError.
+    Raises yaml.YAMLError, ValueError, RecursionError or OverflowError.
     """
     _check_shape(content, name)
     found = yaml.load(content, SafeLoader)
-    nothing = MissingListError(f"has no list of {name}: begin it with a line of '{name}:'")
+    nothing = ValueError(f"has no list of {name}: begin it with a line of '{name}:'")
     if not isinstance(found, dict) or name not in found:
         raise nothing
     entries = found.pop(name)
     if found:
         other = textwrap.shorten(" ".join(repr(next(iter(found))).split()), 300)
-        raise MissingListError(f"{other} is not known beside {name}")
+        raise ValueError(f"{other} is not known beside {name}")
     if not isinstance(entries, list):
         raise nothing
     return entries

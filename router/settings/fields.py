@@ -67,12 +67,6 @@ class SettingsGroup(BaseModel):
         yield from ()
 
 
-class Metavar(NamedTuple):
-    """Stands for a value of the annotated type in `--help`."""
-
-    text: str
-
-
 class Address(NamedTuple):
     """An HTTP server's host and port. A host that is an IPv6 address has no brackets."""
 
@@ -216,46 +210,45 @@ def _parse_web_origin(value: object) -> object:
     return value.lower()
 
 
+# A text in an annotation stands for a value of the type in `--help`.
 AsList = BeforeValidator(_parse_list)
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-Host = Annotated[str, BeforeValidator(_parse_host), Metavar("HOST")]
-EngineHost = Annotated[str, BeforeValidator(_parse_engine_host), Metavar("HOST")]
+Host = Annotated[str, BeforeValidator(_parse_host), "HOST"]
+EngineHost = Annotated[str, BeforeValidator(_parse_engine_host), "HOST"]
 Hosts = Annotated[tuple[EngineHost, ...], AsList]
-Port = Annotated[int, Field(ge=1, le=65535), Metavar("PORT")]
+Port = Annotated[int, Field(ge=1, le=65535), "PORT"]
 Ports = Annotated[tuple[Port, ...], AsList]
-ListenPort = Annotated[int, Field(ge=0, le=65535), Metavar("PORT")]
-PodPort = Annotated[str, BeforeValidator(_parse_pod_port), Metavar("PORT")]
-DnsName = Annotated[str, BeforeValidator(_check_dns_name), Metavar("NAME")]
+ListenPort = Annotated[int, Field(ge=0, le=65535), "PORT"]
+PodPort = Annotated[str, BeforeValidator(_parse_pod_port), "PORT"]
+DnsName = Annotated[str, BeforeValidator(_check_dns_name), "NAME"]
 DnsNames = Annotated[tuple[DnsName, ...], AsList]
-Origin = Annotated[str, BeforeValidator(_parse_web_origin), Metavar("ORIGIN")]
+Origin = Annotated[str, BeforeValidator(_parse_web_origin), "ORIGIN"]
 Origins = Annotated[tuple[Origin, ...], AsList]
-Name = Annotated[
-    str, _matches(FIELD_NAME, "not the name of a header or of a field"), Metavar("NAME")
-]
+Name = Annotated[str, _matches(FIELD_NAME, "not the name of a header or of a field"), "NAME"]
 Names = Annotated[tuple[Name, ...], AsList]
 Selector = Annotated[
     str,
     _matches(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),
-    Metavar("SELECTOR"),
+    "SELECTOR",
 ]
-Namespace = Annotated[str, _matches(NAMESPACE, "not the name of a namespace"), Metavar("NAME")]
+Namespace = Annotated[str, _matches(NAMESPACE, "not the name of a namespace"), "NAME"]
 Store = Annotated[
     str,
     _matches(
         STORE_URL,
         "not a store: memory, off, or redis://, rediss://, redis+cluster://, redis+sentinel://",
     ),
-    Metavar("STORE"),
+    "STORE",
 ]
 LimitsStore = Annotated[Store, BeforeValidator(_check_limits_store)]
-Share = Annotated[float, Field(ge=0, le=1), Metavar("SHARE")]
-Factor = Annotated[float, Field(ge=1), Metavar("FACTOR")]
-Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS), Metavar("SECONDS")]
-Delay = Annotated[float, Field(ge=0, le=MAX_SECONDS), Metavar("SECONDS")]
+Share = Annotated[float, Field(ge=0, le=1), "SHARE"]
+Factor = Annotated[float, Field(ge=1), "FACTOR"]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS), "SECONDS"]
+Delay = Annotated[float, Field(ge=0, le=MAX_SECONDS), "SECONDS"]
 Heartbeat = Annotated[Delay, AfterValidator(_check_heartbeat)]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-Weight = Annotated[str, BeforeValidator(_parse_weight), Metavar("GROUP=WEIGHT")]
+Weight = Annotated[str, BeforeValidator(_parse_weight), "GROUP=WEIGHT"]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_weights)]
 Policy = Annotated[
     Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower

@@ -34,7 +34,6 @@ from router.settings.engines import pairing_problems
 from router.settings.fields import (
     ADMIN_URL,
     PREFIX,
-    Metavar,
     SettingsError,
     SettingsGroup,
     flag_of,
@@ -284,7 +283,7 @@ def metavar_of(name: str) -> str:
 def _metavar(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         plain, *metadata = get_args(annotation)
-        return next((one.text for one in metadata if isinstance(one, Metavar)), _metavar(plain))
+        return next((one for one in metadata if isinstance(one, str)), _metavar(plain))
     if get_origin(annotation) is Literal:
         return f"{{{','.join(get_args(annotation))}}}"
     if annotation in METAVARS:

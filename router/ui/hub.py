@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from pydantic import SecretStr
@@ -188,7 +188,7 @@ class DashboardHub:
         settings = self._gateway.settings
         about = {
             "version": version("disagg-router"),
-            "settings": [one._asdict() for one in visible_settings(settings)],
+            "settings": visible_settings(settings),
             "ended": list(self._ended),
             "conversations": {"store": settings.conversation_store.partition("://")[0]},
             "ttl": settings.conversation_ttl,
@@ -200,22 +200,15 @@ def encode_event(name: str, content: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(content))
 
 
-class VisibleSetting(NamedTuple):
-    group: str
-    flag: str
-    value: str
-    is_default: bool
-
-
-def visible_settings(settings: Settings) -> list[VisibleSetting]:
+def visible_settings(settings: Settings) -> list[Json]:
     """Return the settings in force; of a secret only whether it is set."""
     return [
-        VisibleSetting(
-            group=group_title(name),
-            flag=flag_of(name),
-            value=_setting_text(name, value := getattr(settings, name)),
-            is_default=value == field.default,
-        )
+        {
+            "group": group_title(name),
+            "flag": flag_of(name),
+            "value": _setting_text(name, value := getattr(settings, name)),
+            "is_default": value == field.default,
+        }
         for name, field in Settings.model_fields.items()
     ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -137,14 +136,8 @@ class RequestSummary(BaseModel):
     error: str
 
 
-class Origin(NamedTuple):
-    """The process of a record: its name among the workers, and the Unix time of clock zero."""
-
-    name: str
-    unix: float
-
-
-def summarize_request(record: Record, origin: Origin) -> RequestSummary:
+def summarize_request(record: Record, worker: str, unix: float) -> RequestSummary:
+    """Summarize a running or ended request of a worker. `unix` is the Unix time of clock zero."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record)
 
@@ -154,9 +147,9 @@ def summarize_request(record: Record, origin: Origin) -> RequestSummary:
         for name, moment in moments.items()
     }
     return RequestSummary(
-        key=f"{origin.name}-{id(record):x}-{record.started:.6f}",
+        key=f"{worker}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
-        at=round(origin.unix + record.started, 3),
+        at=round(unix + record.started, 3),
         endpoint=record.endpoint,
         flow=record.flow,
         stage=record.stage,

@@ -34,7 +34,6 @@ from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import (
     EngineLink,
     LiveRequests,
-    Origin,
     RequestFeed,
     RequestSummary,
     count_moving,
@@ -107,7 +106,7 @@ class SnapshotSource:
                 self._gateway.watch, self._live = None, LiveRequests()
 
     def _take(self, live: LiveRequests, feed: RequestFeed) -> ProcessSnapshot:
-        origin = Origin(str(os.getpid()), time.time() - now())
+        worker, unix = str(os.getpid()), time.time() - now()
         running = live.running
         ended, missed = feed.take(now())
         metrics, settings = self._gateway.metrics, self._gateway.settings
@@ -121,8 +120,8 @@ class SnapshotSource:
         return ProcessSnapshot(
             view=build_fleet_view(self._gateway.fleet, self._registry),
             links=_busiest(count_moving(running), feed.rates()),
-            running=[summarize_request(record, origin) for record in running[-MAX_LISTED:]],
-            ended=[summarize_request(record, origin) for record in ended],
+            running=[summarize_request(record, worker, unix) for record in running[-MAX_LISTED:]],
+            ended=[summarize_request(record, worker, unix) for record in ended],
             missed=missed,
             in_flight=len(self._gateway.tasks.running),
             outcomes=outcomes,

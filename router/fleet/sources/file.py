@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from router.common.watched_file import POLL_INTERVAL_S, FileReader, UnreadableError
-from router.common.yaml_list import MissingListError, parse_yaml_list
+from router.common.yaml_list import parse_yaml_list
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent
 from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
@@ -80,8 +80,6 @@ def parse(content: bytes) -> tuple[EngineSpec, ...]:
     """Return the engines of a file. Raises SourceError, which names the first error."""
     try:
         entries = parse_yaml_list(content, "engines")
-    except MissingListError as error:
-        raise SourceError(str(error)) from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise SourceError(_one_line(error)) from None
     listed: dict[Address, EngineSpec] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_nothing_that_is_read_ends_it_badly(text: str) -> None:
         except NotMetricsError:
             continue
         assert "\n".join(lines(status, status, 1.0))
-        json.dumps(status.content())
+        json.dumps(asdict(status))
 
 
 def _page(engine_id: str, host: str, port: int) -> dict[str, Any]:

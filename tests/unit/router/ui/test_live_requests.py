@@ -8,7 +8,6 @@ from router.ui.live_requests import (
     MAX_RUNNING,
     RATE_WINDOW_S,
     LiveRequests,
-    Origin,
     RequestFeed,
     count_moving,
     links_of,
@@ -41,10 +40,10 @@ def test_what_is_held_has_bounds_and_what_did_not_fit_is_counted() -> None:
 
 def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
     running = record(prefill_usage=b'{"prompt_tokens":46}')
-    assert summarize_request(running, Origin("w", 0.0)).prompt_tokens == 46
+    assert summarize_request(running, "w", 0.0).prompt_tokens == 46
     running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
     assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
-    assert summarize_request(running, Origin("w", 0.0)).completion_tokens == 5
+    assert summarize_request(running, "w", 0.0).completion_tokens == 5
 
 
 def test_one_that_looks_takes_nothing_from_another() -> None:
@@ -87,11 +86,11 @@ def test_what_a_record_says() -> None:
         failures=("decode at x: timeout; retried on another engine",),
         error="E: " + "x" * 9000,
     )
-    told = summarize_request(made, Origin("7", 1e9))
+    told = summarize_request(made, "7", 1e9)
     assert told.at == 1e9 + 100
     assert (told.ms.prefill_started, told.ms.prefill_done, told.ms.ended) == (10, 200, 1000)
     assert told.ms.first_byte is None
     assert (told.prompt_tokens, told.completion_tokens, told.cached_tokens) == (446, 7, 412)
     assert len(told.error) < 1000
     assert told.failures == ["decode at x: timeout; retried on another engine"]
-    assert summarize_request(record(), Origin("7", 0)).outcome == "running"
+    assert summarize_request(record(), "7", 0).outcome == "running"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine_ext.common.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.http import leases
 from router.fleet.engine import EngineRole
-from router.ui.live_requests import Origin, RequestSummary, summarize_request
+from router.ui.live_requests import RequestSummary, summarize_request
 from router.ui.transfers import (
     MAX_AWAITED_REQUESTS,
     REPORT_TIMEOUT_S,
@@ -41,7 +41,7 @@ def transfer(client: str = "id", what: str = "READ", blocks: int = 3, age: float
 
 def ended(key: str = "k", **fields: Any) -> RequestSummary:
     made = record(prefiller="p", decoder="d", ended=101.0, **fields)
-    return summarize_request(made, Origin("w", 1000.0)).model_copy(update={"key": key})
+    return summarize_request(made, "w", 1000.0).model_copy(update={"key": key})
 
 
 def test_an_engines_page_is_read_as_it_says_it() -> None:

@@ -18,12 +18,12 @@ def test_no_secret_is_in_them() -> None:
     given = {name: SecretStr(SECRET) for name in SECRET_NAMES if name != "conversation_store"}
     url = f"redis://user:{SECRET}@far:6379/0"
     settings = load(ENGINES).model_copy(update={**given, "conversation_store": url})
-    told = {one.flag: one for one in visible_settings(settings)}
+    told = {one["flag"]: one for one in visible_settings(settings)}
     assert SECRET not in str(told)
-    assert "far" not in told["--conversation-store"].value
-    assert told["--conversation-store"].value.startswith("redis://")
+    assert "far" not in told["--conversation-store"]["value"]
+    assert told["--conversation-store"]["value"].startswith("redis://")
     for flag in ("--admin-token", "--ui-token", "--conversation-store-key"):
-        assert told[flag].value == HIDDEN
+        assert told[flag]["value"] == HIDDEN
 
 
 def test_every_secret_type_is_named_a_secret() -> None:
@@ -33,15 +33,15 @@ def test_every_secret_type_is_named_a_secret() -> None:
 
 def test_values_are_as_a_person_would_write_them() -> None:
     told = {
-        one.flag: one
+        one["flag"]: one
         for one in visible_settings(load({**ENGINES, "request_timeout": 7, "ui": True}))
     }
-    assert told["--request-timeout"].value == "7"
-    assert not told["--request-timeout"].is_default
-    assert told["--ui"].value == "on"
-    assert told["--conversation-store"].value == "memory"
-    assert told["--admin-token"].value == ""
-    assert told["--admin-token"].is_default
+    assert told["--request-timeout"]["value"] == "7"
+    assert not told["--request-timeout"]["is_default"]
+    assert told["--ui"]["value"] == "on"
+    assert told["--conversation-store"]["value"] == "memory"
+    assert told["--admin-token"]["value"] == ""
+    assert told["--admin-token"]["is_default"]
 
 
 def test_a_token_comes_from_a_setting_or_a_file_but_not_from_both(tmp_path: Path) -> None:
