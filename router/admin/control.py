@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from router.admin.processes import RELOADABLE, TUNABLE, DesiredState, Tunables
 from router.auth.api_keys import Keyring
 from router.fleet.engine import Intent
-from router.fleet.reconcile import OVERRIDES_SOURCE, OperatorOverrides
+from router.fleet.registry import OVERRIDES_SOURCE, OperatorOverrides
 from router.fleet.sources.file import address_of, parse_entry
 from router.fleet.sources.source import SourceError
 from router.fleet.views import (

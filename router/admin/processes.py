@@ -21,8 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from router.common.watched_file import WatchedFiles
 from router.conversations.store import SignedStore, ValueSigner
-from router.fleet.reconcile import OperatorOverrides
-from router.fleet.registry import EngineRegistry
+from router.fleet.registry import EngineRegistry, OperatorOverrides
 from router.fleet.views import FleetView, build_fleet_view
 from router.proxy.gateway import Gateway
 from router.settings import Settings

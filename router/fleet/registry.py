@@ -1,8 +1,10 @@
 """Keeps the fleet equal to what its sources list.
 
-Each source is watched by a task of its own. Their combined list is compared with the fleet, and the
-difference is applied as one change. An engine that is no longer listed is drained: it gets no new
-legs at once, and is removed when its last leg has ended or after a time limit.
+Each source is watched by a task of its own. Pure functions combine their lists (`merge_listings`),
+put the operators' wishes on top (`apply_overrides`) and compare the result with the fleet
+(`find_changes`); `EngineRegistry` applies the difference as one change. An engine that is no longer
+listed is drained: it gets no new legs at once, and is removed when its last leg has ended or after
+a time limit.
 
 A source that fails changes nothing: its engines stay, and probes find out which ones are dead.
 """
@@ -14,21 +16,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from router.fleet.consistency import ConsistencyLog
-from router.fleet.engine import Engine, EngineSpec, Intent
+from router.fleet.engine import Engine, EngineRole, EngineSpec, Intent
 from router.fleet.fleet import Fleet
-from router.fleet.reconcile import (
-    OVERRIDES_SOURCE,
-    FleetChanges,
-    OperatorOverrides,
-    apply_overrides,
-    reconcile,
-)
-from router.fleet.sources.source import (
-    EngineSource,
-    SourceReport,
-)
+from router.fleet.sources.source import EngineSource, SourceReport
 from router.http_client.deadlines import now
 from router.settings import Address
 
@@ -42,6 +36,65 @@ CHECK_INTERVAL_S = 0.5
 RESTART_DELAY_S = 5.0
 # The most names in a log line, and the most texts of problems of one source that are logged.
 MAX_LOGGED = 8
+# The name of the source of engines that operators add.
+OVERRIDES_SOURCE = "admin"
+
+
+class MergedListing(NamedTuple):
+    """`conflicts` has a line for each engine that two sources describe in contradictory ways."""
+
+    engines: Mapping[Address, EngineSpec]
+    conflicts: Sequence[str]
+
+
+class FleetChanges(NamedTuple):
+    """The changes to make. An engine is in at most one of the three."""
+
+    join: Sequence[EngineSpec]
+    leave: Sequence[Address]
+    change: Sequence[EngineSpec]
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorOverrides:
+    """The changes of operators at run time: engines that they added, engines that they drain, and
+    the weights of groups. No address is added twice."""
+
+    added: tuple[EngineSpec, ...] = ()
+    draining: frozenset[Address] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def adds(self, address: Address) -> bool:
+        return any(spec.address == address for spec in self.added)
+
+    def with_engine(self, spec: EngineSpec) -> OperatorOverrides:
+        """Its address must not be added yet."""
+        assert not self.adds(spec.address)
+        return replace(self, added=(*self.added, spec))
+
+    def without_engine(self, address: Address) -> OperatorOverrides:
+        return replace(self, added=tuple(s for s in self.added if s.address != address))
+
+    def with_drain(self, address: Address) -> OperatorOverrides:
+        return replace(self, draining=self.draining | {address})
+
+    def without_drain(self, address: Address) -> OperatorOverrides:
+        return replace(self, draining=self.draining - {address})
+
+    def with_weight(self, group: str, weight: float) -> OperatorOverrides:
+        return replace(self, weights={**self.weights, group: weight})
+
+    def without_weight(self, group: str) -> OperatorOverrides:
+        left = {name: weight for name, weight in self.weights.items() if name != group}
+        return replace(self, weights=left)
+
+    def pruned(self, listed: Set[Address]) -> OperatorOverrides:
+        """Return the overrides without drains of engines that no source lists: another engine may
+        appear at such an address."""
+        return replace(self, draining=self.draining & listed)
 
 
 class WatchedSource:
@@ -188,7 +241,7 @@ class EngineRegistry:
         for line in [line for line in conflicts if line not in self._conflicts][:MAX_LOGGED]:
             logger.warning("engine %s", line)
         self._conflicts = conflicts
-        if changes := reconcile(self._present, wanted):
+        if changes := find_changes(self._present, wanted):
             with self._fleet.batch_changes():
                 for address in changes.leave:
                     if engine := self._fleet.find(str(address)):
@@ -261,3 +314,78 @@ class EngineRegistry:
                 self._failure = f"cannot change the fleet: {type(error).__name__}: {error}"
                 self._has_changed.set()
                 await asyncio.sleep(RESTART_DELAY_S)
+
+
+def find_changes(
+    present: Mapping[Address, EngineSpec], wanted: Mapping[Address, EngineSpec]
+) -> FleetChanges:
+    return FleetChanges(
+        [listed for address, listed in wanted.items() if address not in present],
+        [address for address in present if address not in wanted],
+        [
+            listed
+            for address, listed in wanted.items()
+            if address in present and present[address] != listed
+        ],
+    )
+
+
+def apply_overrides(
+    listings: Iterable[tuple[str, Iterable[EngineSpec]]], overrides: OperatorOverrides
+) -> MergedListing:
+    """Merge the listings, before them the engines that operators added, and drain the engines that
+    operators drain, whatever the sources list."""
+    added = (OVERRIDES_SOURCE, overrides.added)
+    engines, conflicts = merge_listings([added, *listings])
+    drained = {
+        address: replace(engines[address], intent=Intent.DRAINING)
+        for address in overrides.draining
+        if address in engines
+    }
+    return MergedListing({**engines, **drained}, conflicts)
+
+
+def merge_listings(listings: Iterable[tuple[str, Iterable[EngineSpec]]]) -> MergedListing:
+    """Merge the lists of sources, given with the sources' names in the order of precedence.
+
+    An address is one engine, whichever sources list it. It plays all listed roles, and it drains if
+    any source does. For each other property explicit values take precedence over defaults, and
+    then earlier sources over later ones.
+    """
+    engines: dict[Address, EngineSpec] = {}
+    several: dict[Address, list[tuple[str, EngineSpec]]] = {}
+    first_source: dict[Address, str] = {}
+    for source, listing in listings:
+        for listed in listing:
+            address = listed.address
+            known = engines.setdefault(address, listed)
+            if known is listed:
+                first_source[address] = source
+            elif known != listed or address in several:
+                descriptions = several.setdefault(address, [(first_source[address], known)])
+                descriptions.append((source, listed))
+    conflicts: list[str] = []
+    for address, descriptions in several.items():
+        engines[address] = _merge_descriptions(address, descriptions, conflicts)
+    return MergedListing(engines, sorted(conflicts))
+
+
+def _merge_descriptions(
+    address: Address, descriptions: Sequence[tuple[str, EngineSpec]], conflicts: list[str]
+) -> EngineSpec:
+    roles = {listed.role for _, listed in descriptions}
+    drains = any(listed.intent is Intent.DRAINING for _, listed in descriptions)
+    intent = Intent.DRAINING if drains else Intent.SERVING
+    role = roles.pop() if len(roles) == 1 else EngineRole.BOTH
+    spec = EngineSpec(role, address, intent=intent)
+    explicit: dict[str, Any] = {}
+    for name in ("models", "group", "weight", "tls"):
+        given = [(source, getattr(listed, name)) for source, listed in descriptions]
+        given = [one for one in given if one[1] != getattr(spec, name)]
+        if given:
+            source, explicit[name] = given[0]
+            if other := next((other for other, value in given if value != explicit[name]), ""):
+                conflicts.append(
+                    f"{address}: {source} and {other} disagree on its {name}: {source} wins"
+                )
+    return replace(spec, **explicit)

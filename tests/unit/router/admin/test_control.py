@@ -13,7 +13,7 @@ from router.admin import control as control_module
 from router.admin.control import Control, ReloadResult, WorkerCounts
 from router.admin.processes import RELOADABLE, DesiredState
 from router.fleet.engine import EngineRole, EngineSpec, Intent
-from router.fleet.reconcile import (
+from router.fleet.registry import (
     OperatorOverrides,
     apply_overrides,
 )

@@ -20,7 +20,7 @@ from router.admin.processes import (
     follow_control,
 )
 from router.fleet.engine import EngineRole, EngineSpec
-from router.fleet.reconcile import OperatorOverrides
+from router.fleet.registry import OperatorOverrides
 from router.fleet.views import FleetView
 from router.settings import Address, load
 from tests.unit.router.harness import eventually

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import EngineRole, EngineSpec, Intent
-from router.fleet.reconcile import (
+from router.fleet.registry import (
     OperatorOverrides,
     apply_overrides,
     merge_listings,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import EngineRole, EngineSpec, Intent
-from router.fleet.reconcile import FleetChanges, merge_listings, reconcile
+from router.fleet.registry import FleetChanges, find_changes, merge_listings
 from router.settings import Address
 
 ADDRESSES = [Address("h", port) for port in range(1, 6)]
@@ -32,14 +32,14 @@ def applied(there: dict[Address, EngineSpec], changes: FleetChanges) -> dict[Add
 def test_the_changes_lead_to_the_wanted_fleet_and_none_is_needless(
     there: dict[Address, EngineSpec], wanted: dict[Address, EngineSpec]
 ) -> None:
-    changes = reconcile(there, wanted)
+    changes = find_changes(there, wanted)
     assert applied(there, changes) == wanted
     assert {one.address for one in changes.join} == wanted.keys() - there.keys()
     assert set(changes.leave) == there.keys() - wanted.keys()
     assert all(there[one.address] != one for one in changes.change)
     touched = [one.address for one in (*changes.join, *changes.change)] + [*changes.leave]
     assert len(touched) == len(set(touched))
-    assert not reconcile(applied(there, changes), wanted), "a second time there is nothing to do"
+    assert not find_changes(applied(there, changes), wanted), "a second time there is nothing to do"
 
 
 @given(st.lists(SETS, max_size=4))

@@ -12,8 +12,7 @@ import pytest
 from router.fleet import registry as registry_module
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
-from router.fleet.reconcile import OperatorOverrides
-from router.fleet.registry import EngineRegistry
+from router.fleet.registry import EngineRegistry, OperatorOverrides
 from router.fleet.sources.source import SourceReport
 from router.http_client.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
