@@ -94,9 +94,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         watched["api_keys"] = authenticator.keyring.file
     metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
     metrics.certificate_end.read = lambda: [
-        ((name,), one.expires_at)
-        for name, one in certificates.items()
-        if one.expires_at is not None
+        ((name,), one.expires_at) for name, one in certificates.items() if one.expires_at
     ]
     conversations = None
     if store is not None:
@@ -106,6 +104,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     # In memory, responses have a store of their own, so that they do not evict turns.
     is_in_memory = settings.conversation_store == "memory"
     response_store = _memory_store(settings) if is_in_memory else store
+    responses = ResponseStore(response_store, settings.tenant_header, settings.responses_ttl)
     gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
@@ -116,9 +115,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         deadlines=deadlines,
         prober=prober,
         registry=registry,
-        stored_responses=ResponseStore(
-            response_store, settings.tenant_header, settings.responses_ttl
-        ),
+        stored_responses=responses,
         signed_store=store if isinstance(store, SignedStore) else None,
         exposition=metrics.exposition,
         watched_files=watched,
@@ -283,7 +280,6 @@ def _fleet(
         max_idle_s=settings.engine_idle_age,
         max_head_bytes=settings.max_header_size,
     )
-
     name = settings.engine_tls_name or ""
 
     def make_pool(spec: EngineSpec) -> EnginePool:
@@ -316,12 +312,9 @@ def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) ->
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
     metrics.engine_shares_id.read = shared_ids
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
-    metrics.pair_avoided.read = lambda: (
-        (pair, 1.0) for pair in fleet.unreachable_pairs.avoided(now())
-    )
-    metrics.fleet_changes.read = lambda: (
-        ((what,), count) for what, count in registry.counts.items()
-    )
+    avoided = fleet.unreachable_pairs.avoided
+    metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in avoided(now()))
+    metrics.fleet_changes.read = lambda: (((what,), n) for what, n in registry.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.problem))
     metrics.source_told.read = of_sources(lambda standing: standing.listed_at)

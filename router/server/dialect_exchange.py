@@ -269,22 +269,18 @@ class DialectExchange(ExchangeWrapper):
         steps = [*dialect.answer.add(content), *dialect.answer.close()]
         dialect.require_known_finish()
         if dialect.is_streamed:
-            if dialect.answer.error is not None:
-                raise self._untranslatable()
-            output = dialect.output
-            events = b"".join([*output.events(steps), *output.last_events()])
-            await dialect.store()
-            given = _with_type(headers, EVENT_STREAM + b"; charset=utf-8")
-            await self._inner.respond(status, given, events)
-            return
-        try:
-            whole = dumps(dialect.whole_answer(content))
-        except orjson.JSONEncodeError as error:
-            raise self._untranslatable() from error
+            kind, output = EVENT_STREAM + b"; charset=utf-8", dialect.output
+            whole = b"".join([*output.events(steps), *output.last_events()])
+        else:
+            kind = b"application/json"
+            try:
+                whole = dumps(dialect.whole_answer(content))
+            except orjson.JSONEncodeError as error:
+                raise self._untranslatable() from error
         if dialect.answer.error is not None:
             raise self._untranslatable()
         await dialect.store()
-        await self._inner.respond(status, _with_type(headers, b"application/json"), whole)
+        await self._inner.respond(status, _with_type(headers, kind), whole)
 
     def _untranslatable(self) -> BrokenAnswerError:
         """Forget the answer, of which the client has nothing yet, so that another can follow."""
