@@ -130,11 +130,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
     if entry is None:
         return TurnReuse(turn, unproven, turn.recalled)
     decoder = fleet.find_alive(entry.decoder)
-    if (
-        decoder is None
-        or not decoder.role.plays(EngineRole.DECODE)
-        or not _runs_unchanged(decoder, entry)
-    ):
+    if decoder is None or decoder.role is EngineRole.PREFILL or not _runs_unchanged(decoder, entry):
         return TurnReuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:

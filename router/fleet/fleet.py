@@ -370,16 +370,10 @@ def _call_later(seconds: float, call: Callable[[], None]) -> None:
 
 
 def assign_groups(engines: Iterable[Engine]) -> None:
-    unassigned: list[Engine] = []
-    values: set[str] = set()
-    for engine in engines:
-        if engine.spec.group != DEFAULT_GROUP:
-            continue
+    unassigned = [engine for engine in engines if engine.spec.group == DEFAULT_GROUP]
+    for engine in unassigned:
         engine.compatibility = engine.capabilities.compatibility or engine.compatibility
-        if engine.compatibility:
-            values.add(engine.compatibility)
-        unassigned.append(engine)
-    names = _group_names(values)
+    names = _group_names({engine.compatibility for engine in unassigned} - {""})
     other = next(iter(names.values())) if len(names) == 1 else DEFAULT_GROUP
     for engine in unassigned:
         engine.group = names.get(engine.compatibility, other)
@@ -387,12 +381,11 @@ def assign_groups(engines: Iterable[Engine]) -> None:
 
 def _group_names(values: Set[str]) -> Mapping[str, str]:
     """Return a name for each value; values with an equal beginning are distinguished by a hash."""
-    shown = {value: value[:SHOWN_CHARS] for value in values}
-    counts = Counter(shown.values())
+    counts = Counter([value[:SHOWN_CHARS] for value in values])
     names: dict[str, str] = {}
-    for value, start in shown.items():
-        names[value] = f"{DEFAULT_GROUP}-{start}"
-        if counts[start] > 1:
+    for value in values:
+        names[value] = f"{DEFAULT_GROUP}-{value[:SHOWN_CHARS]}"
+        if counts[value[:SHOWN_CHARS]] > 1:
             text = value.encode("utf-8", "surrogatepass")
             names[value] += f"-{hashlib.blake2b(text, digest_size=8).hexdigest()}"
     return names
@@ -443,10 +436,9 @@ def _context_lengths(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for model, engines in serving.items():
         decoders = [engine for engine in engines if engine.role.plays(EngineRole.DECODE)]
-        lengths = [engine.context_lengths.get(model) for engine in decoders]
-        known = [tokens for tokens in lengths if tokens is not None]
-        if known and len(known) == len(lengths):
-            found[model] = max(known)
+        lengths = [engine.context_lengths.get(model, 0) for engine in decoders]
+        if lengths and all(lengths):
+            found[model] = max(lengths)
     return found
 
 
@@ -460,10 +452,8 @@ def _pools(
     for group, members in groups.items():
         prefillers = tuples.get(_best(members, EngineRole.PREFILL))
         decoders = tuples.get(_best(members, EngineRole.DECODE))
-        weight = weights.get(group)
-        if weight is None:
-            weight = sum([engine.spec.weight for engine in decoders or prefillers])
-        pools.append(GroupPool(group, weight, prefillers, decoders))
+        weight = sum([engine.spec.weight for engine in decoders or prefillers])
+        pools.append(GroupPool(group, weights.get(group, weight), prefillers, decoders))
     return tuple(pools)
 
 
