@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
-from router.commands.router_client import RouterAnswer, ask_router, http_url, with_scheme
+from router.commands.router_client import ask_router, http_url, with_scheme
 from router.fleet.sources.file import address_of
 from router.settings import ADMIN_URL, variable_of
 
@@ -102,7 +104,7 @@ class AdminClient:
     def post(self, name: str, action: str) -> dict[str, Any]:
         """Drain or resume an engine and return its state. Raises CommandError."""
         answer = self._request("POST", f"/admin/engines/{name}/{action}")
-        if answer.status == 404:
+        if answer.status_code == 404:
             raise CommandError(f"{self.url} has no engine {name}{self._names()}")
         return self._engine(answer)
 
@@ -119,19 +121,19 @@ class AdminClient:
                 raise
             return {}
         self._failed_polls = 0
-        return None if answer.status == 404 else self._engine(answer)
+        return None if answer.status_code == 404 else self._engine(answer)
 
-    def _request(self, method: str, path: str) -> RouterAnswer:
+    def _request(self, method: str, path: str) -> httpx.Response:
         return ask_router(method, f"{self.url}{path}", self._headers)
 
-    def _engine(self, answer: RouterAnswer) -> dict[str, Any]:
+    def _engine(self, answer: httpx.Response) -> dict[str, Any]:
         content = _json(answer)
-        if answer.status == 200 and isinstance(content.get("drained"), bool):
+        if answer.status_code == 200 and isinstance(content.get("drained"), bool):
             return content
         error = content.get("error")
         text = error.get("message") if isinstance(error, dict) else "is this the admin API?"
         text = " ".join(str(text)[:500].split())
-        raise CommandError(f"{self.url} answers {answer.status}: {text}")
+        raise CommandError(f"{self.url} answers {answer.status_code}: {text}")
 
     def _names(self) -> str:
         engines = _json(self._request("GET", "/admin/engines")).get("engines")
@@ -177,7 +179,7 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     return f"{name} drains: {running} running, {holding} holding KV"
 
 
-def _json(answer: RouterAnswer) -> dict[str, Any]:
+def _json(answer: httpx.Response) -> dict[str, Any]:
     try:
         content = json.loads(answer.content)
     except (ValueError, RecursionError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import NamedTuple
 
 import httpx
 
@@ -16,12 +15,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
 
 
-class RouterAnswer(NamedTuple):
-    status: int
-    content: bytes
-
-
-def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) -> RouterAnswer:
+def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
     """Send a request and return the answer; not for use within an event loop.
 
     A whole answer takes at most ANSWER_TIMEOUT_S, however it is split, and MAX_ANSWER_BYTES.
@@ -36,7 +30,7 @@ def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) 
     raise CommandError(f"no answer from {url}: {reason}")
 
 
-async def _ask(method: str, url: str, headers: Mapping[str, str] | None) -> RouterAnswer:
+async def _ask(method: str, url: str, headers: Mapping[str, str] | None) -> httpx.Response:
     content = bytearray()
     # httpx' timeouts are for each read, so an answer in small pieces would never time out.
     client = httpx.AsyncClient(headers=headers, timeout=None, verify=tls_context(), trust_env=False)
@@ -45,7 +39,7 @@ async def _ask(method: str, url: str, headers: Mapping[str, str] | None) -> Rout
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
-        return RouterAnswer(answer.status_code, bytes(content))
+        return httpx.Response(answer.status_code, content=bytes(content))
 
 
 def with_scheme(url: str) -> str:

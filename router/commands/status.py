@@ -99,8 +99,8 @@ def _run(
 
 def _look(url: str) -> RouterStatus:
     answer = ask_router("GET", url)
-    if answer.status != 200:
-        raise CommandError(f"{url} answers {answer.status}")
+    if answer.status_code != 200:
+        raise CommandError(f"{url} answers {answer.status_code}")
     try:
         return parse_metrics(answer.content.decode("utf-8", "replace"))
     except NotMetricsError as error:
