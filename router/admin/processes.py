@@ -141,8 +141,7 @@ class ControlChannel:
     def __init__(self, state: DesiredState, num_workers: int) -> None:
         self.state = state
         self._num_workers = num_workers
-        self._workers: dict[WorkerConnection, None] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._workers: dict[WorkerConnection, asyncio.Task[Any]] = {}
 
     @contextlib.asynccontextmanager
     async def open(self, path: Path) -> AsyncIterator[None]:
@@ -152,10 +151,11 @@ class ControlChannel:
             yield
         finally:
             server.close()
-            for worker in list(self._workers):
+            tasks = list(self._workers.values())
+            for worker in self._workers:
                 worker.close()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=ANSWER_TIMEOUT_S)
+            if tasks:
+                await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT_S)
 
     async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.state = state
@@ -164,14 +164,14 @@ class ControlChannel:
         return [*answered, *[None] * (self._num_workers - len(answered))]
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for gone in [worker for worker in self._workers if worker.is_gone]:
-            gone.close()
-        if (task := asyncio.current_task()) is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        for other in self._workers:
+            if other.reader.at_eof():
+                other.close()
+        task = asyncio.current_task()
+        assert task is not None
         worker = WorkerConnection(reader, writer)
         # Before the first exchange: a state that is published meanwhile must reach it, too.
-        self._workers[worker] = None
+        self._workers[worker] = task
         try:
             await worker.exchange(self)
             await worker.is_over.wait()
@@ -184,7 +184,7 @@ class WorkerConnection:
     """The control's connection to one worker, with one exchange at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
+        self.reader = reader
         self._writer = writer
         self._lock = asyncio.Lock()
         self.is_over = asyncio.Event()
@@ -201,14 +201,10 @@ class WorkerConnection:
             async with asyncio.timeout(ANSWER_TIMEOUT_S), self._lock:
                 self._writer.write(channel.state.to_json() + b"\n")
                 await self._writer.drain()
-                return FleetView.model_validate_json(await self._reader.readuntil(b"\n"))
+                return FleetView.model_validate_json(await self.reader.readuntil(b"\n"))
         except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError):
             self.is_over.set()
             return None
-
-    @property
-    def is_gone(self) -> bool:
-        return self._reader.at_eof()
 
     def close(self) -> None:
         self.is_over.set()
