@@ -87,7 +87,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         request.record.flow, request.record.group = plan.flow, plan.route.group
 
         # Run the legs, and relay the answer.
-        run = Run(request, bodies, plan, gateway, slot)
+        run = Run.for_plan(request, bodies, plan, gateway, slot)
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:

@@ -12,6 +12,8 @@ stream are in the `ResumeBuffer`.
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
 from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
@@ -29,7 +31,7 @@ from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError
 
 
-class ResumeState:
+class ResumeState(Struct, eq=False):
     """The resume state of one request.
 
     `buffer` holds the tokens of a stream that another engine could continue, None if no engine
@@ -38,18 +40,13 @@ class ResumeState:
     capabilities is involved.
     """
 
-    __slots__ = (
-        "_gateway", "_may_hand_over", "_request", "buffer", "is_used", "preempted", "returns_left",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, gateway: Gateway) -> None:
-        self._request = request
-        self._gateway = gateway
-        self._may_hand_over = True
-        self.buffer: ResumeBuffer | None = None
-        self.returns_left = gateway.limits.max_resumes
-        self.preempted: list[Engine] = []
-        self.is_used = False
+    _request: Request
+    _gateway: Gateway
+    returns_left: int
+    buffer: ResumeBuffer | None = None
+    preempted: list[Engine] = []
+    is_used: bool = False
+    _may_hand_over: bool = True
 
     @property
     def continued(self) -> ResumeBuffer | None:

@@ -10,34 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from router.conversations.conversations import RecallOutcome
+from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
-from router.fleet.engine import Engine
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
 from router.http_client.answer_memory import MemoryBudget, Reservation
+from router.http_client.deadlines import now
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
-from router.openai.errors import EngineError
+from router.openai.errors import EngineError, LoadFailedError, NoEngineError, UnknownModelError
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
 from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
-from router.proxy.resume import ResumeState
+from router.proxy.resume import ResumeState, can_continue
+from router.routing.prompt_chunks import estimate_tokens
+from router.routing.route import Route
 
 if TYPE_CHECKING:
     from router.proxy.admission import EngineSlot
     from router.proxy.gateway import Gateway
     from router.proxy.load_failure import LoadFailure
 
-from router.fleet.engine import DECODE, PREFILL, EngineRole
-from router.http_client.deadlines import now
-from router.openai.errors import LoadFailedError, NoEngineError, UnknownModelError
-from router.proxy.resume import can_continue
-from router.routing.prompt_chunks import estimate_tokens
 
-NO_GROUPS: frozenset[str] = frozenset()
-
-
-class Run:
+class Run(Struct, eq=False):
     """The state of one request from its plan to its end.
 
     The strategies own the object and pass it to everything that works for the request. It holds
@@ -45,68 +43,70 @@ class Run:
     `legs` sends the requests to engines, and `recovery` decides what follows from a failure.
     """
 
-    __slots__ = (
-        "answers_held", "bodies", "cannot_load", "failed", "failure", "gateway", "groups_left",
-        "holder", "is_fresh", "is_read", "is_turn_spent", "load_failure", "loads_from",
-        "may_return", "num_hedged_failures", "offer", "plan", "prefiller", "prompt_tokens",
-        "request", "resume", "retains_turn", "route", "slot", "suspects", "unread_turn",
-    )  # fmt: skip
+    request: Request
+    bodies: LegBodies
+    plan: Plan
+    gateway: Gateway
+    # The engines of the group where the request is now. It changes if the group runs out.
+    route: Route
+    resume: ResumeState
+    # Memory of large answers, which is released when the request ends.
+    answers_held: AnswersHeld
+    # The request's place at engines that have limits.
+    slot: EngineSlot | None = None
+    groups_left: frozenset[str] = frozenset()
 
-    def __init__(
-        self,
+    # Failures so far.
+    failed: list[Engine] = []
+    # Of `failed`, those that were hedged: the answer never depended on them.
+    num_hedged_failures: int = 0
+    # Decode engines that could not load KV, once for each failed load.
+    cannot_load: list[Engine] = []
+    # Engines that may have crashed, and the Unix time of each failure.
+    suspects: dict[Engine, float] = {}
+    failure: UpstreamError | EngineError | None = None
+    # Legs open a new connection, because a kept one was closed by its engine.
+    is_fresh: bool = False
+
+    # KV on its way from a prefill engine to a decode engine.
+    # The prefill engine whose KV the decode engine is to load, if any.
+    prefiller: Engine | None = None
+    # The prefill engine where KV waits for a decode engine (counted in Engine.kv_leases).
+    holder: Engine | None = None
+    # A decode engine has answered, so it has loaded that KV.
+    is_read: bool = False
+    # The name of the prefill engine that the running decode leg loads from, or "".
+    loads_from: str = ""
+    load_failure: LoadFailure | None = None
+    prompt_tokens: int | None = None
+    # The decode engine was allowed to return the answer instead of preempting it.
+    may_return: bool = False
+
+    # The last turn of a conversation. A prefill engine can read its KV only once.
+    unread_turn: Entry | None = None
+    is_turn_spent: bool = False
+    # The decode engine is to retain the answer's KV, because the next turn can find it.
+    retains_turn: bool = False
+    offer: TurnOffer = SPENT_TURN
+
+    @classmethod
+    def for_plan(
+        cls,
         request: Request,
         bodies: LegBodies,
         plan: Plan,
         gateway: Gateway,
         slot: EngineSlot | None = None,
-    ) -> None:
-        self.request = request
-        self.bodies = bodies
-        self.plan = plan
-        self.gateway = gateway
-        # The request's place at engines that have limits.
-        self.slot = slot
-        # The engines of the group where the request is now. It changes if the group runs out.
-        self.route = plan.route
-        self.groups_left = NO_GROUPS
-        # Memory of large answers, which is released when the request ends.
-        self.answers_held = AnswersHeld(gateway.memory.answers)
-        self.resume = ResumeState(request, gateway)
-
-        # Failures so far.
-        self.failed: list[Engine] = []
-        # Of `failed`, those that were hedged: the answer never depended on them.
-        self.num_hedged_failures = 0
-        # Decode engines that could not load KV, once for each failed load.
-        self.cannot_load: list[Engine] = []
-        # Engines that may have crashed, and the Unix time of each failure.
-        self.suspects: dict[Engine, float] = {}
-        self.failure: UpstreamError | EngineError | None = None
-        # Legs open a new connection, because a kept one was closed by its engine.
-        self.is_fresh = False
-
-        # KV on its way from a prefill engine to a decode engine.
-        # The prefill engine whose KV the decode engine is to load, if any.
-        self.prefiller: Engine | None = None
-        # The prefill engine where KV waits for a decode engine (counted in Engine.kv_leases).
-        self.holder: Engine | None = None
-        # A decode engine has answered, so it has loaded that KV.
-        self.is_read = False
-        # The name of the prefill engine that the running decode leg loads from, or "".
-        self.loads_from = ""
-        self.load_failure: LoadFailure | None = None
-        self.prompt_tokens: int | None = None
-        # The decode engine was allowed to return the answer instead of preempting it.
-        self.may_return = False
-
-        # The last turn of a conversation. A prefill engine can read its KV only once.
-        self.unread_turn = None if plan.reuse is None else plan.reuse.turn.entry
-        self.is_turn_spent = False
-        # The decode engine is to retain the answer's KV, because the next turn can find it.
-        self.retains_turn = (
-            plan.reuse is not None and plan.reuse.turn.recalled is not RecallOutcome.STORE_FAILED
-        )
-        self.offer = SPENT_TURN
+    ) -> Run:
+        """Return the state of a request that has a plan, before its first leg."""
+        resume = ResumeState(request, gateway, gateway.limits.max_resumes)
+        answers_held = AnswersHeld(gateway.memory.answers)
+        run = cls(request, bodies, plan, gateway, plan.route, resume, answers_held, slot)
+        if plan.reuse is not None:
+            turn = plan.reuse.turn
+            run.unread_turn = turn.entry
+            run.retains_turn = turn.recalled is not RecallOutcome.STORE_FAILED
+        return run
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
@@ -159,15 +159,12 @@ class Run:
             self.route.end_feedback()
 
 
-class AnswersHeld:
+class AnswersHeld(Struct, eq=False):
     """The reservations of memory for answers that a request holds after their legs have ended."""
 
-    __slots__ = ("_is_released", "_memory", "_reservations")
-
-    def __init__(self, memory: MemoryBudget) -> None:
-        self._memory = memory
-        self._reservations: Sequence[Reservation] = ()
-        self._is_released = False
+    _memory: MemoryBudget
+    _reservations: tuple[Reservation, ...] = ()
+    _is_released: bool = False
 
     def keep(self, answer: EngineAnswer) -> None:
         """Keep the memory of an answer reserved until the request ends, not only its leg."""

@@ -207,7 +207,7 @@ class EngineWarmer:
         pushes = choose_mode(route, limits.transfer_mode) is PUSH
         push = make_push(request, prefiller, decoder, forced=True) if pushes else None
         plan = Plan("warm_up", PULL if push is None else PUSH, route)
-        run = Run(request, LegBodies(request.body), plan, gateway)
+        run = Run.for_plan(request, LegBodies(request.body), plan, gateway)
         try:
             if push is None:
                 prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
