@@ -11,7 +11,6 @@ import re
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from router.common.watched_file import WatchedFiles
 
@@ -26,72 +25,60 @@ VALIDITY = re.compile(
 )
 
 
-class CertificateFiles(NamedTuple):
-    """The files of a certificate chain and its key, which may be the same file."""
-
-    certificate: Path
-    key: Path | None
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.certificate,) if self.key is None else (self.certificate, self.key)
-
-
 class TlsContext:
     """An SSLContext and its certificate's files, if it has a certificate.
 
-    `files` watches them; `expires_at` is the Unix time when the certificate expires.
+    `paths` are those of the certificate chain and, if it is another file, of its key. `files`
+    watches them; `expires_at` is the Unix time when the certificate expires.
     """
 
-    def __init__(self, context: ssl.SSLContext, pair: CertificateFiles | None) -> None:
+    def __init__(self, context: ssl.SSLContext, paths: tuple[Path, ...]) -> None:
         """Raises ValueError, in one line, for files that cannot be used."""
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         self.context = context
         self.files: WatchedFiles | None = None
         self.expires_at: float | None = None
-        self._pair = pair
-        if pair is not None:
-            self.files = WatchedFiles(pair.files, MAX_FILE_BYTES, self._reload, self._log)
+        self._paths = paths
+        if paths:
+            self.files = WatchedFiles(paths, MAX_FILE_BYTES, self._reload, self._log)
 
     def _reload(self, content: tuple[bytes, ...]) -> None:
         """Load the files. Raises ValueError.
 
         An unused context tries them first, because a failure would leave a mixed pair behind.
         """
-        assert self._pair is not None
-        _load(ssl.SSLContext(self.context.protocol), self._pair)
-        _load(self.context, self._pair)
+        _load(ssl.SSLContext(self.context.protocol), self._paths)
+        _load(self.context, self._paths)
         self.expires_at = expiry_of(content[0])
         if self.files is not None:
-            logger.info("%s: new handshakes have this certificate", self._pair.certificate)
+            logger.info("%s: new handshakes have this certificate", self._paths[0])
 
     def _log(self, trouble: str) -> None:
-        assert self._pair is not None
         if trouble:
-            logger.error("the certificate stays as it is: %s: %s", self._pair.certificate, trouble)
+            logger.error("the certificate stays as it is: %s: %s", self._paths[0], trouble)
         else:
-            logger.info("%s can be used again", self._pair.certificate)
+            logger.info("%s can be used again", self._paths[0])
 
 
-def server_context(pair: CertificateFiles, client_ca: Path | None) -> TlsContext:
+def server_context(paths: tuple[Path, ...], client_ca: Path | None) -> TlsContext:
     """Return a context for clients; `client_ca` requires client certificates. Raises ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.options |= ssl.OP_NO_RENEGOTIATION
     if client_ca is not None:
         _trust(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-    return TlsContext(context, pair)
+    return TlsContext(context, paths)
 
 
-def client_context(ca: Path | None, pair: CertificateFiles | None) -> TlsContext:
+def client_context(ca: Path | None, paths: tuple[Path, ...]) -> TlsContext:
     """Return a context for engines, which verifies certificate and name. Raises ValueError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is None:
         context.load_default_certs()
     else:
         _trust(context, ca)
-    return TlsContext(context, pair)
+    return TlsContext(context, paths)
 
 
 def _trust(context: ssl.SSLContext, ca: Path) -> None:
@@ -101,13 +88,12 @@ def _trust(context: ssl.SSLContext, ca: Path) -> None:
         raise ValueError(f"{ca}: {_reason(error)}") from None
 
 
-def _load(context: ssl.SSLContext, pair: CertificateFiles) -> None:
+def _load(context: ssl.SSLContext, paths: tuple[Path, ...]) -> None:
     """Raises ValueError, also for an encrypted key, because its password cannot be entered."""
     try:
-        context.load_cert_chain(pair.certificate, pair.key, password=_refuse_password)
+        context.load_cert_chain(paths[0], paths[-1], _refuse_password)
     except OSError as error:
-        where = "" if pair.key is None else f" and {pair.key}"
-        raise ValueError(f"{pair.certificate}{where}: {_reason(error)}") from None
+        raise ValueError(f"{' and '.join(map(str, paths))}: {_reason(error)}") from None
 
 
 def _refuse_password() -> str:

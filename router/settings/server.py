@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, SecretStr
 
-from router.common.tls import CertificateFiles, TlsContext, client_context, server_context
+from router.common.tls import TlsContext, client_context, server_context
 from router.settings.fields import (
     MIB,
     BrokenFileError,
@@ -135,23 +135,19 @@ class TlsSettings(SettingsGroup):
 
     def served_tls(self) -> TlsContext | None:
         """Return the TLS context for clients, or None without TLS. Raises SettingsError."""
-        if self.tls_certfile is None:
-            return None
+        paths = tuple(filter(None, (self.tls_certfile, self.tls_keyfile)))
         try:
-            files = CertificateFiles(self.tls_certfile, self.tls_keyfile)
-            return server_context(files, self.tls_client_ca)
+            return server_context(paths, self.tls_client_ca) if paths else None
         except ValueError as error:
             raise BrokenFileError([f"--tls-certfile: {error}"]) from None
 
     def engine_tls(self) -> TlsContext:
         """Return the TLS context for engines. Raises SettingsError."""
-        pair = None
-        if self.engine_certfile is not None:
-            pair = CertificateFiles(self.engine_certfile, self.engine_keyfile)
+        paths = tuple(filter(None, (self.engine_certfile, self.engine_keyfile)))
         try:
-            return client_context(self.engine_ca_file, pair)
+            return client_context(self.engine_ca_file, paths)
         except ValueError as error:
-            what = "--engine-ca-file" if pair is None else "--engine-ca-file, --engine-certfile"
+            what = "--engine-ca-file, --engine-certfile" if paths else "--engine-ca-file"
             raise BrokenFileError([f"{what}: {error}"]) from None
 
 

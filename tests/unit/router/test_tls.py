@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.common.tls import CertificateFiles, client_context, expiry_of, server_context
+from router.common.tls import client_context, expiry_of, server_context
 from router.fleet.engine import Health
 from router.server.app import build
 from router.server.client_connection import MAX_EXCESS_CONNECTIONS
@@ -712,8 +712,8 @@ async def test_a_client_that_leaves_is_noticed_over_tls(
 
 def test_engines_are_checked_unless_somebody_changes_the_code(ca: Authority) -> None:
     for context in (
-        client_context(None, None).context,
-        client_context(ca.certificate, None).context,
+        client_context(None, ()).context,
+        client_context(ca.certificate, ()).context,
     ):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.check_hostname
@@ -723,7 +723,7 @@ def test_engines_are_checked_unless_somebody_changes_the_code(ca: Authority) -> 
 def test_clients_are_asked_for_nothing_unless_there_is_an_authority(
     ca: Authority, first: Signed
 ) -> None:
-    pair = CertificateFiles(first.certificate, first.key)
+    pair = (first.certificate, first.key)
     assert server_context(pair, None).context.verify_mode is ssl.CERT_NONE
     assert server_context(pair, ca.certificate).context.verify_mode is ssl.CERT_REQUIRED
 
