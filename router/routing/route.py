@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from difflib import get_close_matches
+from functools import partial
 from math import inf, log
 from operator import attrgetter
 
@@ -39,34 +39,17 @@ POLICIES: dict[str, Callable[[LoadBound], Policy]] = {
 }
 
 
-class UnknownPolicyError(ValueError):
-    """No policy has this name; the text names the known ones."""
-
-
-def make_policy(name: str, bound: LoadBound) -> Policy:
-    """Make the policy of this name, in which dashes and underscores are the same. Raises
-    UnknownPolicyError."""
-    known = name.replace("-", "_").lower()
-    if known not in POLICIES:
-        close = get_close_matches(known, POLICIES, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UnknownPolicyError(f"unknown policy {name!r}{hint}; known: {', '.join(POLICIES)}")
-    return POLICIES[known](bound)
-
-
 class GroupPolicies(dict[str, Policy]):
     """The policies of one role by group, made when a group is first used. Groups share no KV, so
     their policies share no state."""
 
     def __init__(self, name: str, bound: LoadBound) -> None:
-        """Raises UnknownPolicyError."""
         super().__init__()
-        self._name = name
-        self._bound = bound
-        self.uses_feedback = make_policy(name, bound).uses_feedback
+        self._make_policy = partial(POLICIES[name], bound)
+        self.uses_feedback = self._make_policy().uses_feedback
 
     def __missing__(self, group: str) -> Policy:
-        policy = self[group] = make_policy(self._name, self._bound)
+        policy = self[group] = self._make_policy()
         return policy
 
     def forget(self, engine: str, group: str) -> None:

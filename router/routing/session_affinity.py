@@ -50,19 +50,11 @@ class HashRing:
         places = (point | at for at, name in enumerate(names) for point in _points_of(name))
         # An array, since the ints of a list lie all over the memory, which slows bisection.
         self._circle = array("Q", sorted(places))
-        self._most = MAX_KEYS + 16 * len(names)
-        self._nearest: dict[str, list[int]] = {}
+        self.nearest = lru_cache(MAX_KEYS + 16 * len(names))(self._find_nearest)
+        """Returns the indexes of at most PROBES names for a key, nearest first. There must be
+        one."""
 
-    def nearest(self, key: str) -> list[int]:
-        """Return the indexes of at most PROBES names, nearest first. There must be one."""
-        found = self._nearest.get(key)
-        if found is None:
-            if len(self._nearest) >= self._most:
-                self._nearest.clear()
-            found = self._nearest[key] = self._find(key)
-        return found
-
-    def _find(self, key: str) -> list[int]:
+    def _find_nearest(self, key: str) -> list[int]:
         circle, distances = self._circle, []
         for probe in _probes.unpack(_digest(key, 4 * PROBES)):
             at = probe << 32

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
-from router.routing.route import make_policy
+from router.routing.route import POLICIES
 
 
 @dataclass(slots=True)
@@ -373,8 +373,8 @@ class Simulation:
             for number in range(setup.decoders)
         )
         self.outcome = Outcome(self.prefillers, self.decoders)
-        self._prefill_policy = make_policy(setup.prefill_policy, setup.prefill_bound)
-        self._decode_policy = make_policy(setup.decode_policy, setup.decode_bound)
+        self._prefill_policy = POLICIES[setup.prefill_policy](setup.prefill_bound)
+        self._decode_policy = POLICIES[setup.decode_policy](setup.decode_bound)
         self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
         self._random = random.Random(setup.seed + 1)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []

@@ -23,8 +23,6 @@ from router.routing.policy import (
 )
 from router.routing.route import (
     POLICIES,
-    UnknownPolicyError,
-    make_policy,
 )
 from router.routing.session_affinity import SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines, loaded
@@ -45,7 +43,7 @@ def test_an_order_is_distinct_candidates_and_replays(
     name: str, loads: list[tuple[int, int]], asks: list[RoutingQuery]
 ) -> None:
     candidates = loaded(loads)
-    policy, twin = make_policy(name, BOUND), make_policy(name, BOUND)
+    policy, twin = POLICIES[name](BOUND), POLICIES[name](BOUND)
     for ask in asks:
         order = policy.order(candidates, ask)
         assert len(set(order)) == len(order)
@@ -61,14 +59,14 @@ def test_an_order_is_distinct_candidates_and_replays(
 @NAMES
 @pytest.mark.parametrize("count", [1, 3, 64, 150])
 def test_no_engine_starves(name: str, count: int) -> None:
-    policy, candidates = make_policy(name, BOUND), engines(count)
+    policy, candidates = POLICIES[name](BOUND), engines(count)
     chosen = _fill(policy, candidates, 30 * count)
     assert len(chosen) == count
 
 
 @NAMES
 def test_removed_engines_are_not_chosen_and_added_ones_are(name: str) -> None:
-    policy, everyone = make_policy(name, BOUND), engines(12)
+    policy, everyone = POLICIES[name](BOUND), engines(12)
     for present in (everyone[:8], everyone[4:], everyone[:1], everyone):
         for turn in range(400):
             ask = RoutingQuery(turn, session=f"s{turn}", chunks=(turn % 7, turn))
@@ -112,7 +110,7 @@ def test_the_fuller_of_two_random_engines_is_never_first() -> None:
 @pytest.mark.parametrize("count", [10, 200])
 def test_load_policies_keep_every_engine_near_the_mean(name: str, most: int, count: int) -> None:
     candidates = engines(count)
-    _fill(make_policy(name, BOUND), candidates, 50 * count)
+    _fill(POLICIES[name](BOUND), candidates, 50 * count)
     assert max(engine.in_flight for engine in candidates) <= 50 + most
 
 
@@ -151,16 +149,6 @@ def test_the_overloaded_are_last_in_a_sessions_order_of_all() -> None:
     order = SessionAffinity(BOUND).order(candidates, RoutingQuery(0, session=home))
     assert order[-1] is candidates[-1]
     assert set(order) == set(candidates)
-
-
-@pytest.mark.parametrize("name", ["round-robin", "Session", "POWER-OF_TWO"])
-def test_a_policy_is_found_by_its_name(name: str) -> None:
-    assert isinstance(make_policy(name, BOUND), Policy)
-
-
-def test_an_unknown_policy_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(UnknownPolicyError, match=r"least-loadd.*did you mean least_loaded.*prefix"):
-        make_policy("least-loadd", BOUND)
 
 
 def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter[str]:
