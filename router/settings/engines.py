@@ -51,10 +51,8 @@ class EngineSettings(SettingsGroup):
 
     @property
     def over_tls(self) -> frozenset[Address]:
-        pairs = (
-            *zip(self.prefiller_hosts, self.prefillers, strict=True),
-            *zip(self.decoder_hosts, self.decoders, strict=True),
-        )
+        hosts = (*self.prefiller_hosts, *self.decoder_hosts)
+        pairs = zip(hosts, (*self.prefillers, *self.decoders), strict=True)
         return frozenset(address for host, address in pairs if host.startswith(TLS_SCHEME))
 
 

@@ -25,7 +25,6 @@ CONTENT_TYPES = {
     "svg": "image/svg+xml",
 }
 MAX_VIEWERS = 16
-INDEX = "index.html"
 SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'"
@@ -76,26 +75,20 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
             raise OperatorError(503, f"the dashboard has {MAX_VIEWERS} viewers already")
         return DashboardFeed(hub)
 
-    @router.head("/ui/{name}", include_in_schema=False)
-    @router.get("/ui/{name}", include_in_schema=False)
+    @router.api_route("/ui/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static(request: Request, name: str) -> Response:
-        return _answer(known.get(name), request)
+        if name not in known:
+            raise HTTPException(404)
+        file, etag = known[name], known[name].headers["etag"]
+        if request.headers.get("if-none-match") == etag:
+            return Response(None, 304, {**FILE_HEADERS, "etag": etag})
+        return file
 
-    @router.head("/ui/", include_in_schema=False)
-    @router.get("/ui/", include_in_schema=False)
+    @router.api_route("/ui/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
-        return _answer(known.get(INDEX), request)
+        return await static(request, "index.html")
 
     return router
-
-
-def _answer(file: Response | None, request: Request) -> Response:
-    if file is None:
-        raise HTTPException(404)
-    etag = file.headers["etag"]
-    if request.headers.get("if-none-match") == etag:
-        return Response(None, 304, {**FILE_HEADERS, "etag": etag})
-    return file
 
 
 class DashboardFeed(Response):
