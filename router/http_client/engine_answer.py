@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from msgspec import Struct
-
 from router.http_client.answer_memory import MemoryBudget, Reservation
 from router.http_client.deadlines import Deadlines, now
 from router.http_client.errors import (
@@ -75,7 +73,7 @@ class AnswerSink(Protocol):
     def write(self, block: bytes, last: bool) -> None: ...
 
 
-class EngineAnswer(Struct, eq=False):
+class EngineAnswer:
     """An answer with its reader's and its connection's side. Its reader must close it.
 
     Times are seconds of `now`. The connection sets `status` (0 until the head is here), `headers`
@@ -90,33 +88,43 @@ class EngineAnswer(Struct, eq=False):
     bytes of an answer that is read whole are reserved as `reservation`, None for no limit.
     """
 
-    _connection: AnswerConnection
-    deadlines: Deadlines
-    deadline: float
-    memory: MemoryBudget | None = None
-    status: int = 0
-    headers: Headers = ()
-    length: int | None = None
-    is_event_stream: bool = False
-    first_body_at: float | None = None
-    error: UpstreamError | None = None
-    tap: AnswerTap | None = None
-    watch: Callable[[bytes], bytes] | None = None
-    checked: bytes = b""
-    resume_buffer: Resumable | None = None
-    reservation: Reservation | None = None
-    _done: bool = False
-    _stalled: bool = False
-    _held: list[bytes] = []
-    _held_size: int = 0
-    _waiter: asyncio.Future[None] | None = None
-    _whole_limit: int | None = None
-    # Set by `relay`.
-    _sink: AnswerSink | None = None
-    _idle: float = 0.0
-    _latest: float = 0.0
-    _reader: SseReader | None = None
-    _recent: deque[bytes] | None = None
+    # No Struct, of which each assignment costs more: a stream's deadline is set with each chunk.
+    __slots__ = ("_connection", "_done", "_held", "_held_size", "_idle", "_latest", "_reader",
+                 "_recent", "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline",
+                 "deadlines", "error", "first_body_at", "headers", "is_event_stream", "length",
+                 "memory", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
+
+    def __init__(
+        self,
+        connection: AnswerConnection,
+        deadlines: Deadlines,
+        deadline: float,
+        memory: MemoryBudget | None = None,
+    ) -> None:
+        self._connection = connection
+        self.deadlines = deadlines
+        self.deadline = deadline
+        self.memory = memory
+        self.status = 0
+        self.headers: Headers = ()
+        self.length: int | None = None
+        self.is_event_stream = self._done = self._stalled = False
+        self.first_body_at: float | None = None
+        self.error: UpstreamError | None = None
+        self.tap: AnswerTap | None = None
+        self.watch: Callable[[bytes], bytes] | None = None
+        self.checked = b""
+        self.resume_buffer: Resumable | None = None
+        self.reservation: Reservation | None = None
+        self._held: list[bytes] = []
+        self._held_size = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._whole_limit: int | None = None
+        # Set by `relay`.
+        self._sink: AnswerSink | None = None
+        self._idle = self._latest = 0.0
+        self._reader: SseReader | None = None
+        self._recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header with this lower-case name."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from random import getrandbits
@@ -255,22 +256,19 @@ def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
 
     The id is the client's first valid X-Request-Id, or else a new one.
     """
-    request_id, names_headers = "", False
-    lines: list[bytes] = []
-    for header in headers:
-        name = header[0]
-        if name not in NOT_TO_ENGINE:
-            lines.append(b": ".join(header))
-        elif name == REQUEST_ID:
-            if not request_id and VALID_REQUEST_ID.fullmatch(header[1]):
-                request_id = header[1].decode("ascii")
-        elif name == b"connection" and header[1] != b"keep-alive":
-            names_headers = True  # the value may list headers of this connection
-    if names_headers:
-        kept = _without_connection_headers(headers)
-        lines = [b": ".join(header) for header in kept if header[0] not in NOT_TO_ENGINE]
-    lines.append(b"")
-    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
+    request_id, lines = _read_client_headers(tuple(headers))
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
+
+
+# Most clients send the same headers with each request, and those of one connection are one object.
+@lru_cache(maxsize=256)
+def _read_client_headers(headers: tuple[Header, ...]) -> tuple[str, bytes]:
+    ids = [value for name, value in headers if name == REQUEST_ID]
+    request_id = next((value.decode() for value in ids if VALID_REQUEST_ID.fullmatch(value)), "")
+    if b"connection" in map(HEADER_NAME, headers):
+        headers = _without_connection_headers(headers)
+    lines = [b": ".join(header) for header in headers if header[0] not in NOT_TO_ENGINE]
+    return request_id, b"\r\n".join([*lines, b""])
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
@@ -291,12 +289,12 @@ def retry_after(headers: Sequence[Header]) -> int | None:
     return min(int(given), MAX_RETRY_AFTER_S) if DIGITS.fullmatch(given) else 1
 
 
-def _without_connection_headers(headers: Sequence[Header]) -> Sequence[Header]:
+def _without_connection_headers(headers: Sequence[Header]) -> tuple[Header, ...]:
     """Return the headers without Connection and those that Connection names."""
     values = [value for name, value in headers if name == b"connection"]
     dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
     dropped.add(b"connection")
-    return [header for header in headers if header[0] not in dropped]
+    return tuple([header for header in headers if header[0] not in dropped])
 
 
 def new_leg_id(request_id: str) -> str:
