@@ -154,20 +154,26 @@ class PrefixAffinity(Policy):
         self._last_match = ChunkMatch(0, 0)
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
+        """Prefer the engine with the longest match. If it is overloaded, look for shorter matches
+        of the other engines."""
         chunks = query.chunks
         if not chunks:
             return self._by_load.order(candidates, query)
         bits = self._candidate_bits.get(candidates)
         depth, engines = self._last_match = self._index.longest(chunks, bits.all)
         self._last_chunks = chunks
-        if not depth:
-            return self._by_load.order(candidates, query)
-        first = self._least_loaded(engines, candidates, bits, query)
-        if first.in_flight >= self._bound.floor:
-            chance = mix(query.turn)
-            if self._bound.is_overloaded(first, candidates, chance):
-                return self._next_best(first, candidates, bits, query, chance)
-        return _with_stand_in(first, candidates, query.turn)
+        among = bits.all
+        overloaded: list[E] = []
+        while depth and len(overloaded) < MAX_ORDERED:
+            first = self._least_loaded(engines, candidates, bits, query)
+            if first.in_flight < self._bound.floor or not self._bound.is_overloaded(
+                first, candidates, mix(query.turn)
+            ):
+                return _with_stand_in(first, candidates, query.turn)
+            overloaded.append(first)
+            among &= ~engines
+            depth, engines = self._index.longest(chunks, among, depth - 1)
+        return filled([], self._by_load.order(candidates, query), overloaded)
 
     def _least_loaded(
         self, engines: int, candidates: Sequence[E], bits: _CandidateBits, query: RoutingQuery
@@ -176,29 +182,6 @@ class PrefixAffinity(Policy):
             return candidates[bits.indexes[engines]]
         found = [candidates[bits.indexes[bit]] for bit in _some_bits(engines, mix(query.turn))]
         return min(found, key=load)
-
-    def _next_best(
-        self,
-        overloaded: E,
-        candidates: Sequence[E],
-        bits: _CandidateBits,
-        query: RoutingQuery,
-        chance: int,
-    ) -> Sequence[E]:
-        """Order the engines if those with the longest match are overloaded: look for shorter
-        matches of the other engines."""
-        depth, engines = self._last_match
-        among, all_overloaded = bits.all, [overloaded]
-        for _ in range(MAX_ORDERED - 1):
-            among &= ~engines
-            depth, engines = self._index.longest(query.chunks, among, depth - 1)
-            if not depth:
-                break
-            first = self._least_loaded(engines, candidates, bits, query)
-            if not self._bound.is_overloaded(first, candidates, chance):
-                return _with_stand_in(first, candidates, query.turn)
-            all_overloaded.append(first)
-        return filled([], self._by_load.order(candidates, query), all_overloaded)
 
     def note_sent(self, name: str, query: RoutingQuery) -> None:
         if not query.chunks or not self._index.bit(name):
