@@ -6,7 +6,6 @@ Exit code 0: the engine is drained. 1: it is not, and the last line has the reas
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ import httpx
 from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
 from router.commands.router_client import ask_router, http_url, with_scheme
 from router.fleet.sources.file import address_of
+from router.openai.answers import parse_object
 from router.settings import ADMIN_URL, variable_of
 
 DEFAULT_ADMIN = "http://127.0.0.1:8002"
@@ -127,7 +127,7 @@ class AdminClient:
         return ask_router(method, f"{self.url}{path}", self._headers)
 
     def _engine(self, answer: httpx.Response) -> dict[str, Any]:
-        content = _json(answer)
+        content = parse_object(answer.content) or {}
         if answer.status_code == 200 and isinstance(content.get("drained"), bool):
             return content
         error = content.get("error")
@@ -136,8 +136,9 @@ class AdminClient:
         raise CommandError(f"{self.url} answers {answer.status_code}: {text}")
 
     def _names(self) -> str:
-        engines = _json(self._request("GET", "/admin/engines")).get("engines")
-        names = [str(e.get("name")) for e in engines or () if isinstance(e, dict)]
+        answer = parse_object(self._request("GET", "/admin/engines").content) or {}
+        engines = answer.get("engines") or ()
+        names = [str(e.get("name")) for e in engines if isinstance(e, dict)]
         if not names:
             return ", nor any other"
         more = len(names) - MAX_LISTED_ENGINES
@@ -177,14 +178,6 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     if not running and not holding:
         return f"{name} drains: not every worker of the routers answers"
     return f"{name} drains: {running} running, {holding} holding KV"
-
-
-def _json(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        content = json.loads(answer.content)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _engine_name(given: str) -> str:

@@ -20,7 +20,7 @@ from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.ui.live_requests import EngineLink
-from router.ui.transfers import TransferHistory, TransferPage, parse_transfers
+from router.ui.transfers import TransferHistory, TransferPage, dicts_in, parse_transfers
 
 logger = logging.getLogger("disagg_router.ui")
 POLL_INTERVAL_S = 1.0
@@ -121,9 +121,8 @@ class EnginePoller:
         if page != TransferPage(asked):
             self._transfers.note(engine.name, page)
         at, before = self._clock(), self._polled.get(engine.name)
-        old_bytes = None if before is None or at <= before.at else before.num_bytes
-        if before is not None and old_bytes is not None and num_bytes is not None:
-            moved = max(0.0, num_bytes - old_bytes)
+        if before and before.num_bytes is not None and num_bytes is not None and at > before.at:
+            moved = max(0.0, num_bytes - before.num_bytes)
             gauge.bytes_per_second = round(moved / (at - before.at), 1)
         self._polled[engine.name] = PolledGauge(at, gauge, num_bytes)
 
@@ -158,9 +157,7 @@ def parse_metrics(text: bytes) -> tuple[EngineGauge, float | None]:
 
 def count_leases(page: object) -> tuple[int | None, int | None]:
     """Return the leases and the quarantined requests of all ranks together; never raises."""
-    if not isinstance(page, dict) or not isinstance(page.get("ranks"), list):
-        return None, None
-    ranks = [rank for rank in page["ranks"] if isinstance(rank, dict)]
+    ranks = list(dicts_in(page, "ranks"))
 
     def total(name: str) -> int | None:
         counts = [rank[name] for rank in ranks if type(rank.get(name)) is int]

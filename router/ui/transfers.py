@@ -107,7 +107,7 @@ def parse_transfers(content: object, at: float) -> TransferPage:
     ids: set[str] = set()
     moved: dict[tuple[str, str], int] = {}
     transfers: dict[tuple[str, str], Transfer] = {}
-    for rank in islice(_dicts(content, "ranks"), MAX_RANKS):
+    for rank in islice(dicts_in(content, "ranks"), MAX_RANKS):
         if isinstance(rank.get("engine_id"), str):
             ids.add(rank["engine_id"])
         for one in _entries(MovedBytes, rank, "moved"):
@@ -135,12 +135,12 @@ def parse_transfers(content: object, at: float) -> TransferPage:
 
 
 def _entries(kind: type[E], rank: Mapping[str, Any], name: str) -> Iterator[E]:
-    for entry in islice(_dicts(rank, name), MAX_ENTRIES):
+    for entry in islice(dicts_in(rank, name), MAX_ENTRIES):
         with contextlib.suppress(ValidationError):
             yield kind.model_validate(entry)
 
 
-def _dicts(within: object, name: str) -> Iterator[dict[str, Any]]:
+def dicts_in(within: object, name: str) -> Iterator[dict[str, Any]]:
     entries = within.get(name) if isinstance(within, dict) else None
     if isinstance(entries, list):
         yield from (entry for entry in entries if isinstance(entry, dict))
