@@ -16,13 +16,13 @@ import contextlib
 import logging
 import math
 from dataclasses import dataclass
+from time import monotonic as now
 from typing import Any
 
 import orjson
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
-from router.http_client.deadlines import now
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,

@@ -17,13 +17,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from time import monotonic as now
 from typing import Any, NamedTuple
 
 from router.fleet.consistency import ConsistencyLog
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.sources.source import EngineSource, SourceReport
-from router.http_client.deadlines import now
 from router.settings import Address
 
 logger = logging.getLogger("disagg_router.fleet")

@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic as now
 from typing import Protocol
 
-from router.http_client.answer_memory import MemoryBudget, Reservation
-from router.http_client.deadlines import Deadlines, now
+from router.http_client.answer_limits import Deadlines, MemoryBudget, Reservation
 from router.http_client.errors import (
     AnswersFullError,
     AnswerTimeoutError,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from time import monotonic as now
 
 from router.auth.api_keys import without_credentials
 from router.auth.authenticator import QuotaPermit
 from router.conversations.conversations import Conversations, Turn
 from router.conversations.reuse import find_reuse
-from router.http_client.deadlines import now
 from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
 from router.proxy import key_limits, messages, strategies

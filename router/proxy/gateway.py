@@ -19,7 +19,7 @@ from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, EngineRole
 from router.fleet.fleet import Fleet, GroupPool, Snapshot
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from time import monotonic as now
 
 import orjson
 
 from router.common.exact_json import dumps
-from router.http_client.deadlines import now
 from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import BrokenAnswerError, ReaderStalledError, UpstreamError
 from router.http_client.sse import is_between_events

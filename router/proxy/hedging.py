@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from time import monotonic as now
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
-from router.http_client.deadlines import now
 from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
 from router.proxy.messages import BodyHalves
 from router.proxy.resume_buffer import ResumeBuffer

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum, auto
 from functools import partial
+from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
 from router.fleet.engine import DECODE, HALF_OPEN, PREFILL, Engine, EngineRole
-from router.http_client.answer_memory import UNCOUNTED_BYTES
-from router.http_client.deadlines import now
+from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.answers import Json, is_rejection, parse_object

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from time import monotonic as now
 
 from router.fleet.engine import PREFILL, Engine, Health, Intent
-from router.http_client.deadlines import now
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
+from time import monotonic as now
 from typing import Any
 
 import orjson
@@ -23,8 +24,7 @@ import orjson
 from router.common.exact_json import dumps
 from router.conversations.conversations import Turn
 from router.fleet.engine import DECODE, Engine
-from router.http_client.answer_memory import UNCOUNTED_BYTES, Reservation
-from router.http_client.deadlines import now
+from router.http_client.answer_limits import UNCOUNTED_BYTES, Reservation
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import data_in, events_in, with_data

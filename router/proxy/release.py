@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from time import monotonic as now
 from typing import Any
 
 from router.conversations.entry import Entry
 from router.fleet.engine import Engine, EngineRole
 from router.fleet.fleet import Fleet
-from router.http_client.answer_memory import MemoryBudget, Reservation
-from router.http_client.deadlines import now
+from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.event_stream import chunks_in

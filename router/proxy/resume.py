@@ -12,10 +12,11 @@ stream are in the `ResumeBuffer`.
 
 from __future__ import annotations
 
+from time import monotonic as now
+
 from msgspec import Struct
 
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
-from router.http_client.deadlines import now
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import (
     asks_one_token,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.engine_answer import AnswerTap
 from router.http_client.sse import (
     DONE,

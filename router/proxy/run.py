@@ -8,6 +8,7 @@ the engines of another group. KV moves only within a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic as now
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -16,8 +17,7 @@ from router.conversations.conversations import RecallOutcome
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
-from router.http_client.answer_memory import MemoryBudget, Reservation
-from router.http_client.deadlines import now
+from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, LoadFailedError, NoEngineError, UnknownModelError

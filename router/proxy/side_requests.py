@@ -7,8 +7,9 @@ rejects such a prompt at threshold 1. Other engines answer it, with almost no wo
 
 from __future__ import annotations
 
+from time import monotonic as now
+
 from router.fleet.engine import Engine
-from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import is_rejection, parse_object

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum, auto
+from time import monotonic as now
 from typing import Any
 
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import Engine
-from router.http_client.deadlines import now
 from router.openai.errors import NoEngineError, PreemptedError
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.legs import (

@@ -13,11 +13,11 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from random import Random
+from time import monotonic as now
 from typing import NamedTuple, TypeVar
 
 from router.auth.api_keys import ApiKey
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health, Intent
-from router.http_client.deadlines import now
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.exchange import BodySource, Header

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from time import monotonic as now
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -38,10 +39,8 @@ from router.fleet.fleet import Fleet
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
 from router.fleet.sources.factory import make_sources
-from router.http_client.answer_memory import MemoryBudget
-from router.http_client.connect import EngineTls
-from router.http_client.deadlines import Deadlines, now
-from router.http_client.pool import EnginePool, PoolLimits
+from router.http_client.answer_limits import Deadlines, MemoryBudget
+from router.http_client.pool import EnginePool, EngineTls, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from http import HTTPStatus
+from time import monotonic as now
 from typing import Any, cast
 
 from msgspec import Struct
@@ -28,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from router.auth.api_keys import ApiKey
-from router.http_client.deadlines import NEVER, Deadlines, now
+from router.http_client.answer_limits import NEVER, Deadlines
 from router.openai.errors import (
     MalformedRequestError,
     OverloadError,

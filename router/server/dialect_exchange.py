@@ -18,7 +18,7 @@ import orjson
 from router.auth.api_keys import AUTHORIZATION, X_API_KEY
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
-from router.http_client.answer_memory import Reservation
+from router.http_client.answer_limits import Reservation
 from router.http_client.engine_answer import NO_ROOM
 from router.http_client.errors import AnswersFullError, BrokenAnswerError
 from router.http_client.sse import data_in, events_in

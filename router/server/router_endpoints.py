@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version as installed_version
+from time import monotonic as now
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,7 +19,6 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
-from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from time import monotonic as now
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -16,7 +17,6 @@ from pydantic import BaseModel
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
 from router.fleet.probes import json_of
-from router.http_client.deadlines import now
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.ui.live_requests import EngineLink

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from time import monotonic as now
 from typing import Any
 
 import orjson
 from pydantic import SecretStr
 
 from router.fleet.registry import EngineRegistry
-from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from time import monotonic as now
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -28,7 +29,6 @@ from router.fleet.views import (
     merge_engine_views,
     merge_group_views,
 )
-from router.http_client.deadlines import now
 from router.proxy.gateway import Gateway
 from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import (

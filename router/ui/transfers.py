@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from math import inf
+from time import monotonic as now
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from router.fleet.engine import EngineRole
-from router.http_client.deadlines import now
 from router.ui.live_requests import RATE_WINDOW_S, EngineLink, RequestSummary
 
 MAX_RANKS = 64

@@ -19,7 +19,7 @@ from router.fleet.engine import EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
 from router.fleet.registry import EngineRegistry, find_changes
 from router.fleet.sources.source import SourceReport
-from router.http_client.deadlines import Deadlines
+from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
 from scripts.benchmarks.common import Sample, positive

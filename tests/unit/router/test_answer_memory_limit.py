@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from router.http_client.answer_memory import Reservation
+from router.http_client.answer_limits import Reservation
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, settings_for
 from tests.unit.router.mock_engine import (

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.http_client.answer_limits import NEVER, Deadlines
 from router.http_client.connection import EngineConnection
-from router.http_client.deadlines import NEVER, Deadlines
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from time import monotonic as now
 from typing import Any
 
 import pytest
 
-from router.http_client.deadlines import now
 from router.proxy import hedging
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter

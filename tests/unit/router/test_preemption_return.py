@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.common.resume_payload import ResumePayload, decode_token_ids, encode_token_ids
 from router.fleet.engine import CircuitState
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.openai.answers import read_generated_tokens
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter

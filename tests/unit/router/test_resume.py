@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.common.resume_payload import decode_token_ids, encode_token_ids, token_id_comment
 from router.fleet import probes
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
 from router.proxy.prefill_answer import KvParams

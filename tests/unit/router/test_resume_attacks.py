@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine_ext.common.resume_payload import encode_token_ids
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router import test_resume
 from tests.unit.router.mock_engine import (

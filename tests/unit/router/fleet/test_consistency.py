@@ -12,7 +12,7 @@ from router.fleet.consistency import (
 )
 from router.fleet.engine import EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
-from router.http_client.deadlines import Deadlines
+from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
 

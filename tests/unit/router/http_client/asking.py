@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.http_client.deadlines import now
+from time import monotonic as now
+
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import post

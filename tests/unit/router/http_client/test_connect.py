@@ -9,13 +9,11 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from time import monotonic as now
 from typing import Any, cast
 
 import pytest
 
-from router.http_client import connect
-from router.http_client.connect import LOCAL_ERRNOS, RECEIVE_BUFFER_BYTES, ConnectAttempt
-from router.http_client.deadlines import now
 from router.http_client.errors import (
     AnswerTimeoutError,
     ConnectError,
@@ -25,6 +23,12 @@ from router.http_client.errors import (
     LocalError,
     UnresolvedError,
     UpstreamError,
+)
+from router.http_client.pool import (
+    LOCAL_ERRNOS,
+    RECEIVE_BUFFER_BYTES,
+    ConnectAttempt,
+    _numeric_host,
 )
 from tests.unit.router.http_client.asking import REQUEST, body_of, soon
 from tests.unit.router.http_client.conftest import StartPool
@@ -149,9 +153,9 @@ async def test_a_name_that_is_not_resolved_in_time_is_not_the_engines_fault() ->
 
 
 async def test_a_scope_stays_with_its_address() -> None:
-    assert connect._numeric_host(("fe80::1", 80, 0, 7)) == "fe80::1%7"
-    assert connect._numeric_host(("::1", 80, 0, 0)) == "::1"
-    assert connect._numeric_host(("10.0.0.1", 80)) == "10.0.0.1"
+    assert _numeric_host(("fe80::1", 80, 0, 7)) == "fe80::1%7"
+    assert _numeric_host(("::1", 80, 0, 0)) == "::1"
+    assert _numeric_host(("10.0.0.1", 80)) == "10.0.0.1"
 
 
 async def test_an_engine_that_does_not_accept_is_to_blame(

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from router.http_client.connect import SOCKET_OPTIONS
 from router.http_client.connection import EngineConnection
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
@@ -18,7 +17,7 @@ from router.http_client.errors import (
     StaleConnectionError,
     UpstreamError,
 )
-from router.http_client.pool import EnginePool
+from router.http_client.pool import SOCKET_OPTIONS, EnginePool
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.asking import (
     LIMIT,
@@ -80,7 +79,7 @@ async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_sta
     last, name, _ = SOCKET_OPTIONS[-1]
     assert name == socket.TCP_USER_TIMEOUT
     options = (*SOCKET_OPTIONS[:-1], (last, name, 1000))
-    monkeypatch.setattr("router.http_client.connect.SOCKET_OPTIONS", options)
+    monkeypatch.setattr("router.http_client.pool.SOCKET_OPTIONS", options)
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(WHOLE)

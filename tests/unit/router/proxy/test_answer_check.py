@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from time import monotonic as now
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import DECODE
-from router.http_client.answer_memory import MemoryBudget
-from router.http_client.deadlines import Deadlines, now
+from router.http_client.answer_limits import Deadlines, MemoryBudget
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of, first_output_event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 
 FIRST = b': prompt_token_ids AAAA\n: token_ids BBBB\ndata: {"id":"a","created":1,"x":"Hel"}\n\n'

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.fleet.engine import BreakerRules, CircuitBreaker, Engine, EngineRole, EngineSpec, Health
 from router.fleet.fleet import GroupPool
-from router.http_client.deadlines import Deadlines
+from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.routing.policy import RoutingQuery
 from router.routing.route import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http_client.answer_memory import MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.openai.anthropic_messages import MESSAGES_PATH
 from router.openai.errors import (
     BodyTooLargeError,

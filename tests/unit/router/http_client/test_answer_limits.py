@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http_client.answer_memory import UNCOUNTED_BYTES, MemoryBudget, Reservation
+from router.http_client.answer_limits import UNCOUNTED_BYTES, MemoryBudget, Reservation
 from router.http_client.errors import AnswersFullError
 from router.http_client.pool import EnginePool
 from tests.unit.router.harness import eventually
