@@ -1,4 +1,4 @@
-"""The visible side of a sequence: its text so far, and whether the newest token ends it."""
+"""The text of an answer, token by token, and what ends it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,69 +28,55 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._text = self._decode(self._window)
-        self._given = len(self._text)
-        """Characters of `_text` that left already."""
+        self._num_returned = len(self._text)
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         self._text = self._decode(self._window)
-        piece = self._give(len(self._text) - _num_undecided(self._text))
+        tail = self._text[-3:]
+        piece = self._take(len(self._text) - len(tail) + len(tail.rstrip(_REPLACEMENT)))
         if len(self._window) >= _WINDOW_TOKENS:
             self._slide()
         return piece
 
     def flush(self) -> str:
-        return self._give(len(self._text))
+        return self._take(len(self._text))
 
-    def _give(self, end: int) -> str:
-        piece = self._text[self._given : end]
-        self._given = max(self._given, end)
+    def _take(self, end: int) -> str:
+        piece = self._text[self._num_returned : end]
+        self._num_returned = max(self._num_returned, end)
         return piece
 
     def _slide(self) -> None:
         tail = self._decode(self._window[-_CONTEXT_TOKENS:])
         if self._text.endswith(tail):
             self._window = self._window[-_CONTEXT_TOKENS:]
-            self._given -= len(self._text) - len(tail)
+            self._num_returned -= len(self._text) - len(tail)
             self._text = tail
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
-def _num_undecided(text: str) -> int:
-    tail = text[-3:]
-    return len(tail) - len(tail.rstrip(_REPLACEMENT))
-
-
-class Scanned(NamedTuple):
-    text: str
-    """What may leave."""
-    matched: str | None
-    """The stop string that ended the text."""
-
-
 class StopStrings:
-    """Keeps back exactly the text that may still become a stop string."""
+    """Finds stop strings in streamed text; keeps back exactly what may still become one."""
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._include = include_in_output
         self._held = ""
 
-    def scan(self, piece: str) -> Scanned:
+    def scan(self, piece: str) -> tuple[str, str | None]:
+        """The text that is certain now, and the stop string that ended it."""
         text = self._held + piece
-        first = min(
-            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None
-        )
-        if first is not None:
-            at, stop = first
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
             self._held = ""
-            return Scanned(text[: at + len(stop) if self._include else at], stop)
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        cut = len(text) - keep
+            return text[: at + len(stop) if self._include else at], stop
+        cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[cut:]
-        return Scanned(text[:cut], None)
+        return text[:cut], None
 
     def flush(self) -> str:
         text, self._held = self._held, ""
@@ -104,7 +90,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StopRules(NamedTuple):
-    """What ends any sequence of this engine."""
+    """What ends any answer of one engine."""
 
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -116,8 +102,11 @@ class Accepted(NamedTuple):
 
 
 class GeneratedAnswer:
-    """`hands_over`: where it ends because it was to have no more tokens, another engine goes on,
-    and says what is held back here."""
+    """The client's view of one sequence.
+
+    `hands_over`: if the answer ends because it may have no more tokens, another engine continues
+    it, and that engine outputs the text that is held back here.
+    """
 
     def __init__(
         self,
@@ -129,7 +118,7 @@ class GeneratedAnswer:
         hands_over: bool = False,
     ) -> None:
         self._sampling = sampling
-        self._rules = rules
+        self._eos_token_ids = rules.eos_token_ids
         self._hands_over = hands_over
         self._num_output_tokens = 0
         self._room = rules.max_model_len - len(prompt_token_ids)
@@ -141,38 +130,28 @@ class GeneratedAnswer:
         )
 
     def accept(self, token_id: int) -> Accepted:
-        """The sequence's next token."""
+        """Add the sequence's next token. Returns the new text, and why the answer ends with it."""
+        sampling = self._sampling
         self._num_output_tokens += 1
         finish = self._stop_token(token_id)
-        visible = finish is None or self._sampling.include_stop_str_in_output
-        text, matched = self._scan(self._detokenizer.push(token_id) if visible else "")
+        is_visible = finish is None or sampling.include_stop_str_in_output
+        text, matched = self._detokenizer.push(token_id) if is_visible else "", None
+        if self._num_output_tokens > sampling.min_tokens:
+            text, matched = self._stops.scan(text)
         if matched is not None and finish is None:
             return Accepted(text, stopped(matched))
-        finish = finish or self._length()
-        return Accepted(text + self._flush() if self._is_over(finish) else text, finish)
-
-    def _scan(self, piece: str) -> tuple[str, str | None]:
-        if self._num_output_tokens <= self._sampling.min_tokens:
-            return piece, None
-        return self._stops.scan(piece)
-
-    def _flush(self) -> str:
-        return self._stops.flush() + self._detokenizer.flush()
-
-    def _is_over(self, finish: Finish | None) -> bool:
-        """For whoever goes on with it, too."""
-        if finish is LENGTH and self._hands_over:
-            return self._num_output_tokens >= self._room
-        return finish is not None
+        if finish is None and self._num_output_tokens >= min(self._room, sampling.max_tokens):
+            finish = LENGTH
+            if self._hands_over and self._num_output_tokens < self._room:
+                return Accepted(text, finish)
+        if finish is not None:
+            text += self._stops.flush() + self._detokenizer.flush()
+        return Accepted(text, finish)
 
     def _stop_token(self, token_id: int) -> Finish | None:
         sampling = self._sampling
         if self._num_output_tokens <= sampling.min_tokens and sampling.grammar is None:
-            return None  # Never sampled so early; given, it ends nothing.
-        if token_id in self._rules.eos_token_ids and not sampling.ignore_eos:
+            return None  # Never sampled so early; in a resumed answer it ends nothing.
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
             return stopped()
         return stopped(token_id) if token_id in sampling.stop_token_ids else None
-
-    def _length(self) -> Finish | None:
-        most = min(self._room, self._sampling.max_tokens)
-        return LENGTH if self._num_output_tokens >= most else None

@@ -1,4 +1,4 @@
-"""A sequence's blocks: finding its prefix, growing its table, giving everything back."""
+"""Who holds which KV block, and which blocks hold contents worth finding again."""
 
 import hashlib
 from collections import Counter, OrderedDict, deque
@@ -19,12 +19,18 @@ def require(condition: bool, message: str) -> None:
         raise IntegrityError(message)
 
 
+def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Names a full block by all tokens up to its end. 256 bits: equal means the same tokens."""
+    tokens = np.asarray(token_ids, dtype="<i8").tobytes()
+    return hashlib.blake2b(parent + tokens, digest_size=32).digest()
+
+
 class BlockPool:
     """A block's state is the container it sits in.
 
     `_refs`      held; the value counts the holders
-    `_reusable`  held by nobody, contents known by digest; least recently freed first
-    `_empty`     held by nobody, contents worthless
+    `_reusable`  without a holder, contents known by digest; least recently freed first
+    `_empty`     without a holder, contents worthless
 
     `_block_of` and `_digest_of` are the two directions of the prefix cache. A held block may be in
     it too: full blocks are never written again, so they can be shared.
@@ -37,10 +43,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._universe = frozenset(self._empty)
-
-    @property
-    def num_total(self) -> int:
-        return len(self._universe)
+        self.num_total = len(self._universe)
 
     @property
     def num_free(self) -> int:
@@ -50,8 +53,7 @@ class BlockPool:
         """The blocks of the longest known prefix, in order. Valid until the next `allocate`."""
         found: list[int] = []
         for digest in digests:
-            block = self._block_of.get(digest)
-            if block is None:
+            if (block := self._block_of.get(digest)) is None:
                 break
             found.append(block)
         return found
@@ -59,7 +61,7 @@ class BlockPool:
     def allocate(self, count: int, *, sharing: Sequence[int] = ()) -> list[int] | None:
         """Hold the found blocks `sharing` and `count` new ones; the new ones are returned.
 
-        None, and nothing is held, where there are too few.
+        None, and nothing is held, if there are too few.
         """
         idle_hits = sum(block in self._reusable for block in sharing)
         if count > self.num_free - idle_hits:
@@ -68,6 +70,15 @@ class BlockPool:
             self._reusable.pop(block, None)
             self._refs[block] = self._refs.get(block, 0) + 1
         return [self._take() for _ in range(count)]
+
+    def _take(self) -> int:
+        if self._empty:
+            block = self._empty.popleft()
+        else:
+            block, _ = self._reusable.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+        self._refs[block] = 1
+        return block
 
     def remember(self, block: int, digest: bytes) -> None:
         """The held `block` is full from now on. The first block of a digest is the one found."""
@@ -89,93 +100,66 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 del self._refs[block]
-                self._retire(block)
-
-    def _retire(self, block: int) -> None:
-        if block in self._digest_of:
-            self._reusable[block] = None
-        else:
-            self._empty.append(block)
-
-    def _take(self) -> int:
-        if self._empty:
-            block = self._empty.popleft()
-        else:
-            block, _ = self._reusable.popitem(last=False)
-            del self._block_of[self._digest_of.pop(block)]
-        self._refs[block] = 1
-        return block
+                if block in self._digest_of:
+                    self._reusable[block] = None
+                else:
+                    self._empty.append(block)
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
         """`holders`: block -> how many hold it, counted by the caller. Raises IntegrityError."""
         places = [*self._empty, *self._reusable, *self._refs]
         require(Counter(places) == Counter(self._universe), "a block is lost or in two places")
         require(dict(holders) == self._refs, "reference counts differ from the holders")
-        require(
-            {block: digest for digest, block in self._block_of.items()} == self._digest_of,
-            "the two directions of the prefix cache differ",
-        )
+        inverse = {block: digest for digest, block in self._block_of.items()}
+        require(inverse == self._digest_of, "the two directions of the prefix cache differ")
         require(self._reusable.keys() <= self._digest_of.keys(), "a reusable block is unknown")
         require(not self._digest_of.keys() & set(self._empty), "an empty block can be found")
 
 
-_ROOT = b""
-
-
-def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Names a full block by all tokens up to its end. 256 bits: equal means the same tokens."""
-    return hashlib.blake2b(
-        parent + np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=32
-    ).digest()
-
-
 class BlockManager:
+    """A sequence's blocks: finding its prefix, growing its table, freeing everything."""
+
     def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self._pool = BlockPool(range(NULL_BLOCK + 1, num_blocks))
-        self._block_size = block_size
         self._caching = enable_prefix_caching
-
-    @property
-    def num_total(self) -> int:
-        return self._pool.num_total
+        self.block_size = block_size
+        self.num_total = self._pool.num_total
 
     @property
     def num_free(self) -> int:
         return self._pool.num_free
 
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
     def find_prefix(self, seq: Request) -> list[int]:
         """Cached blocks of `seq`'s tokens, the last token left out: it is always computed."""
         if not self._caching:
             return []
-        return self._pool.find(self._digests(seq, (seq.num_tokens - 1) // self._block_size))
+        return self._pool.find(self._digests(seq, (seq.num_tokens - 1) // self.block_size))
 
     def admit(self, seq: Request, prefix: Sequence[int]) -> list[int] | None:
         """Give `seq` the found `prefix` and new blocks for the rest of its tokens.
 
         All at once: a chunk, or a load, that finds none half way would have to start over.
-        Returns the new blocks; None, and nothing changed, where there are too few.
+        Returns the new blocks; None, and nothing changed, if there are too few.
         """
         assert not seq.block_ids
-        fresh = self._pool.allocate(self._missing(len(prefix), seq.num_tokens), sharing=prefix)
+        missing = max(0, -(-seq.num_tokens // self.block_size) - len(prefix))
+        fresh = self._pool.allocate(missing, sharing=prefix)
         if fresh is not None:
             seq.block_ids = [*prefix, *fresh]
             seq.num_committed_blocks = len(prefix)
         return fresh
 
-    def grow(self, seq: Request, num_tokens: int) -> list[int] | None:
-        """New blocks for `num_tokens` tokens in all, or None, and nothing changed."""
-        fresh = self._pool.allocate(self._missing(len(seq.block_ids), num_tokens))
+    def grow(self, seq: Request) -> list[int] | None:
+        """New blocks for all tokens of `seq`; None, and nothing changed, if there are too few."""
+        missing = max(0, -(-seq.num_tokens // self.block_size) - len(seq.block_ids))
+        fresh = self._pool.allocate(missing)
         if fresh is not None:
             seq.block_ids += fresh
         return fresh
 
     def commit(self, seq: Request) -> None:
         """Let others find the blocks that `seq.num_computed_tokens` fills."""
-        full = seq.num_computed_tokens // self._block_size
+        full = seq.num_computed_tokens // self.block_size
         if not self._caching or full <= seq.num_committed_blocks:
             return
         digests = self._digests(seq, full)
@@ -184,36 +168,26 @@ class BlockManager:
         seq.num_committed_blocks = full
 
     def forget(self, seq: Request) -> None:
-        """Nobody is to find the contents of `seq`'s blocks again."""
+        """No sequence is to find the contents of `seq`'s blocks again."""
         for block in seq.block_ids:
             self._pool.forget(block)
 
-    def free(self, seq: Request) -> None:
-        self.free_blocks(self.detach(seq))
-
     def detach(self, seq: Request) -> list[int]:
-        """The blocks of `seq`, which are the caller's to free from now on."""
+        """The blocks of `seq`, which the caller has to free from now on."""
         blocks, seq.block_ids = seq.block_ids, []
         seq.num_committed_blocks = 0
         return blocks
 
-    def free_blocks(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         self._pool.free(blocks)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        holders: dict[int, int] = {}
-        for blocks in held:
-            for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        self._pool.check_integrity(holders)
-
-    def _missing(self, have: int, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self._block_size) - have)
+        self._pool.check_integrity(Counter(block for blocks in held for block in blocks))
 
     def _digests(self, seq: Request, count: int) -> list[bytes]:
-        size = self._block_size
+        size = self.block_size
         while len(seq.digests) < count:
             start = len(seq.digests) * size
-            parent = seq.digests[-1] if seq.digests else _ROOT
+            parent = seq.digests[-1] if seq.digests else b""
             seq.digests.append(chain_digest(parent, seq.token_ids[start : start + size]))
         return seq.digests[:count]

@@ -1,10 +1,9 @@
 """Puts an engine together from a configuration. The one place that knows all its parts."""
 
 from collections.abc import Callable
-from pathlib import Path
 
+import tokenizers
 import torch
-from tokenizers import Tokenizer
 
 from engine_ext.common.types import CacheGeometry
 from engine_ext.reference.answer import StopRules
@@ -20,67 +19,63 @@ from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.scheduler import Scheduler
+from engine_ext.reference.tokenizer import Tokenizer
 from engine_ext.reference.weights import load_weights
 
 ConnectorFactory = Callable[[ModelConfig, CacheGeometry], KVConnector]
 
 
 class EngineParts:
-    """An engine that nobody steps yet."""
+    """An engine whose thread does not run yet."""
 
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
         model: LanguageModel,
-        tokenizer: Tokenizer,
+        tokenizer: tokenizers.Tokenizer,
         connect: ConnectorFactory | None = None,
     ) -> None:
-        device = torch.device(config.device)
-        num_blocks = _num_blocks(config, model_config)
         self.config = config
+        device = torch.device(config.device)
+        num_blocks, block_size = _num_blocks(config, model_config), config.block_size
         self.cache = KVCache(
-            model_config, num_blocks=num_blocks, block_size=config.block_size, device=device
+            model_config, num_blocks=num_blocks, block_size=block_size, device=device
         )
         self.connector = connect(model_config, self.cache.geometry()) if connect else NoConnector()
-        self.core = self._core(model_config, model, tokenizer, device)
+        counters, eos = Counters(), model_config.eos_token_ids
+        blocks = BlockManager(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.core = EngineCore(
+            scheduler=Scheduler(config, blocks, self.connector.scheduler, counters),
+            blocks=blocks,
+            runner=ModelRunner(
+                model,
+                self.cache,
+                BatchBuilder(model_config, block_size=block_size, device=device),
+                Sampler(seed=config.seed, eos_token_ids=eos),
+            ),
+            connector=self.connector,
+            counters=counters,
+            tokenizer=tokenizer,
+            vocab_size=model_config.vocab_size,
+            rules=StopRules(eos, max_model_len(config, model_config)),
+        )
 
     def start(self) -> ReferenceEngine:
+        def set_num_threads() -> None:
+            if self.config.num_threads is not None:
+                torch.set_num_threads(self.config.num_threads)
+
         return ReferenceEngine(
             self.core,
             self.connector,
             self.cache.regions(),
             self.cache.stage,
-            prepare_thread=lambda: _set_num_threads(self.config.num_threads),
-        )
-
-    def _core(
-        self,
-        model_config: ModelConfig,
-        model: LanguageModel,
-        tokenizer: Tokenizer,
-        device: torch.device,
-    ) -> EngineCore:
-        config, counters = self.config, Counters()
-        blocks = BlockManager(
-            num_blocks=self.cache.num_blocks,
-            block_size=config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        builder = BatchBuilder(model_config, block_size=config.block_size, device=device)
-        sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
-        return EngineCore(
-            scheduler=Scheduler(config, blocks, self.connector.scheduler, counters),
-            blocks=blocks,
-            runner=ModelRunner(model, self.cache, builder, sampler),
-            connector=self.connector,
-            counters=counters,
-            tokenizer=tokenizer,
-            vocab_size=model_config.vocab_size,
-            rules=StopRules(
-                model_config.eos_token_ids,
-                max_model_len(config, model_config),
-            ),
+            prepare_thread=set_num_threads,
         )
 
 
@@ -93,10 +88,9 @@ def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) 
     _check_device(config.device)
     model_config = read_model_config(config.model, config.dtype, config.device)
     max_model_len(config, model_config)
-    tokenizer = _load_tokenizer(config.model)
-    return EngineParts(
-        config, model_config, build_model(config, model_config), tokenizer, connect
-    ).start()
+    tokenizer = Tokenizer.load(config.model).backend
+    model = build_model(config, model_config)
+    return EngineParts(config, model_config, model, tokenizer, connect).start()
 
 
 def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
@@ -109,18 +103,15 @@ def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
 def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     """Most tokens of one request. Any request of that length fits into the cache when alone.
 
-    Raises ValueError where the configuration promises more than model or cache can hold.
+    Raises ValueError if the configuration promises more than model or cache can hold.
     """
     in_cache = (_num_blocks(config, model_config) - 1) * config.block_size
-    possible = min(model_config.max_position_embeddings, in_cache)
+    positions = model_config.max_position_embeddings
     asked = config.max_model_len
     if asked is None:
-        return possible
-    if asked > model_config.max_position_embeddings:
-        raise ValueError(
-            f"max_model_len {asked} is more than the model's "
-            f"{model_config.max_position_embeddings} positions"
-        )
+        return min(positions, in_cache)
+    if asked > positions:
+        raise ValueError(f"max_model_len {asked} is more than the model's {positions} positions")
     if asked > in_cache:
         raise ValueError(f"max_model_len {asked} is more than the KV cache's {in_cache} tokens")
     return asked
@@ -130,34 +121,21 @@ def _num_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     per_token = model_config.num_layers * model_config.kv_bytes_per_token_and_layer
-    num_blocks = config.kv_cache_bytes // (per_token * config.block_size)
+    block_bytes = per_token * config.block_size
+    num_blocks = config.kv_cache_bytes // block_bytes
     if num_blocks < 2:
         raise ValueError(
-            f"kv_cache_bytes {config.kv_cache_bytes} is less than two blocks of "
-            f"{per_token * config.block_size} bytes"
+            f"kv_cache_bytes {config.kv_cache_bytes} is less than two blocks of {block_bytes} bytes"
         )
     return num_blocks
 
 
 def _check_device(name: str) -> None:
     try:
-        device = torch.device(name)
+        kind = torch.device(name).type
     except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; supported: cpu, cuda") from None
-    if device.type not in ("cpu", "cuda"):
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, but no CUDA device is available")
-
-
-def _load_tokenizer(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # The Rust side raises bare Exception.
-        raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _set_num_threads(count: int | None) -> None:
-    if count is not None:
-        torch.set_num_threads(count)

@@ -1,7 +1,7 @@
 """`disagg-engine`: the command line of the reference engine.
 
 Everything wrong with it ends in one line on stderr and exit status 2, before torch is imported
-where that is possible.
+if that is possible.
 """
 
 import argparse
@@ -9,10 +9,9 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,30 +23,26 @@ from engine_ext.reference.server.serving import SIGNALS, bind
 PROGRAM = "disagg-engine"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-MEBIBYTE = 2**20
-
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
-_ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("device", str, "cpu, cuda or cuda:N"),
-    ("block_size", int, "tokens per KV block; vLLM on CPU wants multiples of 32"),
-    ("max_model_len", int, "most tokens of prompt and answer; the default is what fits"),
-    ("max_num_seqs", int, "most requests in one batch"),
-    ("max_num_batched_tokens", int, "most tokens in one step; longer prompts go in chunks"),
-    (
-        "max_prefill_tokens_per_step",
+_ENGINE_OPTIONS: dict[str, tuple[type, str]] = {
+    "device": (str, "cpu, cuda or cuda:N"),
+    "block_size": (int, "tokens per KV block; vLLM on CPU wants multiples of 32"),
+    "max_model_len": (int, "most tokens of prompt and answer; the default is what fits"),
+    "max_num_seqs": (int, "most requests in one batch"),
+    "max_num_batched_tokens": (int, "most tokens in one step; longer prompts go in chunks"),
+    "max_prefill_tokens_per_step": (
         int,
         "most tokens of prompts in one step; the default is 256 on a CPU, no bound elsewhere",
     ),
-    ("seed", int, "for requests without a seed of their own"),
-    ("num_threads", int, "threads of a forward pass on a CPU; the default is torch's"),
-    (
-        "global_cache_hit_threshold",
+    "seed": (int, "for requests without a seed of their own"),
+    "num_threads": (int, "threads of a forward pass on a CPU; the default is torch's"),
+    "global_cache_hit_threshold": (
         float,
         "share of a prompt that must be cached or announced, else the request is rejected",
     ),
-)
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,15 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for number in SIGNALS:
-        signal.signal(number, _leave)
-    return _run(settings)
-
-
-def _run(settings: ReferenceSettings) -> int:
+        signal.signal(number, _exit_while_loading)
     try:
-        bound = _bind(settings)
-    except ValueError as error:
-        return _fail(str(error))
+        bound = bind(settings.host, settings.port)
+    except OSError as error:
+        reason = error.strerror or error
+        return _fail(f"cannot listen on {settings.host}:{settings.port}: {reason}")
     _wait_without_spinning(os.environ)
     try:
         # Late, so that --help and a wrong option do not wait for torch.
@@ -96,14 +88,6 @@ def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _bind(settings: ReferenceSettings) -> socket.socket:
-    try:
-        return bind(settings.host, settings.port)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
-
-
 def _fail(message: str, status: int = 2) -> int:
     sys.stderr.write(_line(message))
     return status
@@ -113,35 +97,30 @@ def _line(message: str) -> str:
     return f"{PROGRAM}: error: {' '.join(message.split())}\n"
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal while the model is still loading."""
+def _exit_while_loading(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
 def read_settings(
     arguments: Sequence[str] | None, environment: Mapping[str, str]
 ) -> ReferenceSettings:
-    """Ends the process with status 2 for what is wrong."""
+    """Ends the process with status 2 and one line if something is wrong."""
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     try:
-        return _settings(options, environment)
+        connector = _connector(options["kv_transfer_config"])
+        return ReferenceSettings(
+            engine=_engine(options, connector),
+            connector=connector,
+            side_channel=_side_channel(environment),
+            served_model_names=tuple(options["served_model_name"] or [options["model"]]),
+            host=options["host"],
+            port=options["port"],
+            log_level=options["log_level"],
+            shutdown_timeout=options["shutdown_timeout"],
+        )
     except ValueError as error:
         parser.error(str(error))
-
-
-def _settings(options: dict[str, Any], environment: Mapping[str, str]) -> ReferenceSettings:
-    connector = _connector(options["kv_transfer_config"])
-    return ReferenceSettings(
-        engine=_engine(options, connector),
-        connector=connector,
-        side_channel=_side_channel(environment),
-        served_model_names=tuple(options["served_model_name"] or [options["model"]]),
-        host=options["host"],
-        port=options["port"],
-        log_level=options["log_level"],
-        shutdown_timeout=options["shutdown_timeout"],
-    )
 
 
 def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
@@ -150,16 +129,13 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
         raise ValueError(f"--model {model} is not a directory")
     if not (model / "config.json").is_file():
         raise ValueError(f"--model {model} has no config.json: not a Hugging Face model directory")
-    chosen = {
-        name: options[name]
-        for name in ("dtype", "num_blocks", "enable_prefix_caching", *_engine_names())
-        if options.get(name) is not None
-    }
+    names = ("dtype", "num_blocks", "enable_prefix_caching", *_ENGINE_OPTIONS)
+    chosen = {name: options[name] for name in names if options[name] is not None}
     if connector is not None:
         chosen.setdefault("global_cache_hit_threshold", connector.global_cache_hit_threshold)
         chosen["hand_back"] = connector.hand_back
     if options["kv_cache_memory_mib"] is not None:
-        chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * MEBIBYTE
+        chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * 2**20
     return EngineConfig(model=model, **chosen)
 
 
@@ -188,42 +164,34 @@ def _parser() -> argparse.ArgumentParser:
         description="A small OpenAI-compatible engine that shares its KV cache over NIXL.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
-    parser.add_argument("--host", default="0.0.0.0", help="default %(default)s")
-    parser.add_argument("--port", type=_port, default=8100, help="default %(default)s; 0: any")
-    parser.add_argument("--dtype", choices=DTYPES, help="default auto: float32 on a CPU")
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    add("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
+    add("--host", default="0.0.0.0", help="default %(default)s")
+    add("--port", type=_port, default=8100, help="default %(default)s; 0: any")
+    add("--dtype", choices=DTYPES, help="default auto: float32 on a CPU")
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument("--num-blocks", type=int, help="KV blocks")
-    cache.add_argument("--kv-cache-memory-mib", type=int, help="KV cache size; default 256")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    _add_engine_options(parser)
-    parser.add_argument(
+    cache.add_argument("--kv-cache-memory-mib", type=int, help="KV cache size; default 512")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for name, (kind, text) in _ENGINE_OPTIONS.items():
+        shown = "" if defaults[name] is None else f"; default {defaults[name]}"
+        add(f"--{name.replace('_', '-')}", type=kind, help=text + shown)
+    add(
         "--kv-transfer-config",
         metavar="JSON",
         help="vLLM's: kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config; "
         f"the side channel is {HOST_VARIABLE}:{PORT_VARIABLE}, default localhost:5600",
     )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument(
+    add("--log-level", choices=LOG_LEVELS, default="info")
+    add(
         "--shutdown-timeout",
         type=_seconds,
         default=10,
         help="seconds requests may still take after a signal; default %(default)s",
     )
     return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for name, kind, text in _ENGINE_OPTIONS:
-        default = defaults[name]
-        shown = "" if default in (None, MISSING) else f"; default {default}"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text + shown)
-
-
-def _engine_names() -> list[str]:
-    return [name for name, _, _ in _ENGINE_OPTIONS]
 
 
 def _port(text: str) -> int:

@@ -28,7 +28,7 @@ def model_factors(directory: Path, config: ModelConfig) -> dict[str, str]:
         "num_kv_heads": str(config.num_kv_heads),
         "head_dim": str(config.head_dim),
         **({"latent": str(config.latent)} if config.latent else {}),
-        "rope": f"{config.rope_theta:g} {config.rope_scaling}",
+        "rope": f"{config.rope_theta:g} None",
         "weights": _weights_digest(directory),
     }
 

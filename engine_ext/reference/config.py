@@ -1,4 +1,4 @@
-"""What the command line of `disagg-engine` comes down to. Frozen; knows nothing of torch."""
+"""What an operator decides about one engine. Frozen, checked once, passed down; free of torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ _CPU_PREFILL = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Raises ValueError, one line, where a value makes no sense."""
+    """Raises ValueError, one line, for a value that makes no sense."""
 
     model: Path
     """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
@@ -29,17 +29,17 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens one step runs through the model; longer prompts are computed in chunks."""
     max_prefill_tokens_per_step: int | None = None
-    """Most tokens of prompts among them: those who decode, and those who come, wait no longer than
-    that takes. None: 256 on a CPU, elsewhere no bound of its own."""
+    """Most prompt tokens among them: requests that decode, and new ones, wait no longer than that
+    takes. None: 256 on a CPU, elsewhere no bound of its own."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of a CPU forward pass. None: torch decides."""
     seed: int = 0
     """For sampled requests that bring no seed of their own."""
     global_cache_hit_threshold: float = 0.0
-    """Share of a request's tokens whose KV must be at hand, where the request does not say."""
+    """Share of a request's tokens whose KV must be at hand, if the request does not say."""
     hand_back: bool = False
-    """A request that does not say is ended rather than preempted and computed again."""
+    """Whether a request that does not say is handed back rather than preempted."""
 
     @property
     def prefill_tokens_per_step(self) -> int:
@@ -49,22 +49,26 @@ class EngineConfig:
         return min(bound, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_threads", "max_prefill_tokens_per_step"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("num_blocks", self.num_blocks, 2)
+        least = {
+            "block_size": 1,
+            "kv_cache_bytes": 1,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "max_model_len": 1,
+            "num_threads": 1,
+            "max_prefill_tokens_per_step": 1,
+            "num_blocks": 2,
+        }
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name} must be at least {bound}, not {value}")
         parse_threshold(self.global_cache_hit_threshold)
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class SideChannelConfig:
-    """Where other engines ask for the handshake: vLLM's VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT."""
+    """The address of the handshake listener: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, as in vLLM."""
 
     host: str = "localhost"
     port: int = 5600

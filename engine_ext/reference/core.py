@@ -7,7 +7,7 @@ and last `update_connector_output`.
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -26,9 +26,9 @@ from engine_ext.reference.messages import (
     TokenLogprob,
     failed,
 )
-from engine_ext.reference.resume import Beginning
+from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.reference.runner import ModelRunner
-from engine_ext.reference.sampler import SampledToken, pass_over
+from engine_ext.reference.sampler import SampledToken, skip_draws
 from engine_ext.reference.scheduler import Scheduler, SchedulerStep
 from engine_ext.reference.sequence import Sequence
 
@@ -41,7 +41,7 @@ class StepResult:
     progressed: bool
     """Something changed: another step may find more to do at once."""
     must_ask_again: bool
-    """A waiting request has to be asked about soon, though nothing changed."""
+    """A waiting request has to be tried again soon, though nothing changed."""
 
 
 class EngineCore:
@@ -67,29 +67,49 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._rules = rules
         self._answers: dict[str, GeneratedAnswer] = {}
-        self._unsaid: dict[str, tuple[Sequence, Beginning]] = {}
-        """Begun elsewhere, and not admitted yet, which may be refused."""
+        self._unsent: dict[str, tuple[Sequence, ResumedAnswer]] = {}
+        """Resumed answers whose first output waits for their admission, which may be refused."""
 
-    def add(self, request: GenerateRequest, begun: Beginning | None = None) -> RequestOutput | None:
-        """Admits the request to the queue; an output where that ended it at once, or where it has
-        begun elsewhere with tokens that are not spoken yet."""
+    def add(
+        self, request: GenerateRequest, resumed: ResumedAnswer | None = None
+    ) -> RequestOutput | None:
+        """Put the request into the queue. Returns an output if that ended the request at once, or
+        if a resumed answer has tokens that the client lacks."""
         if self._queues.knows(request.request_id):
             return self._refuse(request, f"request id {request.request_id} is in use")
-        seq = Sequence(request, begun)
-        error = self._refusal(seq, begun)
+        seq = Sequence(request, resumed)
+        error = self._problem_of(seq, resumed)
         if error is not None:
             # The connector hears of it: a remote may hold blocks for this request.
-            self._end_unheard(seq, failed(error))
+            self._end_unscheduled(seq, failed(error))
             return self._refuse(request, error)
-        self._answers[seq.request_id] = begun.answer if begun else self._answer(seq)
+        self._answers[seq.request_id] = (
+            resumed.answer
+            if resumed
+            else GeneratedAnswer(
+                seq.prompt_token_ids,
+                seq.sampling,
+                self._tokenizer,
+                self._rules,
+                hands_over=seq.hands_over,
+            )
+        )
         self._counters.prompt_tokens += seq.num_prompt_tokens
-        if begun is not None and begun.finish is not None:
-            self._end_unheard(seq, begun.finish)
-            return self._opening(seq, begun)
+        if resumed is not None and resumed.finish is not None:
+            self._end_unscheduled(seq, resumed.finish)
+            return self._first_output(seq, resumed)
         self._scheduler.add(seq)
         if seq.finish is not None:
-            return self._last_output(seq)
-        return None if begun is None else self._go_on(seq, begun)
+            return self._output(seq)
+        if resumed is None:
+            return None
+        skip_draws(seq, len(resumed.token_ids))
+        if not resumed.unsent_token_ids:
+            return None
+        if self._scheduler.may_refuse(seq):
+            self._unsent[seq.request_id] = seq, resumed
+            return None
+        return self._first_output(seq, resumed)
 
     def decline(self, request_id: str, params: dict[str, Any]) -> None:
         """A request with these `kv_transfer_params` was refused before it came here: a remote may
@@ -100,19 +120,19 @@ class EngineCore:
             sampling=SamplingParams(),
             kv_transfer_params=params,
         )
-        self._end_unheard(Sequence(refused), failed("refused"))
+        self._end_unscheduled(Sequence(refused), failed("refused"))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """None where no such request lives."""
+        """None if no such request lives."""
         seq = self._scheduler.abort(request_id)
-        return self._last_output(seq) if seq else None
+        return self._output(seq) if seq else None
 
     def abort_all(self) -> list[RequestOutput]:
         outputs = [self.abort(seq.request_id) for seq in list(self._queues.live())]
         return [output for output in outputs if output is not None]
 
     def drain(self) -> None:
-        """What is held for later is given up; what a remote reads now stays until it is read."""
+        """Give up what is held for later; what a remote reads now stays until it is read."""
         self._scheduler.drain()
 
     def release(self, engine_id: str, request_id: str) -> bool:
@@ -121,30 +141,47 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do anything without news from outside."""
+        """Whether a step could do anything without input from outside."""
         queues = self._queues
-        return bool(queues.running or queues.loaded or queues.waiting or self._has_pending_work())
+        if queues.running or queues.loaded or queues.waiting:
+            return True
+        try:
+            return self._connector.scheduler.has_pending_work()
+        except Exception:
+            logger.exception("connector: has_pending_work raised")
+            return True
 
     @property
     def awaits_transfers(self) -> bool:
-        return bool(self._queues.parked or self._queues.orphaned or self._queues.delayed)
+        queues = self._queues
+        return bool(queues.parked or queues.orphaned or queues.delayed.of_request)
 
     def step(self) -> StepResult:
         step = self._scheduler.schedule()
-        outputs = [self._last_output(seq) for seq in step.ended]
-        outputs += self._say_admitted()
-        meta = self._load(step, outputs)
+        outputs = [self._output(seq) for seq in step.ended]
+        # A sequence that has blocks can no longer be refused.
+        for seq, resumed in [each for each in self._unsent.values() if each[0].block_ids]:
+            del self._unsent[seq.request_id]
+            outputs.append(self._first_output(seq, resumed))
+        meta = self._build_meta(step, outputs)
+        try:
+            self._connector.worker.start_load_kv(meta)
+        except Exception:
+            logger.exception("connector: start_load_kv raised")
+            self._connector.worker.fail_loads(meta)
         tokens = self._compute(step, meta, outputs) if step.chunks else {}
-        results = self._transfer_results()
-        for seq, sampled in tokens.items():
-            outputs.append(self._accept(seq, sampled))
-        failed_loads = self._scheduler.update_transfers(results)
-        outputs += [self._last_output(seq) for seq in failed_loads]
+        try:
+            results = self._connector.worker.get_transfer_results()
+        except Exception:
+            logger.exception("connector: get_transfer_results raised")
+            results = TransferResults()
+        outputs += [self._accept(seq, sampled) for seq, sampled in tokens.items()]
+        outputs += [self._output(seq) for seq in self._scheduler.update_transfers(results)]
         progressed = bool(step.chunks or step.num_preempted or outputs or meta or results)
         return StepResult(outputs, progressed, step.must_ask_again)
 
     def stats(self) -> EngineStats:
-        counters, queues = self._counters, self._queues
+        queues = self._queues
         return EngineStats(
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.loaded),
@@ -152,54 +189,14 @@ class EngineCore:
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
             num_blocks_delayed=queues.delayed.num_blocks,
-            prompt_tokens=counters.prompt_tokens,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
-            prompt_tokens_cached=counters.prompt_tokens_cached,
-            prompt_tokens_fetched=counters.prompt_tokens_fetched,
-            generation_tokens=counters.generation_tokens,
-            requests_finished=dict(counters.finished),
-            preemptions=counters.preemptions,
+            **asdict(self._counters),
         )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError."""
         self._scheduler.check_integrity()
 
-    def _answer(self, seq: Sequence) -> GeneratedAnswer:
-        return GeneratedAnswer(
-            seq.prompt_token_ids,
-            seq.sampling,
-            self._tokenizer,
-            self._rules,
-            hands_over=seq.hands_over,
-        )
-
-    def _end_unheard(self, seq: Sequence, finish: Finish) -> None:
-        """Before it was anything to anybody but the connector."""
-        self._scheduler.add(seq)
-        if seq.finish is None:
-            self._scheduler.finish(seq, finish)
-
-    def _go_on(self, seq: Sequence, begun: Beginning) -> RequestOutput | None:
-        pass_over(seq, len(begun.token_ids))
-        if not begun.unspoken:
-            return None
-        if not self._scheduler.may_refuse(seq):
-            return self._opening(seq, begun)
-        self._unsaid[seq.request_id] = seq, begun
-        return None
-
-    def _say_admitted(self) -> list[RequestOutput]:
-        """Whoever has blocks is refused no more."""
-        admitted = [each for each in self._unsaid.values() if each[0].block_ids]
-        for seq, _ in admitted:
-            del self._unsaid[seq.request_id]
-        return [self._opening(seq, begun) for seq, begun in admitted]
-
-    def _opening(self, seq: Sequence, begun: Beginning) -> RequestOutput:
-        return self._output(seq, begun.text, begun.unspoken, begun.logprobs)
-
-    def _refusal(self, seq: Sequence, begun: Beginning | None) -> str | None:
+    def _problem_of(self, seq: Sequence, resumed: ResumedAnswer | None) -> str | None:
         prompt, limit = seq.prompt_token_ids, self._rules.max_model_len
         if not prompt:
             return "the prompt is empty"
@@ -207,49 +204,39 @@ class EngineCore:
             return f"the prompt has {len(prompt)} tokens, this engine takes up to {limit - 1}"
         if not 0 <= min(seq.token_ids) <= max(seq.token_ids) < self._vocab_size:
             return f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
-        if seq.num_tokens >= limit and not (begun and begun.finish):
+        if seq.num_tokens >= limit and not (resumed and resumed.finish):
             return f"prompt and answer have {seq.num_tokens} tokens, this engine takes {limit}"
         if seq.sampling.max_tokens < 1:
             return "max_tokens must be at least 1"
         return None
 
     def _refuse(self, request: GenerateRequest, error: str) -> RequestOutput:
-        self._counters.finished["error"] += 1
+        self._count_finished("error")
         return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
 
-    def _load(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
-        """Hands the step's orders to the worker half. What is not built goes with a later step;
-        loads that do not get through have failed."""
-        meta = self._orders(step, outputs)
-        try:
-            self._connector.worker.start_load_kv(meta)
-        except Exception:
-            logger.exception("connector: start_load_kv raised")
-            self._connector.worker.fail_loads(meta)
-        return meta
+    def _end_unscheduled(self, seq: Sequence, finish: Finish) -> None:
+        """End a request of which only the connector is to know."""
+        self._scheduler.add(seq)
+        if seq.finish is None:
+            self._scheduler.finish(seq, finish)
 
-    def _orders(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
-        saves = False
+    def _build_meta(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
+        """The scheduler half's orders for the worker half. Those that cannot be built now go with a
+        later step."""
+        half, must_save = self._connector.scheduler, False
         try:
-            saves = self._connector.scheduler.wants_steps
-            if saves:
-                self._announce(step)
-            return self._connector.scheduler.build_connector_meta()
+            must_save = half.wants_steps
+            for chunk in step.chunks if must_save else ():
+                seq = chunk.seq
+                computed = seq.num_computed_tokens
+                half.on_step(seq.request_id, seq.blocks_by_group(), computed, chunk.num_tokens)
+            return half.build_connector_meta()
         except Exception:
             logger.exception("connector: the step's orders were not built")
-        if saves:  # What this step computes would be offered to readers, and is not in the mirror.
+        if must_save:  # Readers would be offered what this step computes, and no mirror has it.
             outputs += self._fail([chunk.seq for chunk in step.chunks], "the KV connector failed")
             step.chunks.clear()
         return EMPTY_STEP
-
-    def _announce(self, step: SchedulerStep) -> None:
-        for chunk in step.chunks:
-            self._connector.scheduler.on_step(
-                chunk.seq.request_id,
-                chunk.seq.blocks_by_group(),
-                chunk.seq.num_computed_tokens,
-                chunk.num_tokens,
-            )
 
     def _compute(
         self, step: SchedulerStep, meta: StepMetadata, outputs: list[RequestOutput]
@@ -266,13 +253,6 @@ class EngineCore:
             self._counters.prompt_tokens_computed += min(max(0, prompt_left), chunk.num_tokens)
             self._scheduler.advance(chunk.seq, chunk.num_tokens)
         return tokens
-
-    def _transfer_results(self) -> TransferResults:
-        try:
-            return self._connector.worker.get_transfer_results()
-        except Exception:
-            logger.exception("connector: get_transfer_results raised")
-            return TransferResults()
 
     def _accept(self, seq: Sequence, sampled: SampledToken | None) -> RequestOutput:
         if sampled is None:
@@ -298,21 +278,23 @@ class EngineCore:
     def _fail(self, sequences: Seq[Sequence], error: str) -> list[RequestOutput]:
         for seq in sequences:
             self._scheduler.finish(seq, failed(error))
-        return [self._last_output(seq) for seq in sequences]
+        return [self._output(seq) for seq in sequences]
 
-    def _last_output(self, seq: Sequence) -> RequestOutput:
-        return self._output(seq, "", (), ())
+    def _first_output(self, seq: Sequence, resumed: ResumedAnswer) -> RequestOutput:
+        return self._output(seq, resumed.text, resumed.unsent_token_ids, resumed.logprobs)
 
     def _output(
         self,
         seq: Sequence,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
     ) -> RequestOutput:
         finish = seq.finish
         if finish is not None:
-            self._forget(seq, finish)
+            del self._answers[seq.request_id]
+            self._unsent.pop(seq.request_id, None)
+            self._count_finished(finish.reason)
         return RequestOutput(
             request_id=seq.request_id,
             text=text,
@@ -326,14 +308,6 @@ class EngineCore:
             load_failure=seq.load_failure,
         )
 
-    def _forget(self, seq: Sequence, finish: Finish) -> None:
-        del self._answers[seq.request_id]
-        self._unsaid.pop(seq.request_id, None)
-        self._counters.finished[finish.reason] += 1
-
-    def _has_pending_work(self) -> bool:
-        try:
-            return self._connector.scheduler.has_pending_work()
-        except Exception:
-            logger.exception("connector: has_pending_work raised")
-            return True
+    def _count_finished(self, reason: str) -> None:
+        counts = self._counters.requests_finished
+        counts[reason] = counts.get(reason, 0) + 1

@@ -1,9 +1,9 @@
 """A GGUF file of the Llama family, as llama.cpp reads one, into a Hugging Face model directory.
 
-Two things are not as they lie in the file. llama.cpp keeps the rows of q and k in the order of its
-own rotary embedding, pairs beside each other, where Hugging Face has halves; left so, a model
-babbles. And the tokenizer is told by its vocabulary and merges alone: how text is cut before them
-depends on its name, of which one is known here.
+Two things are not as they are in the file. llama.cpp keeps the rows of q and k in the order of its
+own rotary embedding, pairs beside each other; Hugging Face has halves. And a GGUF file describes
+its tokenizer by vocabulary and merges alone: how text is split before them depends on a name, of
+which one is known here.
 """
 
 import json
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Progress = Callable[[int, int], None]
+Fields = dict[str, Any]
 
 PRE_TOKENIZER = "smollm"
 CONTROL = 3
@@ -51,45 +52,32 @@ def convert(source: Path, target: Path, progress: Progress = lambda done, of: No
     """Writes `target`, an existing directory; weights as bfloat16. Raises GgufError."""
     try:
         reader = gguf.GGUFReader(source)
-        fields = Fields(reader)
-        save_file(
-            dict(_weights(reader, fields, progress)),
-            target / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        weights = dict(_weights(reader, fields, progress))
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         _tokenizer(fields).save(str(target / "tokenizer.json"))
-        _write(target / "tokenizer_config.json", _tokenizer_config(fields))
-        _write(target / "generation_config.json", _generation_config(fields))
-        _write(target / "config.json", _config(fields, reader))
+        ids = {
+            f"{name}_token_id": fields[f"tokenizer.ggml.{kind}_token_id"]
+            for name, kind in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        }
+        for name, content in (
+            ("tokenizer_config", _tokenizer_config(fields, ids)),
+            ("generation_config", ids),
+            ("config", _config(fields, is_tied="lm_head.weight" not in weights) | ids),
+        ):
+            (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     except OSError:
         raise
-    except Exception as error:  # a file may be wrong in any way, and tokenizers raise nothing else
+    except Exception as error:  # A file may be wrong in any way.
         raise GgufError(f"{source.name} is no GGUF file of a known kind: {error}") from error
-
-
-class Fields:
-    """What the file says of the model. Raises KeyError for what it does not say."""
-
-    def __init__(self, reader: "gguf.GGUFReader") -> None:
-        self._fields = reader.fields
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name].contents()
-
-    def llama(self, name: str) -> Any:
-        return self[f"llama.{name}"]
-
-    def token(self, name: str) -> str:
-        text: str = self["tokenizer.ggml.tokens"][self[f"tokenizer.ggml.{name}_token_id"]]
-        return text
 
 
 def _weights(
     reader: "gguf.GGUFReader", fields: Fields, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {
-        "attn_q": fields.llama("attention.head_count"),
-        "attn_k": fields.llama("attention.head_count_kv"),
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
     }
     for done, tensor in enumerate(reader.tensors):
         place, *rest = tensor.name.split(".")
@@ -106,7 +94,7 @@ def _weights(
 
 
 def in_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Of each head the even rows, then the odd ones: where pairs lay beside each other."""
+    """Of each head the even rows, then the odd ones: they were pairs beside each other."""
     each = rows.shape[0] // heads
     return rows.reshape(heads, each // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
@@ -119,11 +107,9 @@ def _tokenizer(fields: Fields) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
     )
     made.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
@@ -133,49 +119,34 @@ def _tokenizer(fields: Fields) -> Tokenizer:
     return made
 
 
-def _tokenizer_config(fields: Fields) -> dict[str, Any]:
+def _tokenizer_config(fields: Fields, ids: dict[str, int]) -> dict[str, Any]:
+    tokens = fields["tokenizer.ggml.tokens"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields.llama("context_length"),
+        "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        "bos_token": fields.token("bos"),
-        "eos_token": fields.token("eos"),
-        "pad_token": fields.token("padding"),
+        **{name.removesuffix("_id"): tokens[number] for name, number in ids.items()},
         "chat_template": fields["tokenizer.chat_template"].replace(STRICT, LENIENT),
     }
 
 
-def _generation_config(fields: Fields) -> dict[str, Any]:
-    return {
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-    }
-
-
-def _config(fields: Fields, reader: "gguf.GGUFReader") -> dict[str, Any]:
-    is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+def _config(fields: Fields, *, is_tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": fields.llama("vocab_size"),
-        "hidden_size": fields.llama("embedding_length"),
-        "intermediate_size": fields.llama("feed_forward_length"),
-        "num_hidden_layers": fields.llama("block_count"),
-        "num_attention_heads": fields.llama("attention.head_count"),
-        "num_key_value_heads": fields.llama("attention.head_count_kv"),
-        "head_dim": fields.llama("rope.dimension_count"),
+        "vocab_size": fields["llama.vocab_size"],
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": fields["llama.attention.head_count"],
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": fields["llama.rope.dimension_count"],
         "hidden_act": "silu",
-        "max_position_embeddings": fields.llama("context_length"),
-        "rms_norm_eps": fields.llama("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.llama("rope.freq_base"),
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+        "rope_theta": fields["llama.rope.freq_base"],
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": is_tied,
-        **_generation_config(fields),
         "torch_dtype": "bfloat16",
     }
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

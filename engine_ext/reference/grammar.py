@@ -1,11 +1,17 @@
 """Answers in a given form: JSON by a schema, a regular expression, one of some choices.
 
-The package llguidance says after each token which may come next. A grammar is compiled by the
-thread that reads the request, so that a wrong one is refused before anything is computed; the
+The package llguidance computes after each token which tokens may come next. The thread that reads a
+request compiles its grammar, so that a wrong one is refused before anything is computed; the
 engine's thread starts a copy of it for each answer.
+
+llguidance runs forever on some small grammars (twenty patterns that must all match), and a thread
+that is in it cannot be stopped. So each new grammar is compiled first in a process that can be
+killed.
 """
 
 import functools
+import subprocess
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -13,12 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_ext.reference.grammar_trial import try_grammar
-
 MAX_GRAMMAR = 256 * 1024
 """Characters of one grammar."""
-_KEPT = 32
+NUM_KEPT = 32
 """Compiled grammars: clients send the same few again and again."""
+COMPILE_TIMEOUT_S = 5.0
+"""An ordinary grammar takes some milliseconds."""
+_COMPILE = """
+import llguidance, resource, sys
+seconds = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # if its parent is killed first
+text, tokenizer = sys.stdin.buffer.read().decode(), llguidance.LLTokenizer("byte")
+llguidance.LLMatcher(tokenizer, text, log_level=0).compute_bitmask()
+"""
 
 
 class Grammar:
@@ -32,7 +45,7 @@ class Grammar:
 
 
 class Constraint:
-    """A grammar and how far one answer has come in it. Belongs to the engine's thread."""
+    """A grammar and one answer's position in it. Belongs to the engine's thread."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -44,10 +57,10 @@ class Constraint:
         return torch.from_numpy(flags.view(np.bool_))
 
     def accept(self, token_id: int) -> str | None:
-        """The answer goes on with this token. Returns what is wrong where it cannot."""
+        """Advance by this token. Returns what is wrong if the grammar forbids it."""
         if self._matcher.consume_token(token_id):
             return None
-        return _first_line(self._matcher.get_error())
+        return _first_lines(self._matcher.get_error())
 
 
 class GrammarCompiler:
@@ -59,7 +72,7 @@ class GrammarCompiler:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self.compile = functools.lru_cache(_KEPT)(self._compile)
+        self.compile = functools.lru_cache(NUM_KEPT)(self._compile)
 
     def _compile(self, kind: str, text: str) -> Grammar:
         """`kind`: json_schema, regex, choice (a JSON list of strings) or grammar.
@@ -71,36 +84,50 @@ class GrammarCompiler:
         if len(text) > MAX_GRAMMAR:
             raise ValueError(f"it is longer than {MAX_GRAMMAR} characters")
         library = _library()
-        definition = _definition(kind, text)
-        try_grammar(definition)
+        if kind == "json_schema":
+            # One layout: small models write blanks forever if they may. And pydantic's unions: if
+            # one of several fits, it is rarely two.
+            options: dict[str, Any] = {
+                "whitespace_flexible": False,
+                "item_separator": ", ",
+                "key_separator": ": ",
+                "coerce_one_of": True,
+            }
+            definition = library.LLMatcher.grammar_from_json_schema(text, defaults=options)
+        else:
+            definition = library.grammar_from(kind, text)
+        check_compiles(definition)
         matcher = library.LLMatcher(self._vocabulary, definition, log_level=0)
-        # The first mask takes longest, and tells most of what is too complex.
+        # The first mask takes longest, and shows most of what is too complex.
         trial = matcher.deep_copy()
         trial.compute_bitmask()
         if error := trial.get_error():
-            raise ValueError(_first_line(error))
+            raise ValueError(_first_lines(error))
         return Grammar(matcher)
 
     @functools.cached_property
     def _vocabulary(self) -> Any:
-        """Most of a second for 50,000 tokens: not before somebody asks."""
+        """Takes most of a second for 50,000 tokens, so it is made for the first grammar."""
         return _library().LLTokenizer(
             self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
         )
 
 
-def _definition(kind: str, text: str) -> Any:
-    if kind == "json_schema":
-        # One layout: small models write blanks for ever where they may.
-        options: dict[str, Any] = {
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-        }
-        # pydantic's unions: where one of several fits, it is rarely two.
-        options["coerce_one_of"] = True
-        return _library().LLMatcher.grammar_from_json_schema(text, defaults=options)
-    return _library().grammar_from(kind, text)
+def check_compiles(definition: str, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
+    """Raises ValueError for a grammar that is not compiled in time, or crashes the compiler.
+
+    A grammar that is merely wrong passes: the compiler itself explains best what is wrong.
+    """
+    command = [sys.executable, "-P", "-c", _COMPILE, str(int(timeout_s) + 1)]
+    quiet = subprocess.DEVNULL
+    try:
+        ended = subprocess.run(
+            command, input=definition.encode(), timeout=timeout_s, stdout=quiet, stderr=quiet
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"it is too complex: not compiled in {timeout_s:g} s") from None
+    if ended.returncode != 0:
+        raise ValueError("it is too complex to be compiled")
 
 
 def _library() -> Any:
@@ -113,6 +140,6 @@ def _library() -> Any:
     return llguidance
 
 
-def _first_line(error: str) -> str:
+def _first_lines(error: str) -> str:
     lines = error.strip().splitlines()
     return " ".join(" ".join(lines[:4]).split())[:300] or "the grammar is in an error state"

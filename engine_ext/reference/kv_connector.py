@@ -1,4 +1,7 @@
-"""The connector of an engine that transfers nothing."""
+"""What this engine needs of a KV connector; `engine_ext.connector.Connector` provides it.
+
+The methods' bodies are the connector of an engine that transfers nothing, `NoConnector`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -25,68 +28,107 @@ class SchedulerHalf(Protocol):
     @property
     def proofs_unreadable(self) -> int:
         """For ConnectorStats. Read from any thread."""
+        return 0
 
     @property
     def engine_id_clashes(self) -> int:
         """Likewise."""
+        return 0
 
     @property
     def load_failures(self) -> LoadFailures:
-        """What answers are to say of loads."""
+        """What answers report of failed loads."""
+        return LoadFailures()
 
-    def on_new_request(self, request: EngineRequest) -> None: ...
+    def on_new_request(self, request: EngineRequest) -> None:
+        return
+
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
-    ) -> MatchedTokens: ...
+    ) -> MatchedTokens:
+        return MatchedTokens(0, False)
+
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None: ...
+    ) -> None:
+        return
+
     def fail_load(self, request_id: str) -> None:
         """`update_state_after_alloc` raised for a request that now waits for a load."""
+        return
 
     @property
     def wants_steps(self) -> bool:
         """Whether `on_step` is to be called."""
+        return False
 
     def on_step(
         self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
-    ) -> None: ...
+    ) -> None:
+        return
+
     def on_preempted(self, request_id: str) -> None:
         """Its blocks go to others; it is computed again later."""
+        return
 
-    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
-    def has_pending_work(self) -> bool: ...
+    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
+        return "fail"
+
+    def has_pending_work(self) -> bool:
+        return False
+
     def release(self, engine_id: str, request_id: str) -> bool:
         """Give up what is kept for a remote reader. True: it was kept."""
+        return False
 
     def revoke(self, request_id: str) -> bool:
-        """The same, of a request whose answer reached nobody."""
+        """Likewise, for a request whose answer no client received."""
+        return False
 
     def drain(self) -> None:
         """Give up what is kept for later; what a remote reader waits for stays."""
+        return
 
-    def build_connector_meta(self) -> StepMetadata: ...
+    def build_connector_meta(self) -> StepMetadata:
+        return EMPTY_STEP
+
     def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Returns what the host is to act upon."""
+        """Returns the results that the engine is to act upon."""
+        return results
 
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
-    ) -> FinishDecision: ...
+    ) -> FinishDecision:
+        return FinishDecision(delay_free=False, kv_transfer_params=None)
+
     def fail_finish(self, request_id: str) -> FinishDecision:
         """`request_finished` raised: whether the blocks must stay all the same."""
+        return FinishDecision(delay_free=False, kv_transfer_params=None)
 
 
 class WorkerHalf(Protocol):
-    def set_wake(self, wake: Callable[[], None]) -> None: ...
-    def start_load_kv(self, meta: StepMetadata) -> None: ...
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        return
+
+    def start_load_kv(self, meta: StepMetadata) -> None:
+        return
+
     def fail_loads(self, meta: StepMetadata) -> None:
         """`start_load_kv` raised: loads that did not get through are reported as failed."""
+        return
 
-    def wait_for_save(self, meta: StepMetadata) -> None: ...
-    def get_transfer_results(self) -> TransferResults: ...
-    def stats(self) -> ConnectorStats: ...
+    def wait_for_save(self, meta: StepMetadata) -> None:
+        return
+
+    def get_transfer_results(self) -> TransferResults:
+        return TransferResults()
+
+    def stats(self) -> ConnectorStats:
+        return ConnectorStats()
+
     def inspect(self, asked: str | None = None) -> Inspection | None:
         """None without a connector. Raises TimeoutError."""
+        return None
 
 
 class KVConnector(Protocol):
@@ -101,94 +143,18 @@ class KVConnector(Protocol):
         """No access to the KV memory after this."""
 
 
-class NoSchedulerHalf:
-    proofs_unreadable = 0
-    engine_id_clashes = 0
-    load_failures = LoadFailures()
-
-    def on_new_request(self, request: EngineRequest) -> None:
-        pass
-
-    def get_num_new_matched_tokens(
-        self, request: EngineRequest, num_computed_tokens: int
-    ) -> MatchedTokens:
-        return MatchedTokens(0, False)
-
-    def update_state_after_alloc(
-        self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        pass
-
-    def fail_load(self, request_id: str) -> None:
-        pass
-
-    wants_steps = False
-
-    def on_step(
-        self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
-    ) -> None:
-        pass
-
-    def on_preempted(self, request_id: str) -> None:
-        pass
-
-    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
-        return "fail"
-
-    def has_pending_work(self) -> bool:
-        return False
-
-    def release(self, engine_id: str, request_id: str) -> bool:
-        return False
-
-    def revoke(self, request_id: str) -> bool:
-        return False
-
-    def drain(self) -> None:
-        pass
-
-    def build_connector_meta(self) -> StepMetadata:
-        return EMPTY_STEP
-
-    def update_connector_output(self, results: TransferResults) -> TransferResults:
-        return results
-
-    def request_finished(
-        self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
-    ) -> FinishDecision:
-        return FinishDecision(delay_free=False, kv_transfer_params=None)
-
-    def fail_finish(self, request_id: str) -> FinishDecision:
-        return FinishDecision(delay_free=False, kv_transfer_params=None)
+class _NoScheduler(SchedulerHalf):
+    pass
 
 
-class NoWorkerHalf:
-    def set_wake(self, wake: Callable[[], None]) -> None:
-        pass
-
-    def start_load_kv(self, meta: StepMetadata) -> None:
-        pass
-
-    def fail_loads(self, meta: StepMetadata) -> None:
-        pass
-
-    def wait_for_save(self, meta: StepMetadata) -> None:
-        pass
-
-    def get_transfer_results(self) -> TransferResults:
-        return TransferResults()
-
-    def stats(self) -> ConnectorStats:
-        return ConnectorStats()
-
-    def inspect(self, asked: str | None = None) -> None:
-        return None
+class _NoWorker(WorkerHalf):
+    pass
 
 
 class NoConnector:
     def __init__(self) -> None:
-        self.scheduler = NoSchedulerHalf()
-        self.worker = NoWorkerHalf()
+        self.scheduler = _NoScheduler()
+        self.worker = _NoWorker()
 
     def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass

@@ -1,13 +1,12 @@
-"""What the HTTP server and the engine of the reference engine say to each other."""
+"""What the HTTP server and the engine exchange: requests, outputs and statistics."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine_ext.common.resume_payload import PREEMPTED
 from engine_ext.common.types import FinishStatus
 from engine_ext.reference.grammar import Grammar
-from engine_ext.scheduler import admission
+from engine_ext.scheduler.admission import FINISH_REASON
 
 FinishReason = Literal["stop", "length", "abort", "error", "cache_threshold"]
 
@@ -32,7 +31,7 @@ class SamplingParams:
     """Alternatives to report per token; 0 reports the chosen token alone, None nothing."""
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
-    """What the answer must look like."""
+    """The form that the answer is kept to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +41,9 @@ class GenerateRequest:
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
     cache_hit_threshold: float | None = None
-    """Share of its tokens whose KV must be at hand, 0 to 1. None: what the engine wants."""
+    """Share of its tokens whose KV must be at hand, 0 to 1. None: the engine's default."""
     is_only: bool = True
-    """Of an answer's choices. Nobody goes on with one of several."""
+    """The answer has no other choices. Only such an answer can continue on another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,40 +69,16 @@ class RequestOutput:
     """The stop string or stop token id that ended it, as vLLM reports it; None for EOS."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed here: prefix cache and remote KV together."""
+    """Prompt tokens that were not computed for this request, here or on its prefill engine."""
     error: str | None = None
     load_failure: dict[str, Any] | None = None
     """In its wire form, see engine_ext.common.load_failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """A snapshot for /metrics. Token and request counts are totals since start."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_for_remote_kv: int
-    num_blocks_total: int
-    """Usable blocks."""
-    num_blocks_free: int
-    """Blocks nobody holds, those with reusable cached contents included."""
-    num_blocks_delayed: int
-    """Blocks of finished requests, held for a remote reader."""
-    prompt_tokens: int
-    prompt_tokens_computed: int
-    """Prompt tokens this engine ran through the model, recomputation included."""
-    prompt_tokens_cached: int
-    """Prompt tokens found in the local prefix cache."""
-    prompt_tokens_fetched: int
-    """Prompt tokens whose KV came from a remote engine."""
-    generation_tokens: int
-    requests_finished: dict[str, int]
-    """By finish reason."""
-    preemptions: int
-
-
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """Why a request ended: `reason` for its caller, `status` for the connector."""
+
     reason: FinishReason
     status: FinishStatus
     stop_reason: str | int | None = None
@@ -112,10 +87,8 @@ class Finish:
 
 ABORTED = Finish("abort", FinishStatus.ABORTED)
 LENGTH = Finish("length", FinishStatus.LENGTH_CAPPED)
-
-
-HANDED_BACK = Finish(admission.FINISH_REASON, FinishStatus.ABORTED, PREEMPTED)
-"""Another engine is to go on with it: nothing is kept of it here."""
+HANDED_BACK = Finish(FINISH_REASON, FinishStatus.ABORTED, PREEMPTED)
+"""A preemption return: another engine continues the answer, and this one keeps nothing of it."""
 
 
 def stopped(stop_reason: str | int | None = None) -> Finish:
@@ -126,19 +99,33 @@ def failed(error: str) -> Finish:
     return Finish("error", FinishStatus.ERROR, error=error)
 
 
-def refused(stop_reason: str) -> Finish:
-    """Too little of its KV is at hand: the connector takes it for aborted."""
-    return Finish(admission.FINISH_REASON, FinishStatus.ABORTED, stop_reason)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since the engine's start; `EngineStats` says what each means."""
+    """Totals since the engine's start."""
 
     prompt_tokens: int = 0
     prompt_tokens_computed: int = 0
+    """Prompt tokens this engine ran through the model, recomputation included."""
     prompt_tokens_cached: int = 0
+    """Prompt tokens found in the local prefix cache."""
     prompt_tokens_fetched: int = 0
+    """Prompt tokens whose KV came from another engine."""
     generation_tokens: int = 0
+    requests_finished: dict[str, int] = field(default_factory=dict)
+    """By finish reason."""
     preemptions: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(Counters):
+    """A snapshot for /metrics."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_for_remote_kv: int
+    num_blocks_total: int
+    """Usable blocks."""
+    num_blocks_free: int
+    """Blocks without a holder, those with reusable cached contents included."""
+    num_blocks_delayed: int
+    """Blocks of finished requests, held for a remote reader."""

@@ -1,6 +1,6 @@
-"""A decoder-only transformer: Qwen3, Qwen2, Llama, and DeepSeek-V2 without experts."""
+"""A decoder-only transformer over a paged cache: Qwen3, Qwen2, Llama, and DeepSeek-V2 without
+experts. A batch has the sequences that decode first, then prefill chunks."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,47 +10,11 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from engine_ext.reference.kv_cache import NULL_BLOCK
-from engine_ext.reference.model_config import Llama3RopeScaling, ModelConfig
+from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.weights import LayerWeights, ModelWeights
 
-
-class RotaryEmbedding:
-    """Tables of cosine and sine, float32, `[max_positions, rotated_dim]`: what the left and the
-    right half of a head are multiplied with, the sines with their signs."""
-
-    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _frequencies(config))
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), dim=-1).to(device)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for `positions` [tokens], ready to broadcast over heads."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x`: [tokens, heads, head_dim]."""
-    wide = x.float()
-    halves_swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(wide * cos, halves_swapped, sin).to(x.dtype)
-
-
-def _frequencies(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
-    frequencies = config.rope_theta**-exponents
-    if config.rope_scaling is None:
-        return frequencies
-    return _stretch_llama3(frequencies, config.rope_scaling)
-
-
-def _stretch_llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Llama 3.1's rule: waves longer than the trained context are stretched by `factor`, short
-    ones kept, those between blended linearly in context / wavelength."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+_QUERY_TILE = 512
+"""Rows of a masked prefill computed at once: bounds the mask to tile * context values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +26,8 @@ class ChunkInput:
     block_ids: Sequence[int]
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +52,9 @@ class DecodeSpan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Rows `first .. last` of the batch: one sequence's chunk with `context` tokens before it."""
+    """These rows of the batch are one sequence's chunk with `context` tokens before it."""
 
-    first: int
-    last: int
+    rows: slice
     context: int
     gather: Gather
 
@@ -101,7 +64,7 @@ class ForwardBatch:
     token_ids: Tensor
     positions: Tensor
     write_rows: Tensor
-    """[tokens * kv_heads]: where their K and V go, of a layer seen as [..., row_dim]."""
+    """[tokens * kv_heads]: the places of their K and V in a layer seen as [..., row_dim]."""
     decode: DecodeSpan | None
     prefills: tuple[PrefillSpan, ...]
     logit_rows: Tensor
@@ -121,43 +84,38 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """`chunks`: those of one token first."""
-        positions = [p for c in chunks for p in range(c.start, c.end)]
-        ends = torch.tensor([len(c.token_ids) for c in chunks]).cumsum(0)
-        decodes = [c for c in chunks if len(c.token_ids) == 1]
+        decodes = [chunk for chunk in chunks if len(chunk.token_ids) == 1]
+        first, prefills = len(decodes), []
+        for chunk in chunks[len(decodes) :]:
+            last = first + len(chunk.token_ids)
+            gather = self._gather([chunk.block_ids])
+            prefills.append(PrefillSpan(slice(first, last), chunk.start, gather))
+            first = last
+        ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0)
         return ForwardBatch(
-            token_ids=self._tensor([t for c in chunks for t in c.token_ids]),
-            positions=self._tensor(positions),
+            token_ids=self._tensor([token for chunk in chunks for token in chunk.token_ids]),
+            positions=self._tensor([place for chunk in chunks for place in chunk.positions]),
             write_rows=self._write_rows(chunks),
             decode=self._decode(decodes) if decodes else None,
-            prefills=self._prefills(chunks[len(decodes) :], first=len(decodes)),
+            prefills=tuple(prefills),
             logit_rows=(ends - 1).to(self._device),
         )
 
     def _write_rows(self, chunks: Sequence[ChunkInput]) -> Tensor:
         size, heads = self._block_size, self._heads
-        blocks = [c.block_ids[p // size] for c in chunks for p in range(c.start, c.end)]
-        offsets = [p % size for c in chunks for p in range(c.start, c.end)]
+        blocks = [c.block_ids[p // size] for c in chunks for p in c.positions]
+        offsets = [p % size for c in chunks for p in c.positions]
         rows = torch.tensor(blocks).view(-1, 1) * heads.numel() + heads.view(1, -1)
         return (rows * size + torch.tensor(offsets).view(-1, 1)).flatten().to(self._device)
 
     def _decode(self, chunks: Sequence[ChunkInput]) -> DecodeSpan:
         width = max(len(c.block_ids) for c in chunks)
         table = [[*c.block_ids, *[NULL_BLOCK] * (width - len(c.block_ids))] for c in chunks]
-        beyond = torch.arange(width * self._block_size) >= torch.tensor([[c.end] for c in chunks])
+        lengths = torch.tensor([[c.positions.stop] for c in chunks])
+        beyond = torch.arange(width * self._block_size) >= lengths
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
-        return DecodeSpan(
-            count=len(chunks),
-            gather=self._gather(table),
-            mask=mask.view(len(chunks), 1, 1, -1).to(self._device),
-        )
-
-    def _prefills(self, chunks: Sequence[ChunkInput], first: int) -> tuple[PrefillSpan, ...]:
-        spans = []
-        for chunk in chunks:
-            last = first + len(chunk.token_ids)
-            spans.append(PrefillSpan(first, last, chunk.start, self._gather([chunk.block_ids])))
-            first = last
-        return tuple(spans)
+        mask = mask.view(len(chunks), 1, 1, -1).to(self._device)
+        return DecodeSpan(len(chunks), self._gather(table), mask)
 
     def _gather(self, table: Sequence[Sequence[int]]) -> Gather:
         """Head by head: gathered, they are [sequence, head, position] without a second copy."""
@@ -171,30 +129,42 @@ class BatchBuilder:
         return torch.tensor(values, device=self._device)
 
 
-_QUERY_TILE = 512
-"""Rows of a masked prefill computed at once: bounds the mask to tile * context values."""
+class RotaryEmbedding:
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the half-split form of Llama.
+
+    Tables of cosine and sine, float32, `[max_positions, rotated_dim]`: the factors of the left and
+    the right half of a head, the sines with their signs.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
+        exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, config.rope_theta**-exponents)
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(device)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for `positions` [tokens], ready to broadcast over heads."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What stands where in a row of the cache, and what scores are multiplied with."""
-
-    key: slice
-    value: slice
-    scale: float
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Rows":
-        """A latent vector is key and value at once; the rotated key behind it is only key."""
-        scale = config.head_dim**-0.5
-        if config.latent is not None:
-            return cls(slice(0, config.row_dim), slice(0, config.latent.rank), scale)
-        return cls(slice(0, config.head_dim), slice(config.head_dim, config.row_dim), scale)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x`: [tokens, heads, head_dim]."""
+    wide = x.float()
+    halves_swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(wide * cos, halves_swapped, sin).to(x.dtype)
 
 
 class PagedAttention:
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    """Causal attention over a paged cache. A row of the cache is key before value; a latent vector
+    is key and value at once, and the rotated key behind it is only key."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._scale = config.head_dim**-0.5
+        latent, dim, width = config.latent, config.head_dim, config.row_dim
+        self._key = slice(0, width if latent else dim)
+        self._value = slice(0, latent.rank) if latent else slice(dim, width)
 
     def __call__(self, query: Tensor, fresh: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
         """Write this batch's `fresh` rows into `layer`, then attend.
@@ -208,11 +178,12 @@ class PagedAttention:
         if batch.decode is not None:
             parts.append(self._decode(query[: batch.decode.count], layer, batch.decode))
         for span in batch.prefills:
-            rows = slice(span.first, span.last)
             if span.context:
-                parts.append(self._continue(query[rows], layer, span))
+                parts.append(self._continue(query[span.rows], layer, span))
             else:
-                parts.append(self._begin(query[rows], fresh[rows]))
+                rows = fresh[span.rows].transpose(0, 1).unsqueeze(0)
+                key, value = rows[..., self._key], rows[..., self._value]
+                parts.append(self._attend(query[span.rows], key, value))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _decode(self, query: Tensor, layer: Tensor, span: DecodeSpan) -> Tensor:
@@ -220,53 +191,42 @@ class PagedAttention:
         key, value = self._gather(layer, span.gather, span.count)
         grouped = query.view(span.count, layer.shape[1], -1, query.shape[-1])
         mask = span.mask.to(query.dtype)
-        out = F.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=mask, scale=self._rows.scale
-        )
+        out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=self._scale)
         return out.reshape(span.count, -1)
 
-    def _begin(self, query: Tensor, fresh: Tensor) -> Tensor:
-        q, rows = (x.transpose(0, 1).unsqueeze(0) for x in (query, fresh))
-        key, value = self._split(rows)
-        return _flat(
-            F.scaled_dot_product_attention(
-                q, key, value, is_causal=True, scale=self._rows.scale, enable_gqa=True
-            )
-        )
-
     def _continue(self, query: Tensor, layer: Tensor, span: PrefillSpan) -> Tensor:
+        """`query` holds the last positions; row i sees all keys up to its own position."""
         key, value = self._gather(layer, span.gather, 1)
         parts = []
         for first in range(0, query.shape[0], _QUERY_TILE):
             tile = query[first : first + _QUERY_TILE]
-            seen = span.context + first + tile.shape[0]
-            parts.append(self._attend_last(tile, key[:, :, :seen], value[:, :, :seen]))
+            rows, seen = tile.shape[0], span.context + first + tile.shape[0]
+            mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device)
+            mask = mask.tril(seen - rows)
+            parts.append(self._attend(tile, key[:, :, :seen], value[:, :, :seen], mask))
         return torch.cat(parts)
 
-    def _attend_last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` holds the last positions of `key`; row i sees all keys up to its own position."""
-        rows, seen = query.shape[0], key.shape[2]
-        mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(seen - rows)
-        q = query.transpose(0, 1).unsqueeze(0)
-        return _flat(
-            F.scaled_dot_product_attention(
-                q, key, value, attn_mask=mask, scale=self._rows.scale, enable_gqa=True
-            )
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """`query` [tokens, heads, key] -> [tokens, heads * value]. Causal without a mask."""
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=True,
         )
+        return out.squeeze(0).transpose(0, 1).flatten(1)
 
     def _gather(self, layer: Tensor, gather: Gather, count: int) -> tuple[Tensor, Tensor]:
         """K and V, each [count, kv_heads, positions, ...], until the next gather."""
         _, kv_heads, block_size, width = layer.shape
         torch.index_select(layer.view(-1, block_size * width), 0, gather.rows, out=gather.scratch)
-        return self._split(gather.scratch.view(count, kv_heads, -1, width))
-
-    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return rows[..., self._rows.key], rows[..., self._rows.value]
-
-
-def _flat(out: Tensor) -> Tensor:
-    """[1, heads, tokens, value] -> [tokens, heads * value]"""
-    return out.squeeze(0).transpose(0, 1).flatten(1)
+        rows = gather.scratch.view(count, kv_heads, -1, width)
+        return rows[..., self._key], rows[..., self._value]
 
 
 class LanguageModel(Protocol):
@@ -280,7 +240,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._rope = rope
-        self._attend = PagedAttention(Rows.of(config))
+        self._attend = PagedAttention(config)
         self._project = self._project_latent if config.latent else self._project_heads
         self._eps = torch.tensor(config.rms_norm_eps, device=weights.norm.device)
 
@@ -290,23 +250,14 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self._weights.embedding)
         for weights, cache in zip(self._weights.layers, layers, strict=True):
             normed = self._norm(hidden, weights.input_norm)
-            hidden = hidden + self._attention(normed, weights, cache, cos, sin, batch)
-            hidden = hidden + _mlp(self._norm(hidden, weights.mlp_norm), weights)
+            query, row = self._project(normed, weights, cos, sin)
+            mixed = self._attend(query, row, cache, batch)
+            hidden = hidden + _product(mixed, weights.output, weights.output_bias)
+            normed = self._norm(hidden, weights.mlp_norm)
+            gate, up = _product(normed, weights.gate_up).chunk(2, dim=-1)
+            hidden = hidden + _product(F.silu(gate).mul_(up), weights.down)
         last = self._norm(hidden[batch.logit_rows], self._weights.norm)
         return _product(last, self._weights.head).float()
-
-    def _attention(
-        self,
-        x: Tensor,
-        weights: LayerWeights,
-        cache: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-    ) -> Tensor:
-        query, row = self._project(x, weights, cos, sin)
-        mixed = self._attend(query, row, cache, batch)
-        return _product(mixed, weights.output, weights.output_bias)
 
     def _project_heads(
         self, x: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor
@@ -345,14 +296,9 @@ class Decoder:
         return (wide * scale).mul_(weight).to(x.dtype)
 
 
-def _mlp(x: Tensor, weights: LayerWeights) -> Tensor:
-    gate, up = _product(x, weights.gate_up).chunk(2, dim=-1)
-    return _product(F.silu(gate).mul_(up), weights.down)
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `F.linear`, which on a CPU reads 16-bit weights for a single row, that is for one
-    sequence's decode, no faster than float32 ones: there it is not the product of matrices."""
+    """As `F.linear`. For a single row of 16 bits, that is for one sequence's decode on a CPU,
+    `F.linear` is no faster than with float32; the product of matrix and vector is."""
     if x.shape[0] > 1 or x.dtype is torch.float32 or x.is_cuda:
         return F.linear(x, weight, bias)
     row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])

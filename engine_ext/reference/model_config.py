@@ -3,42 +3,18 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class _Traits(NamedTuple):
-    qk_norm: bool
-    qkv_bias: bool | None
-    """None: config.json's attention_bias decides."""
-    output_bias: bool | None
-    is_latent: bool = False
-
-
-_ARCHITECTURES = {
-    "Qwen3ForCausalLM": _Traits(qk_norm=True, qkv_bias=None, output_bias=None),
-    "Qwen2ForCausalLM": _Traits(qk_norm=False, qkv_bias=True, output_bias=False),
-    "LlamaForCausalLM": _Traits(qk_norm=False, qkv_bias=None, output_bias=None),
-    "DeepseekV2ForCausalLM": _Traits(
-        qk_norm=False, qkv_bias=False, output_bias=False, is_latent=True
-    ),
-}
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3RopeScaling:
-    """`rope_type: llama3` of Llama 3.1 and later: low frequencies are stretched by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+_ARCHITECTURES = (
+    "Qwen3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "LlamaForCausalLM",
+    "DeepseekV2ForCausalLM",
+)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_UNSUPPORTED = ("quantization_config", "use_sliding_window", "mlp_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +41,21 @@ class ModelConfig:
     num_kv_heads: int
     """1 with latent attention: the cache has one vector for all heads."""
     head_dim: int
-    """Of a query and of a key; whose product is divided by its root."""
+    """Of a query and of a key; their product is divided by its root."""
     latent: LatentShape | None
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
     tie_word_embeddings: bool
-    qk_norm: bool
     qkv_bias: bool
     output_bias: bool
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
-    """What weights, activations and KV cache are kept in."""
+    """Of weights, activations and KV cache."""
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "Qwen3ForCausalLM"
 
     @property
     def row_dim(self) -> int:
@@ -106,64 +84,53 @@ def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu")
 
 
 def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> ModelConfig:
-    architecture, traits = _architecture(raw)
-    _refuse_unsupported(raw)
-    theta, scaling = _rope(raw)
+    names = raw.get("architectures") or ["none"]
+    architecture = next((name for name in names if name in _ARCHITECTURES), None)
+    if architecture is None:
+        supported = ", ".join(_ARCHITECTURES)
+        unknown = ", ".join(map(str, names))
+        raise ValueError(f"unsupported architecture {unknown}; supported: {supported}")
+    for name in _UNSUPPORTED:
+        if raw.get(name):
+            raise ValueError(f"unsupported {name}; this engine runs plain dense models only")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"unsupported hidden_act {raw['hidden_act']!r}; supported: silu")
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    latent = _latent(raw) if architecture.startswith("Deepseek") else None
+    kv_heads = 1 if latent else int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} attention heads do not divide into {kv_heads} key-value heads")
     bias = bool(raw.get("attention_bias", False))
-    heads = int(raw["num_attention_heads"])
-    latent = _latent(raw) if traits.is_latent else None
-    config = ModelConfig(
+    return ModelConfig(
         architecture=architecture,
         vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
+        hidden_size=hidden,
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
         num_heads=heads,
-        num_kv_heads=1 if latent else int(raw.get("num_key_value_heads") or heads),
+        num_kv_heads=kv_heads,
         head_dim=(
-            latent.plain + latent.rotated
-            if latent
-            else int(raw.get("head_dim") or int(raw["hidden_size"]) // heads)
+            latent.plain + latent.rotated if latent else int(raw.get("head_dim") or hidden // heads)
         ),
         latent=latent,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(raw["max_position_embeddings"]),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=_rope_theta(raw),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=traits.qk_norm,
-        qkv_bias=bias if traits.qkv_bias is None else traits.qkv_bias,
-        output_bias=bias if traits.output_bias is None else traits.output_bias,
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        output_bias=bias and architecture != "Qwen2ForCausalLM",
         eos_token_ids=eos,
         dtype=dtype,
-    )
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"{config.num_heads} attention heads do not divide into "
-            f"{config.num_kv_heads} key-value heads"
-        )
-    return config
-
-
-def _architecture(raw: dict[str, Any]) -> tuple[str, _Traits]:
-    names = raw.get("architectures") or ["none"]
-    for name in names:
-        if name in _ARCHITECTURES:
-            return name, _ARCHITECTURES[name]
-    raise ValueError(
-        f"unsupported architecture {', '.join(map(str, names))}; "
-        f"supported: {', '.join(_ARCHITECTURES)}"
     )
 
 
 def _latent(raw: dict[str, Any]) -> LatentShape:
-    if raw.get("q_lora_rank") is not None:
-        raise ValueError("unsupported q_lora_rank; only whole query projections are supported")
-    if raw.get("attention_bias"):
-        raise ValueError("unsupported attention_bias; only latent attention without it is")
     dense = raw.get("first_k_dense_replace", 0)
     if raw.get("n_routed_experts") and dense < raw["num_hidden_layers"]:
         raise ValueError("unsupported n_routed_experts; only dense layers are supported")
+    for name in ("q_lora_rank", "attention_bias"):
+        if raw.get(name):
+            raise ValueError(f"unsupported {name}; only latent attention without it is supported")
     return LatentShape(
         rank=int(raw["kv_lora_rank"]),
         rotated=int(raw["qk_rope_head_dim"]),
@@ -172,41 +139,21 @@ def _latent(raw: dict[str, Any]) -> LatentShape:
     )
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"unsupported hidden_act {raw['hidden_act']!r}; supported: silu")
-    if raw.get("quantization_config"):
-        raise ValueError("unsupported quantization_config; only unquantized weights are supported")
-    if raw.get("use_sliding_window"):
-        raise ValueError("unsupported use_sliding_window; only full attention is supported")
-    if raw.get("mlp_bias"):
-        raise ValueError("unsupported mlp_bias; only MLPs without bias are supported")
-
-
-def _rope(raw: dict[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+def _rope_theta(raw: dict[str, Any]) -> float:
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"unsupported rope type {kind!r}; supported: default")
     if float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ValueError("unsupported partial_rotary_factor; only full rotation is supported")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"unsupported rope type {kind!r}; supported: default, llama3")
-    return theta, Llama3RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+    return float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
 
 
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
     generation = directory / "generation_config.json"
-    sources = [raw] + ([_read_json(generation)] if generation.exists() else [])
     found: set[int] = set()
-    for source in sources:
+    for source in [raw, *([_read_json(generation)] if generation.exists() else [])]:
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)

@@ -10,54 +10,39 @@ orphaned ──> freed when the load has ended
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.sequence import Sequence
 
 
-class Delayed:
+class DelayedBlocks:
     """Blocks of finished requests that a remote still reads; two requests may share a block."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, list[int]] = {}
-        self._holders: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._blocks)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._blocks
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
+        self.of_request: dict[str, list[int]] = {}
+        self._holders: Counter[int] = Counter()
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
 
-    def blocks(self) -> Iterable[list[int]]:
-        return self._blocks.values()
-
     def hold(self, request_id: str, blocks: list[int]) -> None:
-        self._blocks[request_id] = blocks
-        holders = self._holders
-        for block in blocks:
-            holders[block] = holders.get(block, 0) + 1
+        self.of_request[request_id] = blocks
+        self._holders.update(blocks)
 
     def pop(self, request_id: str) -> list[int] | None:
-        """None where it holds none."""
-        blocks = self._blocks.pop(request_id, None)
-        holders = self._holders
+        """None if the request has none."""
+        blocks = self.of_request.pop(request_id, None)
         for block in blocks or ():
-            holders[block] -= 1
-            if not holders[block]:
-                del holders[block]
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
         return blocks
 
 
 class Queues:
-    """Their owner is the scheduler; others look."""
+    """The scheduler changes them; others read."""
 
     def __init__(self) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -70,7 +55,7 @@ class Queues:
         """In order of admission."""
         self.orphaned: dict[str, list[int]] = {}
         """Blocks of requests aborted while a load may still write into them."""
-        self.delayed = Delayed()
+        self.delayed = DelayedBlocks()
 
     def live(self) -> Iterator[Sequence]:
         yield from self.waiting
@@ -82,12 +67,9 @@ class Queues:
         return next((seq for seq in self.live() if seq.request_id == request_id), None)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a transfer report about this id could mean somebody."""
-        return (
-            request_id in self.orphaned
-            or request_id in self.delayed
-            or self.find(request_id) is not None
-        )
+        """Whether a transfer report may name this id."""
+        has_blocks = request_id in self.orphaned or request_id in self.delayed.of_request
+        return has_blocks or self.find(request_id) is not None
 
     def remove(self, seq: Sequence) -> None:
         if self.parked.pop(seq.request_id, None) is not None:
@@ -98,8 +80,9 @@ class Queues:
                 return
 
     def check_integrity(self, blocks: BlockManager) -> None:
+        """Raises IntegrityError."""
         ids = Counter(seq.request_id for seq in self.live())
-        ids.update([*self.orphaned, *self.delayed])
+        ids.update([*self.orphaned, *self.delayed.of_request])
         require(all(count == 1 for count in ids.values()), "a request is in two places")
         for seq in self.waiting:
             require(not seq.block_ids, f"{seq.request_id} waits and holds blocks")
@@ -107,7 +90,7 @@ class Queues:
         for seq in self.live():
             room = len(seq.block_ids) * blocks.block_size
             require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
-        delayed = set().union(*self.delayed.blocks())
-        require(self.delayed.num_blocks == len(delayed), "delayed blocks are miscounted")
+        delayed = self.delayed.of_request.values()
+        require(self.delayed.num_blocks == len(set().union(*delayed)), "delayed: miscounted")
         held = [seq.block_ids for seq in self.live()]
-        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.blocks()])
+        blocks.check_integrity([*held, *self.orphaned.values(), *delayed])

@@ -1,9 +1,9 @@
-"""An answer that begins in mid-answer: what was made elsewhere, taken as if it had been made here.
+"""Continues an answer that another engine began, as if its tokens had been generated here.
 
-Detokenizer, stop strings and grammar are led through the given tokens by the thread that reads the
-request, as they would have been by the engine's thread, token by token. The client has what the
-first `spoken` of them said; what the others say is said before the engine's first step. Tokens
-behind one that ends the answer are not the answer's.
+The thread that reads the request feeds the given tokens to the detokenizer, the stop strings and
+the grammar, one by one, as the engine's thread would have done. The client already has the text of
+the first `num_sent` tokens. The engine outputs the text of the others before its first step. Tokens
+behind one that ends the answer are dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,63 +20,70 @@ from engine_ext.reference.messages import Finish, SamplingParams, TokenLogprob
 from engine_ext.scheduler.admission import prefills
 
 
-class BeginningError(ValueError):
-    """The given tokens cannot be this answer's: one line that says why."""
+class ResumeError(ValueError):
+    """The given tokens cannot belong to this answer; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """For one request, which leads `answer` and `constraint` on."""
+class ResumedAnswer:
+    """The state of one answer after the given tokens. The engine goes on with its parts."""
 
     token_ids: tuple[int, ...]
-    num_spoken: int
-    spoken_text: str
-    """What the client has."""
+    num_sent: int
+    sent_text: str
+    """The text that the client has."""
     text: str
-    """What is to be said besides."""
+    """The text of the other tokens."""
     logprobs: tuple[TokenLogprob, ...]
-    """Of the tokens that are not spoken, where they are asked for."""
+    """Of the unsent tokens, if the request asks for them."""
     answer: GeneratedAnswer
     constraint: Constraint | None
     finish: Finish | None
-    """The given tokens end the answer: nothing is to be computed."""
+    """The given tokens end the answer: there is nothing to compute."""
 
     @property
-    def unspoken(self) -> tuple[int, ...]:
-        return self.token_ids[self.num_spoken :]
+    def unsent_token_ids(self) -> tuple[int, ...]:
+        return self.token_ids[self.num_sent :]
 
 
-def begin(
-    given: ResumePayload,
+def resume_answer(
+    payload: ResumePayload,
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     rules: StopRules,
     *,
     hands_over: bool = False,
-) -> Beginning:
-    """Raises BeginningError."""
-    prompt = given.prompt_token_ids
-    answer = GeneratedAnswer(prompt, sampling, tokenizer, rules, hands_over=hands_over)
+) -> ResumedAnswer:
+    """Raises ResumeError."""
+    answer = GeneratedAnswer(
+        payload.prompt_token_ids, sampling, tokenizer, rules, hands_over=hands_over
+    )
     constraint = sampling.grammar.start() if sampling.grammar else None
     pieces: list[str] = []
     finish = None
-    for token_id in given.output_token_ids:
+    for token_id in payload.output_token_ids:
         if constraint is not None and (error := constraint.accept(token_id)):
-            raise BeginningError(
+            raise ResumeError(
                 f"token {len(pieces)} of output_token_ids does not fit the answer's form: {error}"
             )
         text, finish = answer.accept(token_id)
         pieces.append(text)
         if finish is not None:
             break
-    token_ids = given.output_token_ids[: len(pieces)]
-    num_spoken = min(given.num_sent, len(pieces))
-    return Beginning(
+    token_ids = payload.output_token_ids[: len(pieces)]
+    num_sent = min(payload.num_sent, len(pieces))
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if sampling.logprobs is not None and num_sent < len(token_ids):
+        if not payload.logprobs:
+            raise ResumeError("logprobs are asked for, and those of output_token_ids are missing")
+        entries = payload.logprobs[: len(token_ids) - num_sent]
+        logprobs = tuple(_read_logprob(entry, sampling.logprobs) for entry in entries)
+    return ResumedAnswer(
         token_ids=token_ids,
-        num_spoken=num_spoken,
-        spoken_text="".join(pieces[:num_spoken]),
-        text="".join(pieces[num_spoken:]),
-        logprobs=_logprobs(given, token_ids[num_spoken:], sampling.logprobs),
+        num_sent=num_sent,
+        sent_text="".join(pieces[:num_sent]),
+        text="".join(pieces[num_sent:]),
+        logprobs=logprobs,
         answer=answer,
         constraint=constraint,
         finish=finish,
@@ -84,49 +91,25 @@ def begin(
 
 
 def hands_over(params: object) -> bool:
-    """A request with these `kv_transfer_params` is a prefill whose answer another engine is to go
-    on with."""
+    """Whether these `kv_transfer_params` ask a prefill for its first token, for another engine."""
     return isinstance(params, dict) and prefills(params) and params.get(wire.HAND_OVER) is True
 
 
-def handed_over(
-    told: Mapping[str, Any], num_spoken: int, logprobs: Sequence[TokenLogprob]
+def with_progress(
+    payload: Mapping[str, Any], num_sent: int, logprobs: Sequence[TokenLogprob]
 ) -> dict[str, Any]:
-    """What the connector tells of tokens, and what only the host knows of them."""
-    spoken = {"spoken": num_spoken} if num_spoken else {}
-    written = {"logprobs": list(map(_written, logprobs))} if logprobs else {}
-    return {**told, **spoken, **written}
+    """Complete a resume payload in its wire form with what only the engine knows."""
+    entries = [
+        [wire.logprob_entry(*pair) for pair in ((one.token_id, one.logprob), *one.top)]
+        for one in logprobs
+    ]
+    sent = {"spoken": num_sent} if num_sent else {}
+    return {**payload, **sent, **({"logprobs": entries} if entries else {})}
 
 
-def handed_back(
-    prompt: Sequence[int],
-    spoken: Sequence[int],
-    said: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-) -> dict[str, Any]:
-    """Of an answer that ends here before its end."""
-    told = ResumePayload(tuple(prompt), (*spoken, *said)).to_wire()
-    return handed_over(told, len(spoken), logprobs)
-
-
-def _logprobs(
-    given: ResumePayload, unspoken: Sequence[int], asked: int | None
-) -> tuple[TokenLogprob, ...]:
-    if asked is None or not unspoken:
-        return ()
-    if not given.logprobs:
-        raise BeginningError("logprobs are asked for, and those of output_token_ids are missing")
-    return tuple(_logprob(entry, asked) for entry in given.logprobs[: len(unspoken)])
-
-
-def _logprob(entry: Sequence[Logprob], asked: int) -> TokenLogprob:
-    """The token's own need not be named again among the likeliest."""
+def _read_logprob(entry: Sequence[Logprob], count: int) -> TokenLogprob:
+    """A payload need not name the token itself again among the likeliest."""
     own, *likeliest = entry
-    if len(likeliest) < asked and own[0] not in (token_id for token_id, _ in likeliest):
+    if len(likeliest) < count and own[0] not in (token_id for token_id, _ in likeliest):
         likeliest = sorted([own, *likeliest], key=lambda one: -one[1])
-    return TokenLogprob(*own, tuple(likeliest[:asked]))
-
-
-def _written(logprob: TokenLogprob) -> list[list[float]]:
-    entries = [(logprob.token_id, logprob.logprob), *logprob.top]
-    return [wire.logprob_entry(token_id, value) for token_id, value in entries]
+    return TokenLogprob(*own, tuple(likeliest[:count]))

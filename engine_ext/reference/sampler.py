@@ -25,8 +25,7 @@ class Sampler:
     """A row's token depends on that row alone and on its own generator, never on its batch."""
 
     def __init__(self, *, seed: int, eos_token_ids: frozenset[int]) -> None:
-        self._shared_generator = torch.Generator()
-        self._shared_generator.manual_seed(seed)
+        self._shared_generator = torch.Generator().manual_seed(seed)
         self._eos_token_ids = eos_token_ids
 
     @torch.inference_mode()
@@ -37,7 +36,7 @@ class Sampler:
         temperature and truncation (vLLM's `raw_logprobs`).
         """
         finite = logits.isfinite().all(dim=-1).tolist()
-        allowed = _mask_forms(self._mask_stops(logits, sequences), logits, sequences)
+        allowed = self._mask(logits, sequences)
         tokens: list[int] = allowed.argmax(dim=-1).tolist()
         for row, seq in enumerate(sequences):
             if finite[row] and seq.sampling.temperature >= _GREEDY_BELOW:
@@ -49,42 +48,33 @@ class Sampler:
             for row, token in enumerate(tokens)
         ]
 
-    def _mask_stops(self, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-        """No stop token before `min_tokens` are reached."""
-        young = [
-            (row, seq)
-            for row, seq in enumerate(sequences)
-            if seq.num_output_tokens < seq.sampling.min_tokens
-        ]
-        if not young:
-            return logits
-        masked = logits.clone()
-        for row, seq in young:
-            stops = self._eos_token_ids.union(seq.sampling.stop_token_ids)
-            masked[row, [t for t in stops if 0 <= t < logits.shape[-1]]] = float("-inf")
+    def _mask(self, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+        """No stop token before `min_tokens` are reached, and no token that a sequence's grammar
+        forbids. If an answer is complete before it may stop, its grammar has the last word."""
+        masked = logits
+        for row, seq in enumerate(sequences):
+            must_go_on = seq.num_output_tokens < seq.sampling.min_tokens
+            if not must_go_on and seq.constraint is None:
+                continue
+            chosen = logits[row]
+            if must_go_on:
+                stops = self._eos_token_ids.union(seq.sampling.stop_token_ids)
+                chosen = chosen.clone()
+                chosen[[t for t in stops if 0 <= t < len(chosen)]] = float("-inf")
+            if seq.constraint is not None:
+                forbidden = ~seq.constraint.allowed(len(chosen)).to(logits.device)
+                chosen = chosen.masked_fill(forbidden, float("-inf"))
+                if bool(chosen.isneginf().all()):
+                    chosen = logits[row].masked_fill(forbidden, float("-inf"))
+            masked = logits.clone() if masked is logits else masked
+            masked[row] = chosen
         return masked
 
 
-def pass_over(seq: Sequence, num_tokens: int) -> None:
-    """Its own generator stands where it would stand if they had been drawn here: once for each."""
+def skip_draws(seq: Sequence, num_tokens: int) -> None:
+    """Advance the generator of `seq` as if its first `num_tokens` had been drawn here."""
     if seq.generator is not None and seq.sampling.temperature >= _GREEDY_BELOW:
         torch.rand(num_tokens, generator=seq.generator, dtype=torch.float64)
-
-
-def _mask_forms(masked: Tensor, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """No token that a sequence's grammar forbids. Where an answer is complete before it may stop
-    (`min_tokens`), its grammar has the last word."""
-    constraints = [(row, s.constraint) for row, s in enumerate(sequences) if s.constraint]
-    if not constraints:
-        return masked
-    formed = masked.clone() if masked is logits else masked
-    for row, constraint in constraints:
-        forbidden = constraint.allowed(logits.shape[-1]).logical_not_().to(logits.device)
-        chosen = masked[row].masked_fill(forbidden, float("-inf"))
-        if bool(chosen.isneginf().all()):
-            chosen = logits[row].masked_fill(forbidden, float("-inf"))
-        formed[row] = chosen
-    return formed
 
 
 def _draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:

@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,27 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": 0,
+    "clean_up_tokenization_spaces": False,
+    "add_prefix_space": False,
+    "bos_token": None,
+    "eos_token": IM_END,
+    "pad_token": ENDOFTEXT,
+    "additional_special_tokens": [IM_START, IM_END],
+    "chat_template": CHATML,
+}
+_GENERATION_CONFIG = {
+    "bos_token_id": ENDOFTEXT_ID,
+    "pad_token_id": ENDOFTEXT_ID,
+    "eos_token_id": [IM_END_ID, ENDOFTEXT_ID],
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+}
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -72,14 +93,12 @@ class TinyModel:
             raise ValueError("every size of the tiny model must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must divide by kv_heads ({self.kv_heads})")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        if self.latent < 0:
-            raise ValueError(f"latent must not be negative, got {self.latent}")
-        if self.rotated < 2 or self.rotated % 2:
-            raise ValueError(f"rotated must be even, got {self.rotated}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        for name in ("head_dim", "rotated"):
+            if (size := getattr(self, name)) < 2 or size % 2:
+                raise ValueError(f"{name} must be even, got {size}")
+        for name in ("latent", "seed"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
@@ -89,18 +108,19 @@ def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
     """
     model = model or TinyModel()
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / "model.safetensors", save(_weights(model), {"format": "pt"}))
-    _replace(directory / "tokenizer.json", _tokenizer().to_str(pretty=True).encode())
-    _replace(directory / "tokenizer_config.json", _json(_tokenizer_config(model)))
-    _replace(directory / "generation_config.json", _json(_generation_config()))
-    _replace(directory / "config.json", _json(_config(model)))
+    tokenizer_config = _TOKENIZER_CONFIG | {"model_max_length": model.max_positions}
+    files = {
+        "model.safetensors": save(_weights(model), {"format": "pt"}),
+        "tokenizer.json": byte_tokenizer().to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json(tokenizer_config),
+        "generation_config.json": _json(_GENERATION_CONFIG),
+        "config.json": _json(_config(model)),
+    }
+    for name, content in files.items():
+        scratch = directory / f".{name}.{os.getpid()}"
+        scratch.write_bytes(content)
+        scratch.replace(directory / name)
     return directory
-
-
-def _replace(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_bytes(content)
-    scratch.replace(path)
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -108,8 +128,28 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
+    if model.latent:
+        attention = {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": model.heads,
+            "q_lora_rank": None,
+            "kv_lora_rank": model.latent,
+            "qk_rope_head_dim": model.rotated,
+            "qk_nope_head_dim": model.head_dim,
+            "v_head_dim": model.head_dim,
+            "n_routed_experts": None,
+            "first_k_dense_replace": model.layers,
+        }
+    else:
+        attention = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+        }
     return {
-        **(_latent_config(model) if model.latent else _heads_config(model)),
+        **attention,
         "vocab_size": VOCAB_SIZE,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
@@ -131,57 +171,7 @@ def _config(model: TinyModel) -> dict[str, Any]:
     }
 
 
-def _heads_config(model: TinyModel) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-    }
-
-
-def _latent_config(model: TinyModel) -> dict[str, Any]:
-    return {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": model.heads,
-        "q_lora_rank": None,
-        "kv_lora_rank": model.latent,
-        "qk_rope_head_dim": model.rotated,
-        "qk_nope_head_dim": model.head_dim,
-        "v_head_dim": model.head_dim,
-        "n_routed_experts": None,
-        "first_k_dense_replace": model.layers,
-    }
-
-
-def _generation_config() -> dict[str, Any]:
-    return {
-        "bos_token_id": ENDOFTEXT_ID,
-        "pad_token_id": ENDOFTEXT_ID,
-        "eos_token_id": [IM_END_ID, ENDOFTEXT_ID],
-        "do_sample": True,
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-    }
-
-
-def _tokenizer_config(model: TinyModel) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.max_positions,
-        "clean_up_tokenization_spaces": False,
-        "add_prefix_space": False,
-        "bos_token": None,
-        "eos_token": IM_END,
-        "pad_token": ENDOFTEXT,
-        "additional_special_tokens": [IM_START, IM_END],
-        "chat_template": CHATML,
-    }
-
-
-def _tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     """One token per byte: the token's id is the byte's value."""
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -202,52 +192,50 @@ def _weights(model: TinyModel) -> Weights:
             weights[name] = drawn * np.float32(model.initializer_range)
             if model.latent and "q_proj" in name:
                 weights[name] *= np.float32(model.attention_sharpness)
-    weights["lm_head.weight"] *= _output_scale()[:, None]
-    return weights
-
-
-def _output_scale() -> NDArray[np.float32]:
-    """Weak rows for what a terminal cannot show, so that the gibberish is at least readable."""
+    # Weak rows for what a terminal cannot show, so that the gibberish is at least readable.
     scale = np.full(VOCAB_SIZE, 0.1, dtype=np.float32)
     scale[0x20:0x7F] = 1.0
     scale[IM_END_ID] = 1.0
-    return scale
+    weights["lm_head.weight"] *= scale[:, None]
+    return weights
 
 
 def _shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, model.hidden)
-    for layer in range(model.layers):
-        for name, shape in _layer_shapes(model):
-            yield f"model.layers.{layer}.{name}.weight", shape
-    yield "model.norm.weight", (model.hidden,)
-    yield "lm_head.weight", (VOCAB_SIZE, model.hidden)
-
-
-def _layer_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "input_layernorm", (model.hidden,)
-    yield from _latent_shapes(model) if model.latent else _heads_shapes(model)
-    yield "post_attention_layernorm", (model.hidden,)
-    yield "mlp.gate_proj", (model.intermediate, model.hidden)
-    yield "mlp.up_proj", (model.intermediate, model.hidden)
-    yield "mlp.down_proj", (model.hidden, model.intermediate)
-
-
-def _heads_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield "self_attn.q_proj", (queries, model.hidden)
-    yield "self_attn.k_proj", (keys, model.hidden)
-    yield "self_attn.v_proj", (keys, model.hidden)
-    yield "self_attn.o_proj", (model.hidden, queries)
-    yield "self_attn.q_norm", (model.head_dim,)
-    yield "self_attn.k_norm", (model.head_dim,)
-
-
-def _latent_shapes(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "self_attn.q_proj", (model.heads * (model.head_dim + model.rotated), model.hidden)
-    yield "self_attn.kv_a_proj_with_mqa", (model.latent + model.rotated, model.hidden)
-    yield "self_attn.kv_a_layernorm", (model.latent,)
-    yield "self_attn.kv_b_proj", (2 * model.heads * model.head_dim, model.latent)
-    yield "self_attn.o_proj", (model.hidden, model.heads * model.head_dim)
+    """In the order of the random draws."""
+    hidden, queries = model.hidden, model.heads * model.head_dim
+    keys = model.kv_heads * model.head_dim
+    attention: dict[str, tuple[int, ...]]
+    if model.latent:
+        attention = {
+            "q_proj": (model.heads * (model.head_dim + model.rotated), hidden),
+            "kv_a_proj_with_mqa": (model.latent + model.rotated, hidden),
+            "kv_a_layernorm": (model.latent,),
+            "kv_b_proj": (2 * queries, model.latent),
+            "o_proj": (hidden, queries),
+        }
+    else:
+        attention = {
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "q_norm": (model.head_dim,),
+            "k_norm": (model.head_dim,),
+        }
+    layer = {
+        "input_layernorm": (hidden,),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (model.intermediate, hidden),
+        "mlp.up_proj": (model.intermediate, hidden),
+        "mlp.down_proj": (hidden, model.intermediate),
+    }
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
+    for index in range(model.layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{index}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (VOCAB_SIZE, hidden)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -255,17 +243,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m engine_ext.reference.tiny_model",
         description="Write a tiny random Qwen3 model with a byte-level tokenizer.",
     )
-    defaults = TinyModel()
     parser.add_argument("directory", type=Path, help="where to write it; made if missing")
-    sizes = ("heads", "kv-heads", "head-dim", "latent", "rotated")
-    for option in ("layers", "hidden", *sizes, "intermediate"):
-        default = getattr(defaults, option.replace("-", "_"))
-        parser.add_argument(f"--{option}", type=int, default=default, help="default %(default)s")
-    parser.add_argument("--max-positions", type=int, default=defaults.max_positions)
-    for option in ("initializer-range", "attention-sharpness"):
-        default = getattr(defaults, option.replace("-", "_"))
-        parser.add_argument(f"--{option}", type=float, default=default, help="default %(default)s")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="default %(default)s")
+    for field in fields(TinyModel):
+        option, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+        parser.add_argument(option, type=kind, default=field.default, help="default %(default)s")
     options = vars(parser.parse_args(arguments))
     directory = options.pop("directory")
     try:

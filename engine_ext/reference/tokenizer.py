@@ -1,8 +1,4 @@
-"""A model's chat template: Jinja, rendered as Hugging Face's `apply_chat_template` does it.
-
-Templates come with the model and their arguments from clients, so both run in Jinja's sandbox and
-every failure of theirs is a ValueError.
-"""
+"""What a Hugging Face directory says about text: its tokenizer and its chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,13 +24,21 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
         self.backend = backend
         self.config = config or {}
-        self.special_tokens = _special_tokens(self.config)
-        self._byte_of = byte_alphabet() if _is_byte_level(backend) else {}
+        self.special_tokens: dict[str, str] = {}
+        for name in _NAMED_TOKENS:
+            value = self.config.get(name)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                self.special_tokens[name] = content
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        is_byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+        self._byte_of = byte_alphabet() if is_byte_level else {}
         self._added = frozenset(backend.get_added_tokens_decoder())
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Raises ValueError, in one line, where the directory holds no usable tokenizer."""
+        """Raises ValueError, in one line, if the directory holds no usable tokenizer."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{directory} has no tokenizer.json")
@@ -47,17 +51,9 @@ class Tokenizer:
         return cls(backend, read_json_object(directory / "tokenizer_config.json"))
 
     @cached_property
-    def size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: no text can have fewer tokens than its length / this."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-
-    def token_id(self, token: str) -> int | None:
-        found: int | None = self.backend.token_to_id(token)
-        return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -68,10 +64,11 @@ class Tokenizer:
     def _added_bos(self) -> int | None:
         if not self.config.get("add_bos_token") or "bos_token" not in self.special_tokens:
             return None
-        return self.token_id(self.special_tokens["bos_token"])
+        found: int | None = self.backend.token_to_id(self.special_tokens["bos_token"])
+        return found
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.backend.decode(ids, skip_special_tokens=False)
         return text
 
     def token_string(self, token_id: int) -> str:
@@ -79,62 +76,29 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes the token stands for, also where they are no whole UTF-8 character."""
+        """The token's bytes, even if they are no whole UTF-8 character."""
         if token_id in self._added or not self._byte_of:
             return self.decode([token_id]).encode()
         return bytes(self._byte_of.get(char, 0x3F) for char in self.token_string(token_id))
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no file. Raises ValueError otherwise."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return value
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens
-
-
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    parts = decoder.get("decoders", [decoder])
-    return any(part.get("type") == "ByteLevel" for part in parts)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Which byte each character of a byte-level vocabulary stands for.
-
-    The alphabet of GPT-2's tokenizer: visible Latin-1 characters stand for themselves, the
-    other bytes, in order, for the characters from U+0100 on.
-    """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(0x100) if byte not in visible]
-    alphabet = {chr(byte): byte for byte in visible}
-    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(hidden)})
-    return alphabet
-
-
-Message = Mapping[str, Any]
-
-
 class ChatTemplate:
+    """Jinja, rendered as Hugging Face's `apply_chat_template` does it.
+
+    Templates come with the model and their arguments from clients, so both run in Jinja's sandbox
+    and every failure of theirs is a ValueError.
+    """
+
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ValueError for a template that is no valid Jinja."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from error
         self._special_tokens = dict(special_tokens or {})
@@ -147,7 +111,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -156,7 +120,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt. `arguments` are the request's `chat_template_kwargs`; ours go first.
 
-        Raises ValueError with the template's own words where it refuses the conversation.
+        Raises ValueError with the template's own words if it refuses the conversation.
         """
         names = {
             **(arguments or {}),
@@ -172,40 +136,51 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except Exception as error:
             raise ValueError(f"the chat template fails on these messages: {error!r}") from error
-        return _cut_after(rendered, messages[-1]) if continue_final_message else rendered
+        if not continue_final_message:
+            return rendered
+        # The last message stays open, so that the model continues it.
+        content = str(messages[-1].get("content") or "").strip()
+        place = rendered.rfind(content)
+        if place < 0 or not content:
+            raise ValueError("continue_final_message needs a last message that the template shows")
+        return rendered[: place + len(content)]
 
 
 def chat_template_source(directory: Path, tokenizer: Tokenizer) -> str | None:
     """`chat_template.jinja`, else what `tokenizer_config.json` has; None for a base model."""
     path = directory / "chat_template.jinja"
-    return path.read_text() if path.is_file() else _configured(tokenizer.config)
-
-
-def _configured(config: Mapping[str, Any]) -> str | None:
-    value = config.get("chat_template")
+    if path.is_file():
+        return path.read_text()
+    value = tokenizer.config.get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value}
-        value = named.get("default")
+        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
     return value if isinstance(value, str) else None
 
 
-def _cut_after(rendered: str, final: Message) -> str:
-    """Leaves the last message open, so that the model goes on writing it."""
-    content = str(final.get("content") or "").strip()
-    place = rendered.rfind(content)
-    if place < 0 or not content:
-        raise ValueError("continue_final_message needs a last message that the template shows")
-    return rendered[: place + len(content)]
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file. Raises ValueError otherwise."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment
+def byte_alphabet() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for.
+
+    The alphabet of GPT-2's tokenizer: visible Latin-1 characters stand for themselves, the
+    other bytes, in order, for the characters from U+0100 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(0x100) if byte not in visible]
+    alphabet = {chr(byte): byte for byte in visible}
+    alphabet.update({chr(0x100 + place): byte for place, byte in enumerate(hidden)})
+    return alphabet
 
 
 def _to_json(value: Any, indent: int | None = None, sort_keys: bool = False) -> str:
@@ -214,7 +189,3 @@ def _to_json(value: Any, indent: int | None = None, sort_keys: bool = False) -> 
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -79,7 +79,6 @@ class Endpoints:
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
             ("GET", "/version", self.version),
-            ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
             ("GET", identity.PATH, self.identity),
             ("POST", release.PATH, self.release),
@@ -116,11 +115,6 @@ class Endpoints:
 
     async def version(self) -> Response:
         return _json({"version": package_version()})
-
-    async def load(self) -> Response:
-        stats = self._engine.stats()
-        waiting = stats.num_waiting + stats.num_waiting_for_remote_kv
-        return _json({"server_load": stats.num_running + waiting})
 
     async def metrics(self) -> Response:
         return Response(exposition(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -160,7 +154,7 @@ class Endpoints:
         dialect = dialect_of(job, self._model.tokenizer)
         outputs = generation.run(self._engine, job)
         try:
-            if not job.options.stream:
+            if not job.stream:
                 body = await until_disconnect(request.receive, answer.whole(dialect, outputs))
                 if await request.is_disconnected():
                     raise ClientGoneError

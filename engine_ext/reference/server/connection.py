@@ -1,4 +1,4 @@
-"""A streamed answer. Its first piece is known before the status goes out."""
+"""One HTTP exchange: the request's body, the client's disconnect, and the streamed answer."""
 
 import asyncio
 import codecs
@@ -20,30 +20,37 @@ from engine_ext.reference.server.errors import (
     EngineRequestTimeoutError,
 )
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client has disconnected: there is no one to answer."""
+
 
 async def read_body(request: Request, *, limit: int, timeout: float) -> bytes:
-    """Raises EngineBodyTooLargeError above `limit` bytes.
-
-    Raises EngineRequestTimeoutError after `timeout` seconds.
-    """
+    """Raises EngineBodyTooLargeError above `limit` bytes, and EngineRequestTimeoutError after
+    `timeout` seconds."""
+    announced = request.headers.get("content-length", "")
+    num_bytes = int(announced[:20]) if announced.isdecimal() else 0
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout):
-            return await _read(request, limit)
+            if num_bytes <= limit:
+                async for chunk in request.stream():
+                    body += chunk
+                    num_bytes = len(body)
+                    if num_bytes > limit:
+                        break
     except TimeoutError:
         raise EngineRequestTimeoutError(
             f"the request body did not arrive within {timeout:g} s"
         ) from None
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
+    if num_bytes > limit:
         raise EngineBodyTooLargeError(f"the request body is larger than {limit} bytes")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise EngineBodyTooLargeError(f"the request body is larger than {limit} bytes")
     return bytes(body)
 
 
@@ -62,20 +69,18 @@ def json_object(body: bytes) -> dict[str, Any]:
     return {name: member for name, member in value.items() if member is not None}
 
 
-T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """Nobody is left to answer."""
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves: then ClientGoneError.
 
     The request's body must have been read to its end.
     """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
+    watching = asyncio.create_task(disconnected())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -87,22 +92,13 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-logger = logging.getLogger(__name__)
-
-
-DONE = b"data: [DONE]\n\n"
-
-
 def event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class EventStream(Response):
+    """A streamed answer. Its first piece is known before the status goes out."""
+
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
@@ -120,19 +116,18 @@ class EventStream(Response):
                 logger.info("client left its stream")
 
     async def _send(self, send: Send) -> None:
+        async def send_piece(body: bytes, more_body: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        await send(_piece(self._first))
+        await send_piece(self._first)
         try:
             async for events in self._rest:
-                await send(_piece(events))
+                await send_piece(events)
         except ApiError as error:
-            await send(_piece(event(error.body()) + DONE))
+            await send_piece(event(error.body()) + DONE)
         except Exception:
             logger.exception("a stream broke")
-            await send(_piece(event(EngineFailureError("internal error").body()) + DONE))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _piece(body: bytes) -> dict[str, object]:
-    return {"type": "http.response.body", "body": body, "more_body": True}
+            await send_piece(event(EngineFailureError("internal error").body()) + DONE)
+        await send_piece(b"", more_body=False)

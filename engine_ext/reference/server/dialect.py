@@ -1,79 +1,14 @@
 """The two shapes of an answer: text completions and chat completions, as vLLM writes them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from engine_ext.common.resume_payload import LOWEST
 from engine_ext.reference.messages import RequestOutput, TokenLogprob
 from engine_ext.reference.server.job import Job
-from engine_ext.reference.server.structured_output import Calls, Forced, calls_in
+from engine_ext.reference.server.structured_output import Calls, calls_in
 from engine_ext.reference.tokenizer import Tokenizer
-
-LOWEST = -9999.0
-"""JSON has no infinity; OpenAI and vLLM write this."""
-
-
-class TokenNames:
-    """How a token is written: its text, or `token_id:<id>` where the client wants that."""
-
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-
-    def __call__(self, token_id: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
-
-    def content(self, token_id: int) -> list[int]:
-        if self._as_ids:
-            return list(self(token_id).encode())
-        return list(self._tokenizer.token_bytes(token_id))
-
-
-def completion_logprobs(
-    logprobs: Sequence[TokenLogprob], names: TokenNames, offset: int
-) -> dict[str, Any]:
-    """`offset`: characters of the answer before the first of these tokens."""
-    tokens = [names(entry.token_id) for entry in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [max(entry.logprob, LOWEST) for entry in logprobs],
-        "tokens": tokens,
-        "top_logprobs": [_top(entry, names) for entry in logprobs],
-    }
-
-
-def _top(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
-    """The chosen token first, then the best ones. Of tokens with one name the best stays."""
-    top = {names(entry.token_id): max(entry.logprob, LOWEST)}
-    for token_id, logprob in entry.top:
-        top.setdefault(names(token_id), max(logprob, LOWEST))
-    return top
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_chat_token(entry.token_id, entry.logprob, names),
-                "top_logprobs": [_chat_token(*alternative, names) for alternative in entry.top],
-            }
-            for entry in logprobs
-        ]
-    }
-
-
-def _chat_token(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
-    return {
-        "token": names(token_id),
-        "logprob": max(logprob, LOWEST),
-        "bytes": names.content(token_id),
-    }
 
 
 class AnswerFormat(ABC):
@@ -82,11 +17,11 @@ class AnswerFormat(ABC):
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
-        self.names = TokenNames(tokenizer, as_ids=job.options.tokens_as_ids)
+        self._tokenizer = tokenizer
 
     @abstractmethod
     def opening(self) -> Iterator[dict[str, Any]]:
-        """What chunks hold that come before any token."""
+        """The chunks before any token."""
 
     @abstractmethod
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
@@ -96,33 +31,28 @@ class AnswerFormat(ABC):
     def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
         """The `choices` entry of a whole answer."""
 
-    @abstractmethod
-    def answer_fields(self) -> dict[str, Any]:
-        """Members of a whole answer that only this dialect has."""
-
     def chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        return self._envelope(self.chunk_object, choices, rest)
+        job = self.job
+        head = {"id": job.id, "object": self.chunk_object, "created": job.created}
+        return {**head, "model": job.model, "choices": choices, **rest}
 
     def answer(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
         shared = {"service_tier": None, "system_fingerprint": None}
-        return self._envelope(
-            self.answer_object, choices, {**shared, **self.answer_fields(), **rest}
-        )
+        return {**self.chunk(choices), "object": self.answer_object, **shared, **rest}
 
-    def _envelope(
-        self, kind: str, choices: list[dict[str, Any]], rest: dict[str, Any]
-    ) -> dict[str, Any]:
-        job = self.job
-        head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
-        return {**head, "choices": choices, **rest}
+    def _name(self, token_id: int) -> str:
+        return self._name_bytes(token_id).decode(errors="replace")
+
+    def _name_bytes(self, token_id: int) -> bytes:
+        if self.job.tokens_as_ids:
+            return f"token_id:{token_id}".encode()
+        return self._tokenizer.token_bytes(token_id)
 
     def _token_ids(self, output: RequestOutput) -> list[int] | None:
-        return list(output.token_ids) if self.job.options.return_token_ids else None
+        return list(output.token_ids) if self.job.return_token_ids else None
 
     def _prompt_token_ids(self, choice: int) -> list[int] | None:
-        if not self.job.options.return_token_ids:
-            return None
-        return list(self.job.prompt_of(choice).token_ids)
+        return list(self.job.prompt_of(choice)) if self.job.return_token_ids else None
 
 
 class CompletionDialect(AnswerFormat):
@@ -131,18 +61,17 @@ class CompletionDialect(AnswerFormat):
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
-        spoken = job.begun.token_ids[: job.num_spoken] if job.begun else ()
-        self._offsets = [sum(len(self.names(token)) for token in spoken)] * job.num_choices
-        """Where the next token of each choice begins: a token counts as it is spelled here."""
+        sent = job.resumed.token_ids[: job.num_sent] if job.resumed else ()
+        self._offsets = [sum(len(self._name(token)) for token in sent)] * job.num_choices
+        """Where the next token of each choice begins, in characters of token names."""
 
     def opening(self) -> Iterator[dict[str, Any]]:
         return iter(())
 
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
-        echo = self.job.prompt_of(choice).echo
         return {
             "index": choice,
-            "text": echo + output.text if first else output.text,
+            "text": output.text,
             "logprobs": self._logprobs(choice, output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
@@ -154,15 +83,27 @@ class CompletionDialect(AnswerFormat):
         entry = self.chunk_choice(choice, output, first=True)
         return {**entry, "prompt_logprobs": None}
 
-    def answer_fields(self) -> dict[str, Any]:
-        return {}
-
     def _logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.options.logprobs is None:
+        if self.job.logprobs is None:
             return None
-        written = completion_logprobs(output.logprobs, self.names, self._offsets[choice])
-        self._offsets[choice] += sum(map(len, written["tokens"]))
-        return written
+        tokens = [self._name(entry.token_id) for entry in output.logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(token)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [max(entry.logprob, LOWEST) for entry in output.logprobs],
+            "tokens": tokens,
+            "top_logprobs": [self._top(entry) for entry in output.logprobs],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The chosen token first, then the best ones. Of tokens with one name the best stays."""
+        top = {self._name(entry.token_id): max(entry.logprob, LOWEST)}
+        for token_id, logprob in entry.top:
+            top.setdefault(self._name(token_id), max(logprob, LOWEST))
+        return top
 
 
 class ChatDialect(AnswerFormat):
@@ -171,56 +112,49 @@ class ChatDialect(AnswerFormat):
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
-        self._forced = forced = job.options.forced
-        self._calls = [] if forced is None else [Calls(forced) for _ in range(job.num_choices)]
-        self._spoken = job.begun.spoken_text if job.begun else ""
-        for calls in self._calls if job.num_spoken else ():
-            calls.take(self._spoken)
+        self._calls = [Calls(job.forced) for _ in range(job.num_choices)] if job.forced else []
+        self._sent_text = job.resumed.sent_text if job.resumed else ""
+        if job.num_sent:
+            for calls in self._calls:
+                calls.take(self._sent_text)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         prompt = self._prompt_token_ids(0)
         extra = {} if prompt is None else {"prompt_token_ids": prompt}
         for choice in range(self.job.num_choices):
-            delta = {"role": self.job.options.role, "content": ""}
+            delta = {"role": self.job.role, "content": ""}
             entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
             yield self.chunk([entry], **extra)
 
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": output.text}
+        if self._calls:
+            calls = self._calls[choice].take(output.text)
+            delta = {"tool_calls": calls} if calls else {}
         entry = {
             "index": choice,
-            "delta": self._delta(choice, output.text),
+            "delta": delta,
             "logprobs": self._logprobs(output),
             "finish_reason": self._finish_reason(output),
             "token_ids": self._token_ids(output),
         }
-        return (
-            entry if output.finish_reason is None else {**entry, "stop_reason": output.stop_reason}
-        )
-
-    def _delta(self, choice: int, text: str) -> dict[str, Any]:
-        if self._forced is None:
-            return {"content": text}
-        calls = self._calls[choice].take(text)
-        return {"tool_calls": calls} if calls else {}
-
-    def _finish_reason(self, output: RequestOutput) -> str | None:
-        """As OpenAI has it: a call of a tool that was named is no reason."""
-        if self._forced is None or self._forced.name is not None or output.finish_reason != "stop":
-            return output.finish_reason
-        return "tool_calls"
+        stop = {} if output.finish_reason is None else {"stop_reason": output.stop_reason}
+        return entry | stop
 
     def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
-        forced = self._forced
+        forced = self.job.forced
+        # No message holds half a call: the part that the client has is repeated.
+        calls = calls_in(self._sent_text + output.text, forced) if forced else []
         return {
             "index": choice,
             "message": {
-                "role": self.job.options.role,
-                "content": output.text if forced is None else "",
+                "role": self.job.role,
+                "content": "" if forced else output.text,
                 "refusal": None,
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "tool_calls": [] if forced is None else self._whole_calls(output.text, forced),
+                "tool_calls": calls,
                 "reasoning": None,
             },
             "logprobs": self._logprobs(output),
@@ -229,14 +163,30 @@ class ChatDialect(AnswerFormat):
             "token_ids": self._token_ids(output),
         }
 
-    def _whole_calls(self, text: str, forced: Forced) -> list[dict[str, Any]]:
-        """No message holds half a call: what the client has of one is told again."""
-        return calls_in(self._spoken + text, forced)
+    def answer(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_token_ids(0)}
+        return super().answer(choices, **prompt, **rest)
 
-    def answer_fields(self) -> dict[str, Any]:
-        return {"prompt_logprobs": None, "prompt_token_ids": self._prompt_token_ids(0)}
+    def _finish_reason(self, output: RequestOutput) -> str | None:
+        """As OpenAI has it: the call of a tool that was named ends with "stop"."""
+        forced = self.job.forced
+        if forced is None or forced.name is not None or output.finish_reason != "stop":
+            return output.finish_reason
+        return "tool_calls"
 
     def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.options.logprobs is None:
+        if self.job.logprobs is None:
             return None
-        return chat_logprobs(output.logprobs, self.names)
+        content = []
+        for entry in output.logprobs:
+            top = [self._token(*alternative) for alternative in entry.top]
+            content.append({**self._token(entry.token_id, entry.logprob), "top_logprobs": top})
+        return {"content": content}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        name = self._name_bytes(token_id)
+        return {
+            "token": name.decode(errors="replace"),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(name),
+        }

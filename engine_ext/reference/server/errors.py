@@ -44,9 +44,8 @@ class EngineBodyTooLargeError(ApiError):
 
 
 class EngineFailureError(ApiError):
-    status = HTTPStatus.INTERNAL_SERVER_ERROR
     load_failure: dict[str, Any] | None = None
-    """Of the request's KV, if that is why."""
+    """Of the request's KV, if that is the reason."""
 
     def body(self) -> dict[str, Any]:
         body = super().body()
@@ -61,6 +60,5 @@ class UnavailableError(ApiError):
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object, with vLLM's names for `type`: the status's phrase and `Error`."""
-    phrase = HTTPStatus(status).phrase.replace(" ", "")
-    kind = phrase if phrase.endswith("Error") else f"{phrase}Error"
+    kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
     return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}

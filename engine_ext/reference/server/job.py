@@ -1,153 +1,67 @@
-"""From the bytes of a request to a job. Blocking: templates and tokenizers take their time."""
+"""From the bytes of a request to a job: checked and complete, nothing in it can fail any more.
+
+Blocking: templates and tokenizers take their time.
+"""
 
 import re
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, read_resume_payload
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
-from engine_ext.reference.resume import Beginning, BeginningError, begin, hands_over
+from engine_ext.reference.resume import ResumedAnswer, ResumeError, hands_over, resume_answer
 from engine_ext.reference.server.connection import json_object
 from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.prompts import (
     TokenIds,
-    TokenizedPrompt,
     answering_role,
-    check_asked,
     check_token_ids,
     encode,
     read_prompts,
     render,
-    room,
 )
 from engine_ext.reference.server.requests import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    StreamOptions,
     parse_generation,
 )
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.structured_output import Forced, forced_by, grammar_of
 from engine_ext.scheduler.admission import prefills
 
-MAX_LENGTH = 128
+PARAM = "kv_transfer_params"
+RESUME = f"{PARAM}.{wire.KEY}"
+PROMPT = "prompt_token_ids"
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion by default; a chat continues to the end of the context."""
+MAX_SEQUENCES = 1024
+MAX_TEMPERATURE = 2
+MAX_ID_LENGTH = 128
 
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 
 
-def base_id(header: str | None, field: str | None = None) -> str:
-    """The client's id, header before body, made safe; a random one where it gave none."""
-    chosen = (header or field or "").strip()
-    return _FOREIGN.sub("-", chosen[:MAX_LENGTH]) or uuid.uuid4().hex
-
-
-def engine_id(request_id: str) -> str:
-    """Unique also when a client sends the same id twice."""
-    return f"{request_id}-{uuid.uuid4().hex[:8]}"
-
-
-PARAM = "kv_transfer_params"
-BEGUN = f"{PARAM}.{wire.KEY}"
-PROMPT = "prompt_token_ids"
-OURS = frozenset((PROMPT, wire.KEY, wire.TELL_TOKEN_IDS))
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFields:
-    params: dict[str, Any] | None
-    """For the connector."""
-    begun: ResumePayload | None = None
-    tell: str | None = None
-    prompt_token_ids: TokenIds | None = None
-    """vLLM's way to spare a decode engine the tokenization."""
-
-    def at_least_one(self, max_tokens: int, model: ServedModel) -> int:
-        """A prefill samples a token, however many `max_tokens` it was given: they are the router's,
-        who asks for one."""
-        if self.begun is None or not prefills(self.params):
-            return max_tokens
-        left = model.max_model_len - len(self.begun.prompt_token_ids)
-        return min(left, max(max_tokens, len(self.begun.output_token_ids) + 1))
-
-    def begin(self, sampling: SamplingParams, model: ServedModel) -> Beginning | None:
-        """Raises EngineBadRequestError for tokens that the answer cannot have."""
-        if self.begun is None:
-            return None
-        tokenizer = model.tokenizer.backend
-        is_handed_on = hands_over(self.params)
-        try:
-            return begin(self.begun, sampling, tokenizer, model.rules, hands_over=is_handed_on)
-        except BeginningError as error:
-            raise EngineBadRequestError(f"{BEGUN}: {error}", PARAM) from None
-
-
-def read_transfer(request: GenerationBody, model: ServedModel) -> TransferFields:
-    """Raises EngineBadRequestError."""
-    params = request.kv_transfer_params
-    if params is None:
-        return TransferFields(None)
-    rest = {name: value for name, value in params.items() if name not in OURS}
-    tell = params.get(wire.TELL_TOKEN_IDS)
-    if tell not in (None, wire.OUTPUT, wire.ALL):
-        problem = f"{PARAM}.{wire.TELL_TOKEN_IDS} must be {wire.OUTPUT} or {wire.ALL}"
-        raise EngineBadRequestError(problem, PARAM)
-    if not isinstance(params.get(wire.HAND_BACK, False), bool):
-        raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
-    try:
-        begun = read_resume_payload(params)
-    except ResumePayloadError as error:
-        raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
-    if begun is not None:
-        _check(begun, request, model)
-        return TransferFields(rest, begun, tell)
-    return TransferFields(rest, tell=tell, prompt_token_ids=_listed(params.get(PROMPT)))
-
-
-def remote_params(body: bytes) -> dict[str, Any] | None:
-    """Of a request that was refused, where another engine may keep blocks for it."""
-    try:
-        params = json_object(body).get(PARAM)
-    except EngineBadRequestError:
-        return None
-    if not isinstance(params, dict):
-        return None
-    names_one = params.get("do_remote_prefill") or params.get("remote_block_ids")
-    return params if names_one else None
-
-
-def _check(begun: ResumePayload, request: GenerationBody, model: ServedModel) -> None:
-    if request.n > 1:
-        raise EngineBadRequestError(f"{BEGUN} is of one answer, and n is {request.n}", "n")
-    check_token_ids(begun.prompt_token_ids, model, PARAM)
-    check_token_ids(begun.output_token_ids, model, PARAM)
-    count = len(begun.prompt_token_ids) + len(begun.output_token_ids)
-    if count > model.max_model_len:
-        raise EngineBadRequestError(
-            f"{BEGUN} holds {count} tokens, and this model's maximum context length is "
-            f"{model.max_model_len} tokens.",
-            PARAM,
-        )
-
-
-def _listed(ids: Any) -> TokenIds | None:
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise EngineBadRequestError(
-            f"{PARAM}.{PROMPT} must be a non-empty list of token ids", PARAM
-        )
-    return tuple(ids)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """How the answer is to look."""
-
+class Job:
+    id: str
+    """As the client sees it."""
+    created: int
+    model: str
+    prompts: tuple[TokenIds, ...]
+    engine_ids: tuple[str, ...]
+    """One for each prompt."""
+    sampling: SamplingParams
+    n: int = 1
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the connector."""
+    cache_hit_threshold: float | None = None
+    resumed: ResumedAnswer | None = None
+    """The only choice of this job continues an answer that another engine began."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -157,79 +71,43 @@ class AnswerOptions:
     """Logprobs name tokens `token_id:<id>`."""
     role: str = "assistant"
     forced: Forced | None = None
-    """The answer is calls of tools."""
-    tell: str | None = None
-    """A stream names the ids of the tokens that it says, in comments: of the output, or of all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    id: str
-    """As the client sees it."""
-    created: int
-    model: str
-    prompts: tuple[TokenizedPrompt, ...]
-    engine_ids: tuple[str, ...]
-    """One for each prompt."""
-    sampling: SamplingParams
-    n: int = 1
-    kv_transfer_params: dict[str, Any] | None = None
-    cache_hit_threshold: float | None = None
-    options: AnswerOptions = field(default_factory=AnswerOptions)
-    begun: Beginning | None = None
-    """Of a job with one choice: its answer goes on from there."""
+    """The answer consists of tool calls."""
+    tell_token_ids: str | None = None
+    """A stream reports its token ids in comments: those of the output, or all."""
 
     @property
-    def num_spoken(self) -> int:
+    def num_sent(self) -> int:
         """Tokens of the answer that the client has."""
-        return self.begun.num_spoken if self.begun else 0
+        return self.resumed.num_sent if self.resumed else 0
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    def prompt_of(self, choice: int) -> TokenizedPrompt:
+    def prompt_of(self, choice: int) -> TokenIds:
         return self.prompts[choice // self.n]
 
     def engine_requests(self) -> Iterator[GenerateRequest]:
         """One for each choice, in the order of their indices.
 
-        Only the first prompt's have the KV parameters, which are of one prompt; and where blocks
-        are to be kept for another engine, its first alone.
+        The KV parameters are of the first prompt. All its choices may load KV, but only the first
+        choice retains blocks for another engine.
         """
+        loads = (self.kv_transfer_params or {}).get("do_remote_prefill") is True
         for choice in range(self.num_choices):
             prompt, child = divmod(choice, self.n)
-            own_id = self.engine_ids[prompt]
+            own_id, sampling = self.engine_ids[prompt], self.sampling
+            if sampling.seed is not None and child:
+                sampling = replace(sampling, seed=sampling.seed + child)
+            has_params = choice == 0 or (prompt == 0 and loads)
             yield GenerateRequest(
                 request_id=f"{child}_{own_id}" if self.n > 1 else own_id,
-                prompt_token_ids=self.prompts[prompt].token_ids,
-                sampling=self._sampling(child),
-                kv_transfer_params=self.kv_transfer_params if self._is_meant(choice) else None,
+                prompt_token_ids=self.prompts[prompt],
+                sampling=sampling,
+                kv_transfer_params=self.kv_transfer_params if has_params else None,
                 cache_hit_threshold=self.cache_hit_threshold,
                 is_only=self.num_choices == 1,
             )
-
-    def _is_meant(self, choice: int) -> bool:
-        if choice == 0:
-            return True
-        params = self.kv_transfer_params or {}
-        return choice < self.n and params.get("do_remote_prefill") is True
-
-    def _sampling(self, child: int) -> SamplingParams:
-        if self.sampling.seed is None or child == 0:
-            return self.sampling
-        return replace(self.sampling, seed=self.sampling.seed + child)
-
-
-def engine_ids(job_id: str, prompts: int) -> tuple[str, ...]:
-    return tuple(engine_id(f"{job_id}-{place}") for place in range(prompts))
-
-
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that says nothing; a chat goes on to the end of the context."""
-
-MAX_SEQUENCES = 1024
-MAX_TEMPERATURE = 2
 
 
 def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -> Job:
@@ -237,68 +115,22 @@ def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -
     request = parse_generation(CompletionBody, body)
     model.check_name(request.model)
     asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    check_asked(asked, model, "max_tokens")
-    if request.echo and request.logprobs is not None:
-        raise EngineBadRequestError(
-            "logprobs of the prompt are not supported: echo without logprobs", "echo"
-        )
-    transfer = read_transfer(request, model)
-    prompts = _completion_prompts(request, transfer, model)
-    rooms = [room(len(prompt.token_ids), asked, model) for prompt in prompts]
-    rooms = [transfer.at_least_one(found, model) for found in rooms]
-    # The engine ends each of them at the end of the context, too.
-    sampling = _sampling(request, model, max(rooms), min(rooms), request.logprobs)
-    job_id = f"cmpl-{base_id(id_header, request.request_id)}"
-    return Job(
-        id=job_id,
-        created=int(time.time()),
-        model=model.name,
-        prompts=prompts,
-        engine_ids=engine_ids(job_id, len(prompts)),
-        sampling=sampling,
-        n=request.n,
-        kv_transfer_params=transfer.params,
-        cache_hit_threshold=request.cache_hit_threshold,
-        options=_options(request, transfer, request.logprobs),
-        begun=transfer.begin(sampling, model),
-    )
-
-
-def _completion_prompts(
-    request: CompletionBody, transfer: TransferFields, model: ServedModel
-) -> tuple[TokenizedPrompt, ...]:
-    if transfer.begun is not None:
-        return (_begun_completion(request, transfer.begun, model),)
-    texts = read_prompts(request.prompt)
-    if len(texts) * request.n > MAX_SEQUENCES:
-        raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
-    return tuple(_completion_prompt(text, request, model) for text in texts)
-
-
-def _begun_completion(
-    request: CompletionBody, begun: ResumePayload, model: ServedModel
-) -> TokenizedPrompt:
-    """What was asked for is read only to be repeated: it is the given ids that are gone on from."""
-    asked = request.prompt
-    if isinstance(asked, list) and len(asked) > 1 and not isinstance(asked[0], int):
-        raise EngineBadRequestError(
-            f"{BEGUN} is of one prompt, and here are {len(asked)}", "prompt"
-        )
-    if not request.echo or begun.num_sent:
-        return TokenizedPrompt(begun.prompt_token_ids)
-    text = model.tokenizer.decode(list(begun.prompt_token_ids))
-    return TokenizedPrompt(begun.prompt_token_ids, asked if isinstance(asked, str) else text)
-
-
-def _completion_prompt(
-    text: str | TokenIds, request: CompletionBody, model: ServedModel
-) -> TokenizedPrompt:
-    token_ids = encode(text, model, add_special_tokens=request.add_special_tokens)
-    if not request.echo:
-        return TokenizedPrompt(token_ids)
-    return TokenizedPrompt(
-        token_ids, text if isinstance(text, str) else model.tokenizer.decode(list(text))
-    )
+    _check_max_tokens(asked, model, "max_tokens")
+    transfer = _read_transfer(request, model)
+    if transfer.payload is not None:
+        given = request.prompt
+        if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
+            raise EngineBadRequestError(
+                f"{RESUME} is of one prompt, and here are {len(given)}", "prompt"
+            )
+        prompts = [transfer.payload.prompt_token_ids]
+    else:
+        texts = read_prompts(request.prompt)
+        if len(texts) * request.n > MAX_SEQUENCES:
+            raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
+        special = request.add_special_tokens
+        prompts = [encode(text, model, add_special_tokens=special) for text in texts]
+    return _job("cmpl", request, model, id_header, transfer, prompts, asked, request.logprobs)
 
 
 def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
@@ -308,90 +140,112 @@ def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
     if request.top_logprobs and not request.logprobs:
         raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = request.top_logprobs if request.logprobs else None
-    asked = _asked_of_chat(request, model)
-    transfer = read_transfer(request, model)
-    token_ids = _chat_prompt(request, transfer, model)
-    max_tokens = transfer.at_least_one(room(len(token_ids), asked, model), model)
+    asked, param = request.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, param = request.max_tokens, "max_tokens"
+    _check_max_tokens(asked, model, param)
+    transfer = _read_transfer(request, model)
+    if transfer.payload is not None:
+        prompt = transfer.payload.prompt_token_ids
+    else:
+        listed = transfer.prompt_token_ids
+        text = render(request, model) if listed is None else listed
+        prompt = encode(text, model, add_special_tokens=request.add_special_tokens)
     forced = forced_by(request)
-    sampling = _sampling(request, model, max_tokens, max_tokens, logprobs, forced)
-    job_id = f"chatcmpl-{base_id(id_header, request.request_id)}"
+    job = _job("chatcmpl", request, model, id_header, transfer, [prompt], asked, logprobs, forced)
+    return replace(job, role=answering_role(request))
+
+
+def _job(
+    prefix: str,
+    request: GenerationBody,
+    model: ServedModel,
+    id_header: str | None,
+    transfer: "TransferFields",
+    prompts: list[TokenIds],
+    asked: int | None,
+    logprobs: int | None,
+    forced: Forced | None = None,
+) -> Job:
+    # Ids travel in notifications between engines, where `:` and `,` separate fields.
+    given = (id_header or request.request_id or "").strip()[:MAX_ID_LENGTH]
+    job_id = f"{prefix}-{_FOREIGN.sub('-', given) or uuid.uuid4().hex}"
+    names = [job_id] if prefix == "chatcmpl" else [f"{job_id}-{i}" for i in range(len(prompts))]
+    rooms = [transfer.max_tokens(_room(len(prompt), asked, model), model) for prompt in prompts]
+    sampling = _sampling(request, model, rooms, logprobs, forced)
+    options = request.stream_options
     return Job(
         id=job_id,
         created=int(time.time()),
         model=model.name,
-        prompts=(TokenizedPrompt(token_ids),),
-        engine_ids=(engine_id(job_id),),
+        prompts=tuple(prompts),
+        # Unique even if a client sends the same id twice.
+        engine_ids=tuple(f"{name}-{uuid.uuid4().hex[:8]}" for name in names),
         sampling=sampling,
         n=request.n,
         kv_transfer_params=transfer.params,
         cache_hit_threshold=request.cache_hit_threshold,
-        options=_options(request, transfer, logprobs, answering_role(request), forced),
-        begun=transfer.begin(sampling, model),
-    )
-
-
-def _chat_prompt(request: ChatBody, transfer: TransferFields, model: ServedModel) -> TokenIds:
-    if transfer.begun is not None:
-        return transfer.begun.prompt_token_ids
-    given = transfer.prompt_token_ids
-    text = render(request, model.chat_template) if given is None else given
-    return encode(text, model, add_special_tokens=request.add_special_tokens)
-
-
-def _asked_of_chat(request: ChatBody, model: ServedModel) -> int | None:
-    if request.max_completion_tokens is None:
-        check_asked(request.max_tokens, model, "max_tokens")
-        return request.max_tokens
-    check_asked(request.max_completion_tokens, model, "max_completion_tokens")
-    return request.max_completion_tokens
-
-
-def _options(
-    request: GenerationBody,
-    transfer: TransferFields,
-    logprobs: int | None,
-    role: str = "assistant",
-    forced: Forced | None = None,
-) -> AnswerOptions:
-    streaming = request.stream_options or StreamOptions()
-    return AnswerOptions(
+        resumed=transfer.resume(sampling, model),
         stream=request.stream,
-        include_usage=bool(streaming.include_usage),
-        continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=request.return_token_ids,
-        tokens_as_ids=request.return_tokens_as_token_ids,
         logprobs=logprobs,
-        role=role,
+        tokens_as_ids=request.return_tokens_as_token_ids,
         forced=forced,
-        tell=transfer.tell,
+        tell_token_ids=transfer.tell_token_ids,
     )
+
+
+def _check_max_tokens(asked: int | None, model: ServedModel, param: str) -> None:
+    """vLLM's rule: more tokens than the context has left are cut to what is left, more than the
+    whole context are refused."""
+    limit = model.max_model_len
+    if asked is not None and asked > limit:
+        raise EngineBadRequestError(
+            f"{param}={asked} cannot be greater than max_model_len={limit}. "
+            "Please request fewer output tokens.",
+            param,
+        )
+
+
+def _room(prompt: int, asked: int | None, model: ServedModel) -> int:
+    """Tokens that an answer to a prompt of `prompt` tokens may have."""
+    left = model.max_model_len - prompt
+    found = left if asked is None else min(asked, left)
+    if found < 1:
+        raise EngineBadRequestError(f"max_tokens must be at least 1, got {found}.", "max_tokens")
+    return found
 
 
 def _sampling(
     request: GenerationBody,
     model: ServedModel,
-    max_tokens: int,
-    least_room: int,
+    rooms: list[int],
     logprobs: int | None,
-    forced: Forced | None = None,
+    forced: Forced | None,
 ) -> SamplingParams:
-    """`least_room`: of the prompts, what the longest one leaves for an answer."""
-    if request.min_tokens > least_room:
+    """`rooms`: for each prompt, the tokens that its answer may have. The engine ends each answer at
+    the end of the context, too."""
+    if request.min_tokens > min(rooms):
         raise EngineBadRequestError(
-            f"min_tokens must be less than or equal to max_tokens={least_room}, "
+            f"min_tokens must be less than or equal to max_tokens={min(rooms)}, "
             f"got {request.min_tokens}.",
             "min_tokens",
         )
-    _check_temperature(request.temperature)
+    temperature, default = request.temperature, model.defaults
+    if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
+        bound = "non-negative" if temperature < 0 else f"in [0, {MAX_TEMPERATURE}]"
+        raise EngineBadRequestError(
+            f"temperature must be {bound}, got {temperature}.", "temperature"
+        )
     check_token_ids(request.stop_token_ids, model, "stop_token_ids")
-    chosen = model.defaults
-    top_k = chosen.top_k if request.top_k is None else request.top_k
     return SamplingParams(
-        temperature=chosen.temperature if request.temperature is None else request.temperature,
-        top_p=chosen.top_p if request.top_p is None else request.top_p,
-        top_k=max(top_k, 0),
+        temperature=default.temperature if temperature is None else temperature,
+        top_p=default.top_p if request.top_p is None else request.top_p,
+        top_k=max(default.top_k if request.top_k is None else request.top_k, 0),
         seed=None if request.seed == -1 else request.seed,
-        max_tokens=max_tokens,
+        max_tokens=max(rooms),
         min_tokens=request.min_tokens,
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -403,9 +257,84 @@ def _sampling(
     )
 
 
-def _check_temperature(temperature: float | None) -> None:
-    """With vLLM's words."""
-    if temperature is None or 0 <= temperature <= MAX_TEMPERATURE:
-        return
-    bound = "non-negative" if temperature < 0 else f"in [0, {MAX_TEMPERATURE}]"
-    raise EngineBadRequestError(f"temperature must be {bound}, got {temperature}.", "temperature")
+@dataclass(frozen=True, slots=True)
+class TransferFields:
+    """What `kv_transfer_params` mean for the server; `params` are those for the connector."""
+
+    params: dict[str, Any] | None = None
+    payload: ResumePayload | None = None
+    tell_token_ids: str | None = None
+    prompt_token_ids: TokenIds | None = None
+    """vLLM's way to spare a decode engine the tokenization."""
+
+    def max_tokens(self, asked: int, model: ServedModel) -> int:
+        """A prefill that resumes an answer samples one token more, whatever the router asks for."""
+        if self.payload is None or not prefills(self.params):
+            return asked
+        left = model.max_model_len - len(self.payload.prompt_token_ids)
+        return min(left, max(asked, len(self.payload.output_token_ids) + 1))
+
+    def resume(self, sampling: SamplingParams, model: ServedModel) -> ResumedAnswer | None:
+        """Raises EngineBadRequestError for tokens that the answer cannot have."""
+        if self.payload is None:
+            return None
+        tokenizer, is_handed_over = model.tokenizer.backend, hands_over(self.params)
+        try:
+            return resume_answer(
+                self.payload, sampling, tokenizer, model.rules, hands_over=is_handed_over
+            )
+        except ResumeError as error:
+            raise EngineBadRequestError(f"{RESUME}: {error}", PARAM) from None
+
+
+def _read_transfer(request: GenerationBody, model: ServedModel) -> TransferFields:
+    params = request.kv_transfer_params
+    if params is None:
+        return TransferFields()
+    ours = (PROMPT, wire.KEY, wire.TELL_TOKEN_IDS)
+    rest = {name: value for name, value in params.items() if name not in ours}
+    tell, listed = params.get(wire.TELL_TOKEN_IDS), params.get(PROMPT)
+    if tell not in (None, wire.OUTPUT, wire.ALL):
+        problem = f"{PARAM}.{wire.TELL_TOKEN_IDS} must be {wire.OUTPUT} or {wire.ALL}"
+        raise EngineBadRequestError(problem, PARAM)
+    if not isinstance(params.get(wire.HAND_BACK, False), bool):
+        raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
+    try:
+        payload = read_resume_payload(params)
+    except ResumePayloadError as error:
+        raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
+    if payload is not None:
+        _check_payload(payload, request, model)
+        return TransferFields(rest, payload, tell)
+    if listed is not None:
+        is_list = isinstance(listed, list) and all(type(token) is int for token in listed)
+        if not listed or not is_list:
+            problem = f"{PARAM}.{PROMPT} must be a non-empty list of token ids"
+            raise EngineBadRequestError(problem, PARAM)
+    return TransferFields(rest, None, tell, tuple(listed) if listed else None)
+
+
+def _check_payload(payload: ResumePayload, request: GenerationBody, model: ServedModel) -> None:
+    if request.n > 1:
+        raise EngineBadRequestError(f"{RESUME} is of one answer, and n is {request.n}", "n")
+    check_token_ids(payload.prompt_token_ids, model, PARAM)
+    check_token_ids(payload.output_token_ids, model, PARAM)
+    count = len(payload.prompt_token_ids) + len(payload.output_token_ids)
+    if count > model.max_model_len:
+        raise EngineBadRequestError(
+            f"{RESUME} holds {count} tokens, and this model's maximum context length is "
+            f"{model.max_model_len} tokens.",
+            PARAM,
+        )
+
+
+def remote_params(body: bytes) -> dict[str, Any] | None:
+    """The `kv_transfer_params` of a refused request, if another engine may keep blocks for it."""
+    try:
+        params = json_object(body).get(PARAM)
+    except EngineBadRequestError:
+        return None
+    if not isinstance(params, dict):
+        return None
+    names_one = params.get("do_remote_prefill") or params.get("remote_block_ids")
+    return params if names_one else None

@@ -1,4 +1,8 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""What the bodies of the OpenAI endpoints may hold, field by field.
+
+Unknown fields are ignored. Known ones that would change the answer and that this engine does not
+have are refused, unless they ask for what happens anyway.
+"""
 
 from typing import Annotated, Any, TypeVar
 
@@ -15,14 +19,14 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 1024
-
-_REPORTED_ERRORS = 3
+MAX_REPORTED_ERRORS = 3
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
+    "echo": (False,),
     "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_json": (),
@@ -39,10 +43,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 """Field: the values that ask for nothing."""
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 class _Body(BaseModel):
@@ -68,7 +68,7 @@ class GenerationBody(_Body):
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-        BeforeValidator(_as_list),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=MAX_STOPS),
     ] = []
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKENS)
@@ -76,7 +76,7 @@ class GenerationBody(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     request_id: str | None = None
@@ -88,7 +88,6 @@ class GenerationBody(_Body):
 
 class CompletionBody(GenerationBody):
     prompt: Any = None
-    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
@@ -102,6 +101,12 @@ class ChatTemplateRequest(_Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        if self.add_generation_prompt is not None:
+            return self.add_generation_prompt
+        return not self.continue_final_message
 
 
 class ChatBody(GenerationBody, ChatTemplateRequest):
@@ -134,7 +139,12 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _described(error) from None
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+    messages = []
+    for entry in found[:MAX_REPORTED_ERRORS]:
+        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in entry["loc"])
+        messages.append(f"{path.lstrip('.')}: {entry['msg']}")
+    raise EngineBadRequestError("; ".join(messages), str(found[0]["loc"][0]))
 
 
 def parse_generation(kind: type[B], body: bytes) -> B:
@@ -150,14 +160,3 @@ def parse_generation(kind: type[B], body: bytes) -> B:
             "stream_options can only be set when stream is true", "stream_options"
         )
     return parse(kind, fields)
-
-
-def _described(error: pydantic.ValidationError) -> EngineBadRequestError:
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    messages = [f"{_path(entry['loc'])}: {entry['msg']}" for entry in found[:_REPORTED_ERRORS]]
-    return EngineBadRequestError("; ".join(messages), str(found[0]["loc"][0]))
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
-    return "".join(steps).lstrip(".")

@@ -1,10 +1,10 @@
 """What the endpoints know of the model behind them."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import pydantic
+from pydantic import Field
 
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.grammar import GrammarCompiler
@@ -12,41 +12,31 @@ from engine_ext.reference.server.errors import EngineNotFoundError
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer, read_json_object
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a request that says nothing gets: the model's `generation_config.json`, as in vLLM."""
+class SamplingDefaults(pydantic.BaseModel, frozen=True):
+    """For a request that sets nothing: the model's `generation_config.json`, as in vLLM."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = Field(default=1.0, ge=0, strict=True, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1, strict=True)
+    top_k: int = Field(default=0, ge=-1)
 
     @classmethod
     def load(cls, directory: Path) -> "SamplingDefaults":
-        """Raises ValueError for numbers that are none or out of range."""
+        """Raises ValueError for values that are no numbers or out of range."""
         config = read_json_object(directory / "generation_config.json")
-        defaults = cls(
-            temperature=_number(config, "temperature", 1.0),
-            top_p=_number(config, "top_p", 1.0),
-            top_k=int(_number(config, "top_k", 0)),
-        )
-        if defaults.temperature < 0 or not 0 < defaults.top_p <= 1 or defaults.top_k < -1:
-            raise ValueError(f"{directory}/generation_config.json is out of range: {defaults}")
-        return defaults
-
-
-def _number(config: Mapping[str, Any], name: str, default: float) -> float:
-    value = config.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"generation_config.json: {name} must be a number, got {value!r}")
-    return value
+        given = {name: config[name] for name in cls.model_fields if config.get(name) is not None}
+        try:
+            return cls(**given)
+        except pydantic.ValidationError as error:
+            name, reason = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+            raise ValueError(
+                f"{directory}/generation_config.json is out of range: {name}: {reason}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     names: tuple[str, ...]
-    """What clients may call it. The first is what answers say."""
+    """What clients may call it. The first is the one in answers."""
     max_model_len: int
     """Tokens of prompt and answer together."""
     vocab_size: int

@@ -26,7 +26,7 @@ from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.model import LanguageModel
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.resume import Beginning
+from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
@@ -90,7 +90,7 @@ class Driver:
             self.outputs.setdefault(one.request_id, [])
             self._keep(self.core.add(one))
 
-    def go_on(self, one: GenerateRequest, begun: Beginning) -> None:
+    def go_on(self, one: GenerateRequest, begun: ResumedAnswer) -> None:
         """Adds a request that began elsewhere."""
         self.outputs.setdefault(one.request_id, [])
         self._keep(self.core.add(one, begun))

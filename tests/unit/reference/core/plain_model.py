@@ -117,15 +117,4 @@ def _turns(config: dict[str, Any], x: Tensor) -> Tensor:
 
 def _frequency(config: dict[str, Any], exponent: float) -> float:
     frequency = config["rope_theta"] ** -exponent
-    scaling = config.get("rope_scaling")
-    if scaling is None:
-        return float(frequency)
-    wavelength = 2 * math.pi / frequency
-    trained = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    if wavelength < trained / high:
-        return float(frequency)
-    if wavelength > trained / low:
-        return float(frequency / scaling["factor"])
-    smooth = (trained / wavelength - low) / (high - low)
-    return float((1 - smooth) * frequency / scaling["factor"] + smooth * frequency)
+    return float(frequency)

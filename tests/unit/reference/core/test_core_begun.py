@@ -16,7 +16,7 @@ from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.engine import merge
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import RequestOutput, SamplingParams
-from engine_ext.reference.resume import Beginning, BeginningError, begin
+from engine_ext.reference.resume import ResumedAnswer, ResumeError, resume_answer
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
@@ -81,7 +81,7 @@ def undisturbed(
 
 
 def go_on(
-    driver: Driver, alone: Undisturbed, begun: Beginning, **fields: Any
+    driver: Driver, alone: Undisturbed, begun: ResumedAnswer, **fields: Any
 ) -> list[RequestOutput]:
     """What the engine says that goes on."""
     one = request("later", alone.prompt, alone.sampling, **fields)
@@ -90,10 +90,10 @@ def go_on(
     return driver.outputs.pop("later")
 
 
-def check(alone: Undisturbed, begun: Beginning, said: list[RequestOutput], spoken: int) -> None:
+def check(alone: Undisturbed, begun: ResumedAnswer, said: list[RequestOutput], spoken: int) -> None:
     """The rest is what the undisturbed engine said behind the first `spoken` tokens."""
     rest, whole = merge(said), alone.whole
-    assert begun.spoken_text == alone.text(0, spoken)
+    assert begun.sent_text == alone.text(0, spoken)
     assert rest.text == alone.text(spoken)
     assert rest.token_ids == whole.token_ids[spoken:]
     assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
@@ -108,7 +108,7 @@ def check_all(driver: Driver, alone: Undisturbed, tokenizer: Tokenizer) -> None:
     """After every number of tokens, with none, one and all of them spoken."""
     for count in range(len(alone.tokens) + 1):
         for spoken in {0, min(1, count), count}:
-            begun = begin(alone.given(count, spoken), alone.sampling, tokenizer, RULES)
+            begun = resume_answer(alone.given(count, spoken), alone.sampling, tokenizer, RULES)
             said = go_on(driver, alone, begun)
             check(alone, begun, said, spoken)
             if spoken < count:
@@ -145,7 +145,7 @@ def test_the_draws_that_are_passed_over_are_those_of_as_many_tokens(
     sampling = greedy(90, temperature=1.0, seed=11, ignore_eos=True)
     alone = undisturbed(driver, prompt(10), sampling)
     for count in (15, 16, 17, 64, 89):
-        begun = begin(alone.given(count, count), sampling, tokenizer, RULES)
+        begun = resume_answer(alone.given(count, count), sampling, tokenizer, RULES)
         check(alone, begun, go_on(driver, alone, begun), count)
 
 
@@ -154,7 +154,9 @@ def test_a_token_that_is_not_the_answers_is_seen(driver: Driver, tokenizer: Toke
     for place in (0, 5, 11):
         tokens = list(alone.tokens[:12])
         tokens[place] = (tokens[place] + 1) % 256
-        begun = begin(ResumePayload(alone.prompt, tuple(tokens)), alone.sampling, tokenizer, RULES)
+        begun = resume_answer(
+            ResumePayload(alone.prompt, tuple(tokens)), alone.sampling, tokenizer, RULES
+        )
         assert merge(go_on(driver, alone, begun)).token_ids[12:] != alone.tokens[12:]
 
 
@@ -207,12 +209,12 @@ def test_what_ends_the_answer_among_the_given_tokens_ends_it_without_a_step(
     sampling = greedy(**{"max_tokens": 50} | changes)
     spoken = min(spoken, len(tokens))
     rules = RULES._replace(max_model_len=32)
-    begun = begin(ResumePayload(PROMPT, tuple(tokens), spoken), sampling, tokenizer, rules)
+    begun = resume_answer(ResumePayload(PROMPT, tuple(tokens), spoken), sampling, tokenizer, rules)
     driver.go_on(request("a", PROMPT, sampling, {"do_remote_prefill": True}), begun)
     (last,) = driver.outputs["a"]
-    assert (begun.spoken_text + last.text, last.finish_reason) == (text, reason)
+    assert (begun.sent_text + last.text, last.finish_reason) == (text, reason)
     assert last.stop_reason == stop_reason
-    assert begun.token_ids[: begun.num_spoken] + last.token_ids == begun.token_ids
+    assert begun.token_ids[: begun.num_sent] + last.token_ids == begun.token_ids
     status = "stopped" if reason == "stop" else "length_capped"
     assert connector.calls == ["on_new_request a", f"request_finished a {status}"]
     driver.assert_empty()
@@ -225,7 +227,7 @@ def test_what_may_not_end_the_answer_yet_does_not(
 ) -> None:
     sampling = greedy(8, min_tokens=4, stop_token_ids=(65,))
     alone = Undisturbed(PROMPT, sampling, ())
-    begun = begin(ResumePayload(PROMPT, (66, early)), sampling, tokenizer, RULES)
+    begun = resume_answer(ResumePayload(PROMPT, (66, early)), sampling, tokenizer, RULES)
     assert begun.finish is None
     assert len(merge(go_on(driver, alone, begun)).token_ids) >= 4
 
@@ -246,21 +248,25 @@ def test_an_answers_form_is_kept_on(seed: int, driver: Driver, tokenizer: Tokeni
 def test_tokens_that_break_the_form_are_named(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids={IM_END_ID})
     sampling = greedy(grammar=compiler.compile("regex", "[0-9]+"))
-    with pytest.raises(BeginningError, match="token 2 of output_token_ids"):
-        begin(ResumePayload((1,), tuple(b"12x")), sampling, tokenizer, RULES)
+    with pytest.raises(ResumeError, match="token 2 of output_token_ids"):
+        resume_answer(ResumePayload((1,), tuple(b"12x")), sampling, tokenizer, RULES)
 
 
 def test_logprobs_that_are_asked_for_and_not_given_are_missed(tokenizer: Tokenizer) -> None:
     sampling = greedy(logprobs=0)
-    with pytest.raises(BeginningError, match="logprobs"):
-        begin(ResumePayload((1,), (65, 66), 1), sampling, tokenizer, RULES)
-    assert begin(ResumePayload((1,), (65, 66), 2), sampling, tokenizer, RULES).logprobs == ()
-    assert begin(ResumePayload((1,), (65,), 0), greedy(), tokenizer, RULES).logprobs == ()
+    with pytest.raises(ResumeError, match="logprobs"):
+        resume_answer(ResumePayload((1,), (65, 66), 1), sampling, tokenizer, RULES)
+    assert (
+        resume_answer(ResumePayload((1,), (65, 66), 2), sampling, tokenizer, RULES).logprobs == ()
+    )
+    assert resume_answer(ResumePayload((1,), (65,), 0), greedy(), tokenizer, RULES).logprobs == ()
 
 
 def test_a_tokens_own_logprob_need_not_be_named_twice(tokenizer: Tokenizer) -> None:
     entries = (((65, -1.0), (66, -0.5), (67, -2.0)),)
-    begun = begin(ResumePayload((1,), (65,), 0, entries), greedy(logprobs=3), tokenizer, RULES)
+    begun = resume_answer(
+        ResumePayload((1,), (65,), 0, entries), greedy(logprobs=3), tokenizer, RULES
+    )
     assert begun.logprobs[0].top == ((66, -0.5), (65, -1.0), (67, -2.0))
 
 
@@ -270,7 +276,7 @@ def test_a_preempted_answer_that_began_elsewhere_is_the_same(
     sampling = greedy(30, temperature=1.0, seed=5, ignore_eos=True)
     alone = undisturbed(make_driver(), prompt(30), sampling)
     driver = make_driver(num_blocks=11, enable_prefix_caching=False)
-    begun = begin(alone.given(4, 2), sampling, tokenizer, RULES)
+    begun = resume_answer(alone.given(4, 2), sampling, tokenizer, RULES)
     driver.add(request("first", prompt(30, seed=1), greedy(30, ignore_eos=True)))
     said = go_on(driver, alone, begun)
     check(alone, begun, said, 2)
@@ -288,7 +294,7 @@ def test_the_remotes_blocks_hold_prompt_and_answer(
     p_side.scheduler.held.add("p")
     prefiller.run(request("p", prompt(30), greedy(4, ignore_eos=True)))
     d_side.scheduler.external["later"] = loaded
-    begun = begin(alone.given(4, 4), alone.sampling, tokenizer, RULES)
+    begun = resume_answer(alone.given(4, 4), alone.sampling, tokenizer, RULES)
     decoder.go_on(request("later", alone.prompt, alone.sampling), begun)
     decoder.step()
     copied = p_side.scheduler.blocks["p"], decoder.parts, d_side.scheduler.blocks["later"]
@@ -311,7 +317,7 @@ def test_what_a_prefill_hands_over_is_prompt_outputs_and_their_logprobs(
     driver = make_driver(connector, enable_prefix_caching=False)
     alone = undisturbed(driver, prompt(20), greedy(12, logprobs=2, ignore_eos=True))
     sampling = replace(alone.sampling, max_tokens=5)
-    begun = begin(alone.given(4, 2), sampling, tokenizer, RULES, hands_over=True)
+    begun = resume_answer(alone.given(4, 2), sampling, tokenizer, RULES, hands_over=True)
     connector.scheduler.held.add("later")
     told = ResumePayload(alone.prompt, alone.tokens[:5]).to_wire()
     connector.scheduler.answers["later"] = {"begun": told}
@@ -319,7 +325,7 @@ def test_what_a_prefill_hands_over_is_prompt_outputs_and_their_logprobs(
     said = go_on(driver, replace(alone, sampling=sampling), begun, params=params)
     answered = read_resume_payload(merge(said).kv_transfer_params)
     assert answered is not None
-    again = begin(answered, alone.sampling, tokenizer, RULES)
+    again = resume_answer(answered, alone.sampling, tokenizer, RULES)
     check(alone, again, go_on(make_driver(), alone, again), 2)
 
 
@@ -342,12 +348,12 @@ def test_an_answer_that_may_be_refused_says_nothing_before_it_is_admitted(
     driver = make_driver(global_cache_hit_threshold=0.0 if is_own else 0.5)
     alone = undisturbed(make_driver(), prompt(40), greedy(12, ignore_eos=True))
     fields = {"threshold": 0.5} if is_own else {}
-    begun = begin(alone.given(4, 0), alone.sampling, tokenizer, RULES)
+    begun = resume_answer(alone.given(4, 0), alone.sampling, tokenizer, RULES)
     (refused,) = go_on(driver, alone, begun, **fields)
     assert (refused.text, refused.token_ids) == ("", ())
     assert refused.finish_reason == "cache_threshold"
     driver.run(request("warm", prompt(40), greedy(1), threshold=0.0))
-    begun = begin(alone.given(4, 0), alone.sampling, tokenizer, RULES)
+    begun = resume_answer(alone.given(4, 0), alone.sampling, tokenizer, RULES)
     said = go_on(driver, alone, begun, **fields)
     check(alone, begun, said, 0)
     assert said[0].token_ids == alone.tokens[:4]
@@ -358,7 +364,7 @@ def test_a_context_that_is_full_is_refused_by_the_core_too(
 ) -> None:
     connector = FakeConnector()
     driver = make_driver(connector, max_model_len=32)
-    begun = begin(ResumePayload(prompt(30), (65,) * 10), greedy(50), tokenizer, RULES)
+    begun = resume_answer(ResumePayload(prompt(30), (65,) * 10), greedy(50), tokenizer, RULES)
     driver.go_on(request("a", prompt(30), greedy(50)), begun)
     (last,) = driver.outputs["a"]
     assert last.finish_reason == "error"
@@ -404,11 +410,13 @@ def test_given_or_generated_the_answer_is_the_same(
             break
     count = data.draw(st.integers(0, len(tokens)))
     spoken = data.draw(st.integers(0, count))
-    begun = begin(ResumePayload((65, 66), tokens[:count], spoken), sampling, tokenizer, rules)
+    begun = resume_answer(
+        ResumePayload((65, 66), tokens[:count], spoken), sampling, tokenizer, rules
+    )
     rest = []
     for token in tokens[count : len(said)] if begun.finish is None else ():
         rest.append(begun.answer.accept(token))
-    assert begun.spoken_text == "".join(one.text for one in said[:spoken])
-    assert begun.spoken_text + begun.text == "".join(one.text for one in said[:count])
+    assert begun.sent_text == "".join(one.text for one in said[:spoken])
+    assert begun.sent_text + begun.text == "".join(one.text for one in said[:count])
     assert rest == said[count:]
     assert begun.finish == (said[-1].finish if count >= len(said) else None)

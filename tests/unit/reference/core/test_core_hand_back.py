@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from engine_ext.common.resume_payload import MAX_LOGPROBS, ResumePayload
 from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
-from engine_ext.reference.resume import begin
+from engine_ext.reference.resume import resume_answer
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import Driver, FakeConnector, greedy, prompt, request
 from tests.unit.reference.core.test_core_begun import RULES, tokenizer
@@ -30,7 +30,7 @@ def go_on(
     logprobs = tuple(((each.token_id, each.logprob), *each.top) for each in said.logprobs)
     given = ResumePayload(one.prompt_token_ids, said.token_ids, 0, logprobs)
     later = request(f"{one.request_id}-again", one.prompt_token_ids, one.sampling)
-    driver.go_on(later, begin(given, one.sampling, tokenizer, RULES))
+    driver.go_on(later, resume_answer(given, one.sampling, tokenizer, RULES))
     driver.finish(later.request_id)
     return driver.result(later.request_id)
 

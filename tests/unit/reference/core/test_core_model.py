@@ -44,13 +44,6 @@ LATENT = {
     "v_head_dim": 12,
     "n_routed_experts": None,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 WriteModel = Callable[..., Path]
 
 
@@ -138,9 +131,6 @@ def write_model(tmp_path: Path) -> WriteModel:
         pytest.param({"architectures": ["LlamaForCausalLM"]}, id="llama"),
         pytest.param(
             {"architectures": ["LlamaForCausalLM"], "attention_bias": True}, id="llama with bias"
-        ),
-        pytest.param(
-            {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3_ROPE}, id="llama 3"
         ),
         pytest.param(LATENT, id="deepseek v2"),
     ],
@@ -249,8 +239,6 @@ def test_shards_load_like_one_file(write_model: WriteModel) -> None:
         halves["ab"[i % 2] + ".safetensors"][name] = tensor
     for file, part in halves.items():
         save_file(part, directory / file)
-    index = {name: file for file, part in halves.items() for name in part}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     shards = load_weights(directory, config, CPU)
     assert whole.head.equal(shards.head)
     assert all(
@@ -328,7 +316,7 @@ def test_checkpoint_errors_name_the_tensor(write_model: WriteModel) -> None:
     tensors = load_file(path)
 
     save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
-    with pytest.raises(ValueError, match=r"lacks 1 tensors, e\.g\. model\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
         load_weights(directory, config, CPU)
 
     save_file(tensors | {"model.extra": torch.zeros(1)}, path)

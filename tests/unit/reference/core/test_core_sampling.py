@@ -12,7 +12,7 @@ from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.tiny_model import _tokenizer as _byte_tokenizer
+from engine_ext.reference.tiny_model import byte_tokenizer
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import greedy, prompt, request
 
@@ -164,7 +164,7 @@ def test_a_form_is_kept_by_a_sequence_that_gave_up_its_blocks_on_the_way(
 
 
 def test_a_token_that_a_form_forbids_ends_its_own_request_only() -> None:
-    compiler = GrammarCompiler(_byte_tokenizer().to_str(), vocab_size=259, eos_token_ids={256, 258})
+    compiler = GrammarCompiler(byte_tokenizer().to_str(), vocab_size=259, eos_token_ids={256, 258})
     constraint = compiler.compile("regex", "ab").start()
     other = compiler.compile("regex", "ab").start()
     assert constraint.allowed(259).nonzero().flatten().tolist() == [ord("a")]

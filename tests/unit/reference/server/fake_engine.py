@@ -21,7 +21,7 @@ from engine_ext.reference.messages import (
     RequestOutput,
     TokenLogprob,
 )
-from engine_ext.reference.resume import Beginning
+from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.reference.server.app import BodyLimits, build_app
 from engine_ext.reference.server.generation import EngineLike
 from engine_ext.reference.server.served_model import ServedModel
@@ -108,7 +108,7 @@ class FakeEngine:
         self.inspection: Inspection | None = None
 
     async def generate(
-        self, request: GenerateRequest, begun: Beginning | None = None
+        self, request: GenerateRequest, begun: ResumedAnswer | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         self.started.set()

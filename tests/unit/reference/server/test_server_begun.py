@@ -281,19 +281,6 @@ async def test_nothing_is_rendered_or_tokenized(
         assert refused.status_code == 400
 
 
-@pytest.mark.parametrize("asked", ["Once upon a time", [79, 110, 99, 101], None])
-async def test_an_echo_is_said_once(asked: Any, client: httpx.AsyncClient) -> None:
-    body = BODY | {"echo": True, "prompt": asked}
-    prompt = list(asked.encode() if isinstance(asked, str) else b"Once")
-    said = []
-    for spoken in (0, 1):
-        params = begun_with([65, 66], prompt, spoken)
-        (choice,) = (await client.post(COMPLETIONS, json=body | params)).json()["choices"]
-        said.append(choice["text"])
-    assert said[0].startswith(bytes(prompt).decode() + "AB")
-    assert said[0] == bytes(prompt).decode() + "A" + said[1]
-
-
 async def test_a_prefill_samples_a_token_however_many_it_is_given(
     client: httpx.AsyncClient,
 ) -> None:
@@ -386,10 +373,10 @@ def test_whatever_is_given_is_taken_or_refused(
     except EngineBadRequestError:
         remote_params(body)
         return
-    if job.begun is not None:
-        assert all(0 <= token < model.vocab_size for token in job.begun.token_ids)
-        assert len(job.begun.logprobs) == len(job.begun.unspoken)
-        assert job.begun.finish or job.begun.answer.accept(65)
+    if job.resumed is not None:
+        assert all(0 <= token < model.vocab_size for token in job.resumed.token_ids)
+        assert len(job.resumed.logprobs) == len(job.resumed.unsent_token_ids)
+        assert job.resumed.finish or job.resumed.answer.accept(65)
 
 
 ASKED: dict[str, tuple[str, dict[str, Any], str]] = {

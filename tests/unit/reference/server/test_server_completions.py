@@ -200,16 +200,6 @@ async def test_what_a_request_leaves_open_or_null_comes_from_the_defaults(
     assert (sampling.max_tokens, sampling.stop, sampling.seed) == (16, (), None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
-async def test_echo_repeats_the_prompt_once(
-    prompt: Any, stream: bool, server: RunningServer
-) -> None:
-    response = await server.post(PATH, prompt=prompt, echo=True, stream=stream)
-    answers = events_of(response) if stream else [response.json()]
-    assert "".join(answer["choices"][0]["text"] for answer in answers) == "hiHéllo"
-
-
 async def test_a_log_probability_of_minus_infinity_is_still_json(server: RunningServer) -> None:
     answer = (await server.post(PATH, prompt="a", logprobs=3)).json()
     assert answer["choices"][0]["logprobs"]["top_logprobs"][0]["\ufffd"] == -9999.0

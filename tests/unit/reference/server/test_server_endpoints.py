@@ -31,7 +31,6 @@ async def test_health_follows_the_engine(real_server: RunningServer) -> None:
 
 async def test_version_and_load_are_json(server: RunningServer) -> None:
     assert (await server.client.get("/version")).json() == {"version": package_version()}
-    assert (await server.client.get("/load")).json() == {"server_load": 6}
 
 
 async def test_metrics_show_what_engine_and_connector_count(real_server: RunningServer) -> None:
