@@ -12,6 +12,7 @@ from router.telemetry.record import Record, tokens_of
 MAX_RUNNING = 512
 MAX_ENDED = 256
 MAX_ERROR_LENGTH = 500
+MOMENTS = ("prefill_started", "prefill_done", "decode_started", "first_byte", "ended")
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
 
@@ -99,20 +100,11 @@ def count_moving(records: Iterable[Record]) -> Counter[EngineLink]:
     return found
 
 
-class RequestTimings(BaseModel):
-    """Milliseconds since the request arrived; null for what it did not reach."""
-
-    prefill_started: float | None
-    prefill_done: float | None
-    decode_started: float | None
-    first_byte: float | None
-    ended: float | None
-
-
 class RequestSummary(BaseModel):
     """A request as the dashboard shows it.
 
     `key` is unique among all worker processes, and `at` is the Unix time of arrival in seconds.
+    `ms` has each moment in milliseconds since then, None for what the request did not reach.
     `cached_tokens` are prompt tokens that no engine computed for this request.
     """
 
@@ -128,7 +120,7 @@ class RequestSummary(BaseModel):
     decoder: str
     conversation: str
     reused_from: str
-    ms: RequestTimings
+    ms: dict[str, float | None]
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
@@ -140,12 +132,7 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
     """Summarize a running or ended request of a worker. `unix` is the Unix time of clock zero."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record)
-
-    moments = {name: getattr(record, name) for name in RequestTimings.model_fields}
-    timings = {
-        name: None if moment is None else round((moment - record.started) * 1000, 1)
-        for name, moment in moments.items()
-    }
+    moments = {name: getattr(record, name) for name in MOMENTS}
     return RequestSummary(
         key=f"{worker}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
@@ -159,7 +146,10 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         decoder=record.decoder,
         conversation=record.conversation,
         reused_from=record.reused_from,
-        ms=RequestTimings(**timings),
+        ms={
+            name: None if moment is None else round((moment - record.started) * 1000, 1)
+            for name, moment in moments.items()
+        },
         prompt_tokens=prompt,
         completion_tokens=completion,
         cached_tokens=cached,
