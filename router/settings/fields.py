@@ -25,7 +25,7 @@ TLS_SCHEME = "https://"
 STORE_URL = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
 FIELD_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 GROUP_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[A-Za-z0-9._\[\]:-]{1,259}")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[a-z0-9._\[\]:-]{1,259}")
 LABEL_SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
@@ -126,43 +126,38 @@ def _parse_list(value: object) -> list[object]:
     return [value]
 
 
-def _parse_host(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+def _parse_host(text: str) -> str:
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not (_is_address(_ipv6, host) if ":" in host else HOST_NAME.fullmatch(host)):
         raise ValueError("not a host: give a name, IPv4 or IPv6, without scheme or port")
     return host
 
 
-def _parse_engine_host(value: object) -> object:
-    if isinstance(value, str) and value.startswith(TLS_SCHEME):
-        return f"{TLS_SCHEME}{_parse_host(value.removeprefix(TLS_SCHEME))}"
-    return _parse_host(value)
+def _parse_engine_host(text: str) -> str:
+    scheme = TLS_SCHEME if text.startswith(TLS_SCHEME) else ""
+    return scheme + _parse_host(text.removeprefix(TLS_SCHEME))
 
 
-def _check_dns_name(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    plain = value.removeprefix(TLS_SCHEME)
+def _check_dns_name(text: str) -> str:
+    plain = text.removeprefix(TLS_SCHEME)
     name, _, port = plain.rpartition(":")
     if plain.startswith("_"):
         if HOST_NAME.fullmatch(plain):
-            return value
+            return text
     elif HOST_NAME.fullmatch(name) and is_port(port):
         if not _is_address(ipaddress.IPv4Address, name):
-            return value
+            return text
         raise ValueError("an address needs no DNS: give it to the -hosts and -ports")
     raise ValueError("not a DNS name: name:port for A and AAAA, _http._tcp.name for SRV")
 
 
-def _matches(pattern: re.Pattern[str], complaint: str) -> BeforeValidator:
-    def check(value: object) -> object:
-        if isinstance(value, str) and not pattern.fullmatch(value):
+def _matches(pattern: re.Pattern[str], complaint: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
             raise ValueError(complaint)
-        return value
+        return text
 
-    return BeforeValidator(check)
+    return AfterValidator(check)
 
 
 def _parse_pod_port(value: object) -> object:
@@ -172,10 +167,10 @@ def _parse_pod_port(value: object) -> object:
     return text
 
 
-def _check_limits_store(value: object) -> object:
-    if value == "off":
+def _check_limits_store(text: str) -> str:
+    if text == "off":
         raise ValueError("limits are counted somewhere: memory, or a Redis URL")
-    return value
+    return text
 
 
 def _check_heartbeat(seconds: float) -> float:
@@ -203,26 +198,25 @@ def _parse_weight(value: object) -> object:
     return text
 
 
-def _parse_web_origin(value: object) -> object:
-    """Return the origin in lower case, as browsers send it."""
-    if not isinstance(value, str) or not (value == "*" or ORIGIN.fullmatch(value)):
-        raise ValueError("not an origin, as in https://chat.example or http://localhost:3000")
-    return value.lower()
-
-
 # A text in an annotation stands for a value of the type in `--help`.
 AsList = BeforeValidator(_parse_list)
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-Host = Annotated[str, BeforeValidator(_parse_host), "HOST"]
-EngineHost = Annotated[str, BeforeValidator(_parse_engine_host), "HOST"]
+Host = Annotated[str, AfterValidator(_parse_host), "HOST"]
+EngineHost = Annotated[str, AfterValidator(_parse_engine_host), "HOST"]
 Hosts = Annotated[tuple[EngineHost, ...], AsList]
 Port = Annotated[int, Field(ge=1, le=65535), "PORT"]
 Ports = Annotated[tuple[Port, ...], AsList]
 ListenPort = Annotated[int, Field(ge=0, le=65535), "PORT"]
 PodPort = Annotated[str, BeforeValidator(_parse_pod_port), "PORT"]
-DnsName = Annotated[str, BeforeValidator(_check_dns_name), "NAME"]
+DnsName = Annotated[str, AfterValidator(_check_dns_name), "NAME"]
 DnsNames = Annotated[tuple[DnsName, ...], AsList]
-Origin = Annotated[str, BeforeValidator(_parse_web_origin), "ORIGIN"]
+# In lower case, as browsers send it.
+Origin = Annotated[
+    str,
+    Lower,
+    _matches(ORIGIN, "not an origin, as in https://chat.example or http://localhost:3000"),
+    "ORIGIN",
+]
 Origins = Annotated[tuple[Origin, ...], AsList]
 Name = Annotated[str, _matches(FIELD_NAME, "not the name of a header or of a field"), "NAME"]
 Names = Annotated[tuple[Name, ...], AsList]
@@ -240,7 +234,7 @@ Store = Annotated[
     ),
     "STORE",
 ]
-LimitsStore = Annotated[Store, BeforeValidator(_check_limits_store)]
+LimitsStore = Annotated[Store, AfterValidator(_check_limits_store)]
 Share = Annotated[float, Field(ge=0, le=1), "SHARE"]
 Factor = Annotated[float, Field(ge=1), "FACTOR"]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS), "SECONDS"]
