@@ -40,7 +40,6 @@ ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03),
     *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1),
 )
-LABELS = ("model", "group")
 Labels = tuple[str | int, ...]
 Reading = tuple[Labels, float]
 T = TypeVar("T", bound=Collector)
@@ -197,7 +196,9 @@ class MetricRegistry:
         described = self._describe(declaration, "counter", text)
         return self._add(CallbackMetric(CounterMetricFamily, *described))
 
-    def histogram(self, declaration: str, bounds: Sequence[float], text: str) -> LocalHistogram:
+    def histogram(
+        self, declaration: str, text: str, bounds: Sequence[float] = LATENCY_BUCKETS_S
+    ) -> LocalHistogram:
         described = self._describe(declaration, "histogram", text)
         self.histograms.append(self._add(LocalHistogram(*described, bounds)))
         return self.histograms[-1]
@@ -227,28 +228,22 @@ class RequestMetrics:
             "Finished requests, by the status and outcome that the client got.",
         )
         self.prefill_seconds = registry.histogram(
-            "prefill_seconds",
-            LATENCY_BUCKETS_S,
-            "Time from sending a prefill leg to its complete answer.",
+            "prefill_seconds", "Time from sending a prefill leg to its complete answer."
         ).series()
         self.ttft_seconds = registry.histogram(
             "time_to_first_byte_seconds",
-            LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
         ).series()
         self.decode_first_byte_seconds = registry.histogram(
             "decode_first_byte_seconds",
-            LATENCY_BUCKETS_S,
             "Time from sending a decode leg to the first byte of its body.",
         ).series()
         self.request_seconds = registry.histogram(
             "request_seconds",
-            LATENCY_BUCKETS_S,
             "End-to-end latency: time from the arrival of a request to the end of its answer.",
         ).series()
         self.queue_seconds = registry.histogram(
             "queue_seconds",
-            LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot, whether they got one or not.",
         ).series()
         self._model_requests = registry.local_counter(
@@ -256,22 +251,18 @@ class RequestMetrics:
         )
         self._model_first_byte = registry.histogram(
             "model_time_to_first_byte_seconds{model,group}",
-            LATENCY_BUCKETS_S,
             "Time from the arrival of a request to the first byte of the decode engine's body.",
         )
         self._model_whole = registry.histogram(
-            "model_request_seconds{model,group}",
-            LATENCY_BUCKETS_S,
-            "End-to-end latency of successful requests.",
+            "model_request_seconds{model,group}", "End-to-end latency of successful requests."
         )
         self._model_between = registry.histogram(
             "model_inter_token_seconds{model,group}",
-            ITL_BUCKETS_S,
             "Mean inter-token latency (ITL) of a streamed answer with usage.",
+            ITL_BUCKETS_S,
         )
         self._model_queue = registry.histogram(
             "model_queue_seconds{model,group}",
-            LATENCY_BUCKETS_S,
             "Time that queued requests waited for a slot at an engine.",
         )
         self._model_prompt = registry.local_counter(

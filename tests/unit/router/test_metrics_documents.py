@@ -11,7 +11,6 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.telemetry.metrics import Metrics
-from router.telemetry.request_metrics import LABELS
 from scripts.write_dashboard import DASHBOARD, dashboard, expressions
 from scripts.write_metrics_docs import DOCUMENT, document
 
@@ -80,4 +79,4 @@ def test_alerts_say_what_is_wrong_of_labels_that_they_have() -> None:
 def test_labels_of_models_are_model_and_group() -> None:
     of_models = [one for one in Metrics().described if "_model_" in one.name]
     assert of_models
-    assert all(one.labels[:2] == LABELS for one in of_models)
+    assert all(one.labels[:2] == ("model", "group") for one in of_models)
