@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import dns.asyncresolver
 import dns.exception
@@ -86,8 +86,7 @@ class DnsSource:
     async def _look(self) -> tuple[SourceReport, float]:
         """Return a report and the seconds until the next look."""
         try:
-            # Dnspython takes a tenth of a second to parse a thousand addresses.
-            found = await _run_in_own_loop(self._look_up)
+            found = await self._look_up()
         except TimeoutError:
             return self._failed(f"no answer within {LOOKUP_TIMEOUT_S:g} s")
         except (dns.exception.DNSException, OSError) as error:
@@ -105,8 +104,20 @@ class DnsSource:
         return SourceReport(tuple(listed)), pause
 
     async def _look_up(self) -> DnsLookup:
-        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
-            return await look_up(self._make_resolver(), self._dns_name)
+        """Look up in a thread and an event loop of its own: dnspython takes a tenth of a second to
+        parse a thousand addresses. Neither a cancelled caller nor the end of the process waits."""
+        outcome: Future[DnsLookup] = Future()
+        outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
+
+        def run() -> None:
+            try:
+                looking = look_up(self._make_resolver(), self._dns_name)
+                outcome.set_result(asyncio.run(asyncio.wait_for(looking, LOOKUP_TIMEOUT_S)))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="source", daemon=True).start()
+        return await asyncio.wrap_future(outcome)
 
     def _failed(self, text: str) -> tuple[SourceReport, float]:
         """A failure confirms no earlier empty answer."""
@@ -178,20 +189,3 @@ def _addresses_in(answer: dns.resolver.Answer, target: dns.name.Name) -> HostAdd
 def _ttl(answer: dns.resolver.Answer) -> float:
     """Return the least TTL on the way, aliases included."""
     return float(answer.chaining_result.minimum_ttl)
-
-
-async def _run_in_own_loop(make: Callable[[], Coroutine[Any, Any, DnsLookup]]) -> DnsLookup:
-    """Run a coroutine in a thread and an event loop of its own, because its work would delay
-    requests. The coroutine must end without help: neither a cancelled caller nor the end of the
-    process waits for it."""
-    outcome: Future[DnsLookup] = Future()
-    outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
-
-    def run() -> None:
-        try:
-            outcome.set_result(asyncio.run(make()))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="source", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
