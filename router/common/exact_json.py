@@ -59,7 +59,7 @@ def loads(raw: bytes) -> Any:
     """Read a JSON text. Raises orjson.JSONDecodeError."""
     try:
         content = _decode(raw) if len(raw) <= SLOW_LIMIT else _decode_large(raw)
-        if _has_negative_zero(raw):
+        if raw.find(b"-") >= 0 and len(raw) <= SLOW_LIMIT and NEGATIVE_ZERO.search(raw):
             content = _loads_slowly(raw)
     except msgspec.ValidationError:  # an integer with more digits than Python converts
         content = _loads_slowly(raw)
@@ -104,13 +104,6 @@ def _number(text: str) -> float:
 
 _decode = msgspec.json.Decoder(float_hook=_number).decode
 _decode_large = msgspec.json.Decoder(float_hook=Fragment).decode
-
-
-def _has_negative_zero(raw: bytes) -> bool:
-    """Return whether the integer -0 may be in a text that is small enough to be read slowly."""
-    if len(raw) > SLOW_LIMIT or raw.find(b"-") < 0:
-        return False
-    return NEGATIVE_ZERO.search(raw) is not None
 
 
 def _loads_slowly(raw: bytes) -> Any:

@@ -120,10 +120,7 @@ class EngineAnswer:
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._whole_limit: int | None = None
-        # Set by `relay`.
         self._sink: AnswerSink | None = None
-        self._idle = self._latest = 0.0
-        self._reader: SseReader | None = None
         self._recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -211,7 +208,7 @@ class EngineAnswer:
     def ready(self) -> asyncio.Future[None]:
         """Return a future that is done once the answer is ready or has failed; call
         `raise_if_failed` then."""
-        waiter = self._new_waiter()
+        self._waiter = waiter = self._connection.loop.create_future()
         if (self.status or self.error is not None) and self._is_ready():
             self._wake()
         return waiter
@@ -225,7 +222,8 @@ class EngineAnswer:
         """Take the body if it is complete and has at most `limit` bytes, else return None."""
         if not self._done or self._sink is not None or self._held_size > limit:
             return None
-        return self._take()
+        held, self._held, self._held_size = self._held, [], 0
+        return held[0] if len(held) == 1 else b"".join(held)
 
     async def read(self, limit: int) -> bytes:
         """Wait for the end of the body and take it. Raises UpstreamError, AnswersFullError, and
@@ -294,8 +292,7 @@ class EngineAnswer:
         """
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
-        if self.is_event_stream:
-            self._reader = SseReader()
+        self._reader = SseReader() if self.is_event_stream else None
         self.checked = b""
         self.feed(self._take(), self._done)
         self.raise_if_failed()
