@@ -84,7 +84,7 @@ class Push:
             "registrations": self._registrations.register,
             "withdrawals": self._registrations.withdraw,
             "reclaims": self._registrations.reclaim,
-            "give_backs": self._registrations.give_back,
+            "give_backs": self._registrations.confirm_returned,
         }
 
     @property

@@ -1,26 +1,39 @@
-"""Push mode on P: finished KV meets the registration of the engine that wants it, and is written.
+"""Push mode on P: a prompt's KV meets the registration of the engine that wants it, and is written.
 
-    offer (KV is ready) ----+
-                            +--> connecting --> writing --> P's blocks freed, D told by the WRITE
-    registration (from D) --+         |            |
-                                      +------------+------> P's blocks freed, D told that it failed
+    offer (KV is complete) -----+
+                                +--> connecting --> writing --> P's blocks freed, the WRITE's own
+    registration (D has blocks) +         |            |        notification reports it to D
+                                          +------------+------> P's blocks freed, PushFailed to D
 
-Either may come first: P and D work on the request at the same time, and each waits for the other in
-a table with a deadline. What P has computed of a prompt is offered as a draft, and written while it
-computes the rest; D is told when all has been. A side that gives up leaves a tombstone, so that the
-other hears of it instead of waiting. Everything runs in the owner thread, never in the engine's
-step.
+Matching
+    P and D work on the request at the same time, so either side may come first. It waits in a table
+    with a deadline. An offer and a registration match if they share a name (request_names.py), if
+    no transfer id of the router's says otherwise, and if the prompt's digest is the same. Where
+    several requests have one name, the registration waits in *doubt* for `DOUBT_SECONDS`, because
+    its own offer may come yet.
 
-Where D has more ranks than we do, several of them register for one offer, each for blocks of its
-own. Each is written as soon as it has registered, and P's blocks are freed after the last.
+When one side gives up
+    It leaves a tombstone under its names, so that the other side is refused instead of waiting:
+    `failed` (P has no KV), `unwanted` (D does not want it), `missed` (the offer is gone, perhaps
+    another attempt's). A D whose request never comes to P is refused after `UNKNOWN_SECONDS`.
 
-Messages may come twice, late or in another order. How a registration ended is remembered by its
-generation, so that what comes again is answered again and never written again. What was matched is
-written by writes.py, and our blocks are kept until that has ended.
+Drafts
+    While P computes a prompt, what it has so far is offered as a draft and written part by part.
+    Only the last part's notification reports the push to D. A draft that lapses or is preempted
+    starts again.
 
-D may ask for the blocks of a registration back, and may wait to hear that a prompt is whole before
-it registers at all: `engine_ext.scheduler.block_pressure` explains why. A D that waits for a
-request that never comes to us is refused after a while.
+Ranks
+    Where D has more ranks than P, several of them register for one offer, each for its own blocks.
+    Each is written as soon as it has registered, and P's blocks are freed after the last.
+
+Repetition
+    Messages may come twice, late or in another order. The outcome of each registration is kept by
+    its generation (replies.py), so that a repeated message is answered again and nothing is written
+    twice.
+
+D may ask for the blocks of a registration back (`ReturnBlocks`), and may wait to register until P
+holds the prompt (`AwaitPrompt`); engine_ext/scheduler/room.py explains why. All of this runs in the
+owner thread. writes.py carries out the matches.
 """
 
 import logging
@@ -70,13 +83,12 @@ logger.addFilter(LogRateLimit())
 
 UNKNOWN_SECONDS = 45.0
 """D is refused when P has had no request of that name for so long. Both legs are sent at once, but
-a prefill leg may wait for its connection, for its media, or for a long step of P's."""
+a prefill leg may wait for its connection, its media, or a long step of P's."""
 DOUBT_SECONDS = 5.0
-"""A registration whose offer seems to have been another's, or to be gone, is refused after so long,
-unless P prefills a request of the same name by then."""
+"""A registration in doubt is refused after so long, unless P prefills a request of its name."""
 LATE_SECONDS = 5.0
-"""What P offers so soon after D has withdrawn a request of that name, of which P knew nothing yet,
-is taken for that request's; what comes later is another attempt's."""
+"""D withdrew a request that P did not know yet. An offer of its name within so long is
+that request's; a later one is another attempt's."""
 
 
 class PushMatcher:
@@ -105,11 +117,11 @@ class PushMatcher:
         self._failed = Tombstones(context.config.push_deadline)
         self._unwanted = Tombstones(context.config.push_deadline)
         self._missed = Tombstones(context.config.push_deadline)
-        """Of offers that are gone: a registration of such a name may have come for one of them."""
+        """A registration of such a name may have come for an offer that is gone."""
         self._withdrawn = Tombstones(context.config.push_deadline)
-        """D's ids: of its ranks' withdrawals, one frees our blocks."""
+        """D's request ids. The first rank's withdrawal frees our blocks."""
         self._hopeless = Tombstones(context.config.push_deadline)
-        """Of D's requests, the ones that heard that their prompts never come."""
+        """Requests of D that were notified that their prompts never come."""
         self._inquiries = IncomingInquiries(channels)
         self._replies = Replies(channels, context.stats)
         self._checks = SenderChecks(context, peers, self._replies, accept=self._welcome)
@@ -123,7 +135,7 @@ class PushMatcher:
 
     @property
     def writes(self) -> Writes:
-        """Those that have begun, or shake hands."""
+        """WRITEs that have begun, or wait for a handshake."""
         return self._writes
 
     @property
@@ -134,16 +146,15 @@ class PushMatcher:
         return num_prompts + num_registrations + len(self._inquiries)
 
     def expect(self, request_id: str) -> None:
-        """P has a request that somebody may register for."""
         self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
 
     def name(self, request_id: str, transfer_id: str) -> None:
-        """The router's name for a request that P has."""
+        """Add the router's name for a request that P has."""
         if self._prefilling.has((whole_id(request_id),)):
             self._prefilling.add(request_id, names_of(request_id, transfer_id))
 
     def draft(self, draft: PushOffer, now: float) -> None:
-        """So far P's request has come: whoever waits for it is written that."""
+        """P has computed so much of a prompt. A D that waits for it is written that."""
         names = names_of(draft.request_id, draft.transfer_id)
         held = self._drafts.get(draft.request_id)
         if held is None:
@@ -182,7 +193,7 @@ class PushMatcher:
             self._match(held, registered, now)
 
     def _finish_draft(self, offer: PushOffer, now: float) -> bool:
-        """True: it is being written already, and this is the rest of it."""
+        """Return whether a draft of it is being written, and this completes it."""
         held = self._pop_draft(offer.request_id)
         if held is None or held.request is None:
             return False
@@ -201,7 +212,7 @@ class PushMatcher:
         return self._drafts.pop(request_id, None)
 
     def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
-        """What has been written of a draft is not believed, and no more is."""
+        """Stop writing a draft and fail it at D."""
         self._fail_missing(held, now)
         self._writes.give_up(held, reason)
 
@@ -245,10 +256,10 @@ class PushMatcher:
         return longest if message.disagg is None else min(longest, message.disagg.begin_by)
 
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
-        """D does not want it: nothing more is written, and P's blocks are freed."""
+        """D does not want the push: P writes nothing more and frees its blocks."""
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
         if self._writes.withdraw(key):
-            return  # The WRITE's own end answers.
+            return  # Answered when the WRITE ends.
         if message.generation:
             answer = self._replies.repeat(key)
             if answer is None:
@@ -256,7 +267,7 @@ class PushMatcher:
                 self._replies.fail(key, WITHDRAWN)
             elif not (isinstance(answer, PushFailed) and answer.is_given_back):
                 return
-        self._leave_offer(message, sender, now)
+        self._withdraw_offer(message, sender, now)
 
     def _forget_registration(self, key: RegistrationKey) -> None:
         self._checks.forget(key)
@@ -266,22 +277,22 @@ class PushMatcher:
     def asked_back(self, message: ReturnBlocks, sender: str) -> None:
         """D needs the blocks of this registration for another request."""
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
-        if self._writes.give_back(key) or self._replies.repeat(key):
+        if self._writes.return_blocks(key) or self._replies.repeat(key):
             return
         self._forget_registration(key)
-        self._replies.give_back(key)
+        self._replies.return_blocks(key)
 
     def awaited(self, message: AwaitPrompt, sender: str, now: float) -> None:
-        """D registers when we hold this prompt."""
-        inquiry = self._inquiries.hear(message, sender, now)
+        """D registers when P holds this prompt."""
+        inquiry = self._inquiries.receive(message, sender, now)
         offers = [held.offer for held in self._offers_named(inquiry.names)]
         if any(_is_answer(offer, inquiry) for offer in offers):
             self._inquiries.answer(inquiry)
         elif self._failed.has(inquiry.names, now):
-            self._give_no_hope(inquiry, now)
+            self._answer_hopeless(inquiry, now)
 
-    def _give_no_hope(self, inquiry: Inquiry, now: float) -> None:
-        """Its prompt never comes: D registers, and is refused at once."""
+    def _answer_hopeless(self, inquiry: Inquiry, now: float) -> None:
+        """Its prompt never comes: D registers then, and is refused at once."""
         self._hopeless.add((_of_sender(inquiry.sender, inquiry.message),), now)
         self._inquiries.answer(inquiry)
 
@@ -291,24 +302,23 @@ class PushMatcher:
             if self._knows(inquiry.names):
                 inquiry.unknown_since = now
             elif now - inquiry.unknown_since >= UNKNOWN_SECONDS:
-                self._give_no_hope(inquiry, now)
+                self._answer_hopeless(inquiry, now)
 
     def _knows(self, names: tuple[str, ...]) -> bool:
-        """P works on a request that has one of these names."""
+        """P computes a request that has one of these names."""
         return self._prefilling.has(names) or self._draft_names.has(names)
 
     def leave(self, now: float) -> None:
-        """P shuts down: whoever waits for its prompts hears so."""
         for registered in self._registrations.pop_everything():
             self._replies.refuse(registered, LEAVING)
         for inquiry in self._inquiries:
-            self._give_no_hope(inquiry, now)
+            self._answer_hopeless(inquiry, now)
 
-    def _leave_offer(self, message: Withdraw, sender: str, now: float) -> None:
+    def _withdraw_offer(self, message: Withdraw, sender: str, now: float) -> None:
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
         held = next((one for one in self._offers_named(names) if one.is_for(message)), None)
         if held is not None and held.request is not None:
-            self._leave(held, sender)
+            self._rank_left(held, sender)
             return
         if self._withdrawn.has((message.request_id,), now):
             return
@@ -319,7 +329,7 @@ class PushMatcher:
             self._will_be_unwanted(names, message.transfer_id, now)
 
     def _free_unwanted(self, offer: PushOffer, now: float, sender: str = "") -> None:
-        """Another attempt of the request may have been meant, and this one's D come yet."""
+        """D may have meant another attempt, and this one's D may come yet: `missed` is for it."""
         names = names_of(offer.request_id, offer.transfer_id)
         self._missed.add(lasting(names, offer.transfer_id), now)
         self._confirm(offer.request_id, now, sender)
@@ -327,7 +337,7 @@ class PushMatcher:
     def _will_be_unwanted(
         self, names: tuple[str, ...], transfer_id: str | None, now: float
     ) -> None:
-        """D has withdrawn a request before P has offered it, or before it has come to P."""
+        """D has withdrawn a request before P offered it, or before it came to P."""
         prefilling = self._prefilling.oldest(names)
         if transfer_id is not None:
             self._unwanted.add(lasting(names, transfer_id), now)
@@ -337,7 +347,7 @@ class PushMatcher:
             self._unwanted.add(names, now, LATE_SECONDS)
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
-        """P's request was aborted, or its lease ended: whoever registers for it must hear."""
+        """P has no KV of this request, or its lease has ended: refuse who registers for it."""
         draft, held = self._pop_draft(request_id), self._offers.get(request_id)
         if draft is not None and draft.request is not None:
             self._abandon(draft, GIVEN_UP, now)
@@ -349,7 +359,7 @@ class PushMatcher:
         names = names_of(request_id, transfer_id)
         for inquiry in self._inquiries.named(names):
             if inquiry.may_mean(transfer_id) and not self._knows(inquiry.names):
-                self._give_no_hope(inquiry, now)
+                self._answer_hopeless(inquiry, now)
         waiting = self._registrations.named(names, transfer_id)
         is_unwanted, others = self._unwanted.take(names, now), self._prefilling.has(names)
         if len(waiting) == 1 and not (held or others or is_unwanted):
@@ -361,13 +371,11 @@ class PushMatcher:
             self._failed.add(lasting(names, transfer_id), now)
 
     def forget(self, request_id: str) -> None:
-        """Its lease has ended: there is nothing to offer any more."""
         self._prefilling.remove(request_id)
         self._offers.pop(request_id, None)
         self._offer_names.remove(request_id)
 
     def own_id(self, name: str) -> str:
-        """P's own id of what a decode engine calls `name`, for heartbeats; else `name`."""
         return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
 
     def step(self, now: float) -> None:
@@ -387,7 +395,6 @@ class PushMatcher:
                 self._close(held, now)
 
     def _doubt(self, waiting: list[list[Registered]], reason: str, now: float) -> None:
-        """Its own offer may come yet: several requests may have one name."""
         for registered in chain.from_iterable(waiting):
             registered.doubt = registered.doubt or Doubt(reason, now + DOUBT_SECONDS)
 
@@ -402,7 +409,7 @@ class PushMatcher:
             self._refuse_ranks(ranks, doubt.reason, now)
 
     def _offers_named(self, names: tuple[str, ...]) -> list[HeldOffer]:
-        """Those that are being written first: other ranks of the same request may join them."""
+        """Offers that are being written come first: other ranks of D may join them."""
         offers = [self._offers[request_id] for request_id in self._offer_names.find(names)]
         return sorted(offers, key=lambda held: held.request is None)
 
@@ -426,31 +433,31 @@ class PushMatcher:
         return True
 
     def _num_readers(self, registered: Registered) -> int:
-        """How many ranks of D register with us."""
+        """How many ranks of D register with this rank."""
         of_stage = max(1, registered.message.decode_tp_size // self._us.size)
         return of_stage * registered.address.pp_size
 
-    def _leave(self, held: HeldOffer, sender: str) -> None:
-        """A rank of D withdraws where others of it have registered."""
+    def _rank_left(self, held: HeldOffer, sender: str) -> None:
+        """One rank of D withdraws after others have registered."""
         held.senders.add(sender)
         if held.is_complete:
             self.forget(held.offer.request_id)
         self._end_if_last(held)
 
     def _close(self, held: HeldOffer, now: float) -> None:
-        """Ranks of D are missing: from now on their registrations come too late."""
+        """Stop waiting for ranks of D that have not registered."""
         self._fail_missing(held, now)
         held.num_readers = 0
         self.forget(held.offer.request_id)
         self._end_if_last(held)
 
     def _ended(self, writing: ActiveWrite) -> None:
-        """Well, or with a problem: NIXL touches our blocks no more for this one."""
+        """The write has ended, and NIXL does not touch our blocks for it any more."""
         registered = writing.registered
         if writing.problem is None:
             self._replies.written(registered)
         else:
-            landing = 0.0 if writing.moving is None else self._config.landing_seconds
+            landing = 0.0 if writing.in_flight is None else self._config.landing_seconds
             self._replies.refuse(registered, writing.problem, landing)
         self._release(writing)
 
@@ -473,10 +480,10 @@ class PushMatcher:
         if not held.senders:
             held.request = None
         if writing.is_asked_back:
-            self._replies.give_back(writing.registered.key)
+            self._replies.return_blocks(writing.registered.key)
 
     def _unmatch_if_last(self, held: HeldOffer) -> None:
-        """It was for nobody, unless another registers by then: its blocks are freed at once."""
+        """Unless another D registers in time, the draft's offer is freed as soon as it comes."""
         if held.num_writing or held.request is None:
             return
         now = self._clock()
@@ -491,7 +498,7 @@ class PushMatcher:
             self._failed.add((whole_id(held.request.request_id),), now)
 
     def _end_if_last(self, held: HeldOffer) -> None:
-        """Those it was written to are done with it; others may believe in its lease yet."""
+        """D's ranks are done with it; other readers may still have a horizon."""
         if not held.is_complete or held.num_writing:
             return
         self._leases.put_back(held.offer.request_id)
@@ -504,7 +511,7 @@ class PushMatcher:
             self._free(request_id)
 
     def _refuse_ranks(self, registrations: list[Registered], reason: str, now: float) -> None:
-        """These and, when they come, those of the same request's other ranks."""
+        """Refuse these, and the registrations of the request's other ranks when they come."""
         for registered in registrations:
             self._replies.refuse(registered, reason)
         if self._num_readers(registrations[0]) > 1:
@@ -516,5 +523,5 @@ def _is_answer(offer: PushOffer, inquiry: Inquiry) -> bool:
 
 
 def _of_sender(sender: str, message: AwaitPrompt | PushRegistered) -> str:
-    """A request of that agent's, whatever others call theirs."""
+    """A name that no other agent can use."""
     return f"{sender} {message.request_id}"

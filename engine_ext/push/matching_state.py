@@ -1,16 +1,22 @@
-"""What P's writer remembers: offers and registrations by name, how each ended, what is gone."""
+"""What P's matcher remembers: offers, registrations and names, each of them bounded.
+
+Decode engines and clients choose names and send as much as they like, so nothing here grows without
+a limit, and no sender's entries are lost because of another's (`FairTable`).
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.request_names import names_of, stock_names_of
 from engine_ext.common.types import PeerAddress, PushOffer, num_blocks_in
-from engine_ext.wire.notifications import PushDone, PushFailed, PushRegistered, Withdraw
+from engine_ext.wire.notifications import PushRegistered, Withdraw
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 class RequestKey(NamedTuple):
@@ -31,7 +37,7 @@ class RegistrationKey(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Why a registration may wait for nothing, and when it is refused if nothing has come."""
+    """Why a registration may wait in vain, and when it is refused if no offer has come."""
 
     reason: str
     until: float
@@ -39,24 +45,24 @@ class Doubt(NamedTuple):
 
 @dataclass(slots=True)
 class Registered:
-    """A registration as it arrived: by which agent, and until when it is worth keeping."""
+    """A registration that arrived."""
 
     message: PushRegistered
     sender: str
     deadline: float
-    """By our clock, and D's word where it speaks our extension: no WRITE begins after this."""
+    """No WRITE begins after this, by our clock. D sets it where it runs our extension."""
     came_at: float
     """By our clock."""
     trusts_request_ids: bool = False
     doubt: Doubt | None = None
 
     def fits(self, offer: PushOffer) -> bool:
-        """It is of the same content, as far as D says of which."""
+        """The content is the same, as far as D sent a digest."""
         return self.message.disagg is None or self.message.disagg.digest == offer.digest
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What P may know the request by, most certain first."""
+        """What P may know the request by, the most certain name first."""
         name, transfer_id = self.message.request_id, self.message.transfer_id
         if self.message.disagg is None:
             return stock_names_of(name, transfer_id, self.trusts_request_ids)
@@ -68,7 +74,7 @@ class Registered:
 
     @property
     def num_ids(self) -> int:
-        """Of blocks. A list of them costs what an id does."""
+        """Block ids, and one more for each list of them."""
         block_ids = self.message.local_block_ids
         return num_blocks_in(block_ids) + len(block_ids)
 
@@ -97,25 +103,25 @@ class Registered:
 
 
 def lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
-    """What to remember of a request that ended: the router's name for the transfer is used once,
-    all others come back when it tries again."""
+    """Return the names to remember of a request that ended. The router uses a transfer id once; all
+    other names come back when it tries again."""
     return names if transfer_id is None else names[:1]
 
 
 def are_different(transfer_id: str | None, other: str | None) -> bool:
-    """Two attempts of one request share its id, not the transfer's."""
+    """Two attempts of one request share the request id, not the transfer id."""
     return transfer_id is not None and other is not None and transfer_id != other
 
 
 @dataclass(slots=True)
 class HeldOffer:
-    """An offer. From its first match on, its blocks are ours alone until the end is reported. A
-    draft grows into one; its blocks are the running request's."""
+    """An offer, or the draft of one. From the first match of an offer on, its blocks stay until the
+    end is reported. A draft's blocks are those of the running request."""
 
     offer: PushOffer
     is_draft: bool = False
     request: RequestKey | None = None
-    """Whose ranks it is written to, once one of them has registered."""
+    """The request of D that it is written to, once one rank of D has registered."""
     senders: set[str] = field(default_factory=set)
     """Agents of D that have registered, or left."""
     num_readers: int = 1
@@ -125,7 +131,7 @@ class HeldOffer:
 
     @property
     def is_complete(self) -> bool:
-        """Nobody else will register."""
+        """No other rank will register."""
         return self.request is not None and len(self.senders) >= self.num_readers
 
     def may_serve(self, registered: Registered) -> bool:
@@ -140,7 +146,7 @@ class HeldOffer:
         return self.request is None and not is_other
 
     def is_for(self, message: Withdraw) -> bool:
-        """Whether D's withdrawal means this offer."""
+        """D's withdrawal means this offer."""
         if self.request is None:
             return not are_different(self.offer.transfer_id, message.transfer_id)
         withdrawn = RequestKey(self.request.engine_id, message.request_id, message.transfer_id)
@@ -148,8 +154,7 @@ class HeldOffer:
 
 
 class NameTable(Generic[K]):
-    """Things to be found by any of several names, each of which others may have, too: clients
-    choose names."""
+    """Keys by several names. Keys may share a name, because clients choose names."""
 
     def __init__(self) -> None:
         self._keys_of: dict[str, dict[K, None]] = {}
@@ -165,12 +170,13 @@ class NameTable(Generic[K]):
         return any(name in self._keys_of for name in names)
 
     def find(self, names: tuple[str, ...]) -> list[K]:
-        """By the most certain name first; of those that share it, the last one to claim it."""
+        """Return keys, those with the most certain name first; of those that share a name, the
+        latest first."""
         found = (key for name in names for key in reversed(self._keys_of.get(name, {})))
         return list(dict.fromkeys(found))
 
     def oldest(self, names: tuple[str, ...]) -> K | None:
-        """By the most certain name, the first one to claim it."""
+        """Return the oldest key with the most certain name that is known."""
         keys = next((self._keys_of[name] for name in names if name in self._keys_of), ())
         return next(iter(keys), None)
 
@@ -182,8 +188,7 @@ class NameTable(Generic[K]):
 
 
 class Tombstones:
-    """Names of what ended without its counterpart, for so many seconds where `add` says no other.
-    Bounded by number, too."""
+    """Names of requests that ended without their counterpart, for `seconds` or as `add` says."""
 
     LIMIT = 8192
 
@@ -197,7 +202,7 @@ class Tombstones:
             keep_latest(self._until, name, until, self.LIMIT)
 
     def take(self, names: tuple[str, ...], now: float) -> bool:
-        """True: one of the names ended a short while ago; it is forgotten now."""
+        """Forget these names. Return whether one of them was here."""
         found = [name for name in names if self._until.get(name, now) > now]
         for name in found:
             del self._until[name]
@@ -207,44 +212,56 @@ class Tombstones:
         return any(self._until.get(name, now) > now for name in names)
 
 
-class Outcomes:
-    """How registrations ended, for those who ask again. Who has too many forgets his own, the
-    oldest first; where there are too many in all, it is who has most. So nobody who has fewer than
-    an even share loses any because of another."""
+class FairTable(Generic[K, V]):
+    """Values by sender and key, bounded for each sender and in all. A sender with too many entries
+    loses its own oldest one; where there are too many in all, the sender with most does. So a
+    sender with less than an even share loses none because of another."""
 
     LIMIT = 16384
     LIMIT_BY_SENDER = 4096
 
     def __init__(self) -> None:
-        self._answers: dict[str, OrderedDict[RegistrationKey, PushDone | PushFailed]] = {}
-        self._num_answers = 0
+        self._by_sender: dict[str, OrderedDict[K, V]] = {}
+        self._size = 0
 
     def __len__(self) -> int:
-        return self._num_answers
+        return self._size
 
-    def add(self, key: RegistrationKey, answer: PushDone | PushFailed) -> None:
-        answers = self._answers.setdefault(key.sender, OrderedDict())
-        self._num_answers += key not in answers
-        answers[key] = answer
-        if len(answers) > self.LIMIT_BY_SENDER:
-            self._forget_oldest(key.sender)
-        elif len(self) > self.LIMIT:
-            self._forget_oldest(max(self._answers, key=lambda name: len(self._answers[name])))
+    def __iter__(self) -> Iterator[V]:
+        """Iterate over a snapshot of the values."""
+        return iter(list(chain.from_iterable(one.values() for one in self._by_sender.values())))
 
-    def find(self, key: RegistrationKey) -> PushDone | PushFailed | None:
-        answers = self._answers.get(key.sender)
-        return None if answers is None else answers.get(key)
+    def find(self, sender: str, key: K) -> V | None:
+        values = self._by_sender.get(sender)
+        return None if values is None else values.get(key)
 
-    def _forget_oldest(self, sender: str) -> None:
-        answers = self._answers[sender]
-        answers.popitem(last=False)
-        self._num_answers -= 1
-        if not answers:
-            del self._answers[sender]
+    def add(self, sender: str, key: K, value: V) -> V | None:
+        """Add or replace a value. Return the value that had to make room, if any."""
+        values = self._by_sender.setdefault(sender, OrderedDict())
+        self._size += key not in values
+        values[key] = value
+        if len(values) > self.LIMIT_BY_SENDER:
+            return self._pop_oldest(sender)
+        if self._size > self.LIMIT:
+            return self._pop_oldest(max(self._by_sender, key=lambda one: len(self._by_sender[one])))
+        return None
+
+    def pop(self, sender: str, key: K) -> V | None:
+        values = self._by_sender.get(sender)
+        if values is None or key not in values:
+            return None
+        value = values.pop(key)
+        self._size -= 1
+        if not values:
+            del self._by_sender[sender]
+        return value
+
+    def _pop_oldest(self, sender: str) -> V | None:
+        return self.pop(sender, next(iter(self._by_sender[sender])))
 
 
-class RegisteredByKey:
-    """By key; whoever adds asks first whether there is room, for each agent and in all."""
+class BoundedRegistrations:
+    """Registrations by key. `has_room_for` is asked before `add`."""
 
     LIMIT = 16384
     LIMIT_BY_SENDER = 2048
@@ -262,7 +279,7 @@ class RegisteredByKey:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Registered]:
-        """Of those that are there now, whatever becomes of them meanwhile."""
+        """Iterate over a snapshot."""
         return iter(list(self._by_key.values()))
 
     def __contains__(self, key: RegistrationKey) -> bool:
@@ -281,7 +298,7 @@ class RegisteredByKey:
         )
 
     def refresh(self, registered: Registered) -> bool:
-        """True: it waits already, and is worth keeping for longer now."""
+        """Return whether it waits already; then it is kept for longer."""
         waiting = self._by_key.get(registered.key)
         if waiting is None:
             return False
@@ -289,7 +306,6 @@ class RegisteredByKey:
         return True
 
     def add(self, registered: Registered) -> None:
-        """One that is not there yet."""
         self._by_key[registered.key] = registered
         self._num_by_sender[registered.sender] += 1
         self._ids_by_sender[registered.sender] += registered.num_ids
@@ -305,34 +321,22 @@ class RegisteredByKey:
         return registered
 
 
-class RegistrationTable:
+class RegistrationTable(BoundedRegistrations):
     """Registrations that wait for an offer. Those of one request's ranks are found together."""
 
     def __init__(self) -> None:
-        self._registered = RegisteredByKey()
+        super().__init__()
         self._ranks: dict[RequestKey, dict[str, RegistrationKey]] = {}
         """By sender, the latest."""
         self._names: NameTable[RequestKey] = NameTable()
 
-    def __len__(self) -> int:
-        return len(self._registered)
-
-    def __contains__(self, key: RegistrationKey) -> bool:
-        return key in self._registered
-
-    def has_room_for(self, registered: Registered) -> bool:
-        return self._registered.has_room_for(registered)
-
-    def refresh(self, registered: Registered) -> bool:
-        return self._registered.refresh(registered)
-
     def add(self, registered: Registered) -> None:
-        self._registered.add(registered)
+        super().add(registered)
         self._ranks.setdefault(registered.request, {})[registered.sender] = registered.key
         self._names.add(registered.request, registered.names)
 
     def pop(self, key: RegistrationKey) -> Registered:
-        registered = self._registered.pop(key)
+        registered = super().pop(key)
         ranks = self._ranks.get(registered.request, {})
         if ranks.get(key.sender) == key:
             del ranks[key.sender]
@@ -342,9 +346,9 @@ class RegistrationTable:
         return registered
 
     def named(self, names: tuple[str, ...], transfer_id: str | None) -> list[list[Registered]]:
-        """Of each request that has one of these names, what its ranks have registered."""
+        """Return what the ranks of each request with one of these names have registered."""
         return [
-            [self._registered[key] for key in self._ranks[request].values()]
+            [self[key] for key in self._ranks[request].values()]
             for request in self._names.find(names)
             if not are_different(request.transfer_id, transfer_id)
         ]
@@ -353,18 +357,18 @@ class RegistrationTable:
         return [self.pop(one.key) for one in registered]
 
     def pop_everything(self) -> list[Registered]:
-        return [self.pop(one.key) for one in self._registered]
+        return [self.pop(one.key) for one in self]
 
     def pop_ranks(self, registered: Registered) -> list[Registered]:
-        """It, and what the other ranks of its request have registered."""
+        """Pop it, and what the other ranks of its request have registered."""
         others = self._ranks.get(registered.request, {}).values()
         return [self.pop(key) for key in dict.fromkeys((registered.key, *others))]
 
     def doubtful(self, now: float) -> list[tuple[Registered, Doubt]]:
-        """Those whose time to be refused has come, and why."""
-        waiting = [(one, one.doubt) for one in self._registered if one.doubt is not None]
+        """Return those that are to be refused now, and why."""
+        waiting = [(one, one.doubt) for one in self if one.doubt is not None]
         return [(one, doubt) for one, doubt in waiting if doubt.until <= now]
 
     def pop_due(self, now: float) -> list[Registered]:
-        due = [one.key for one in self._registered if one.deadline <= now]
+        due = [one.key for one in self if one.deadline <= now]
         return [self.pop(key) for key in due]

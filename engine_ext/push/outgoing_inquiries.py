@@ -1,9 +1,8 @@
 """Push mode on D: requests that take no blocks before P holds their prompts.
 
-P is asked, every few seconds, until it says that it holds the prompt or never will. Each inquiry
-ends in one report. What cannot be learned (P is silent, gone, or of an earlier version that does
-not answer) ends it likewise: then the request registers, and the registration's own end says what
-is wrong.
+D asks every few seconds (`AwaitPrompt`) until P answers that it holds the prompt or never will.
+Each inquiry ends in one report. It also ends when P is silent, gone, or does not answer inquiries:
+the request registers then, and its registration ends with the reason.
 """
 
 import logging
@@ -24,7 +23,7 @@ logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)
-class _Asking:
+class _OpenInquiry:
     inquiry: PushInquiry
     deadline: float
     ask_again_at: float = NEVER
@@ -40,14 +39,14 @@ class OutgoingInquiries:
         self._beats = beats
         self._seconds = context.config.push_deadline
         self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
-        self._asking: dict[str, _Asking] = {}
+        self._asking: dict[str, _OpenInquiry] = {}
 
     def __len__(self) -> int:
         return len(self._asking)
 
     def ask(self, inquiry: PushInquiry, now: float) -> None:
         self._stats.pushes_awaited += 1
-        self._asking[inquiry.request_id] = _Asking(inquiry, now + self._seconds)
+        self._asking[inquiry.request_id] = _OpenInquiry(inquiry, now + self._seconds)
 
     def answered(self, request_id: str, sender: str) -> None:
         """That rank of P holds the prompt, or never will."""
@@ -59,7 +58,7 @@ class OutgoingInquiries:
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
-        """Nothing more is to be learned, or nobody waits for it any more."""
+        """Report the request as ready to register, if it was inquired."""
         if self._asking.pop(request_id, None) is not None:
             self._results.ready(request_id)
 
@@ -73,8 +72,8 @@ class OutgoingInquiries:
             if not is_open:
                 self.end(request_id)
 
-    def _ask_again(self, asking: _Asking, now: float) -> bool:
-        """False: there is nothing to be learned."""
+    def _ask_again(self, asking: _OpenInquiry, now: float) -> bool:
+        """Return False if no answer can come."""
         address = asking.inquiry.target.address
         if asking.deadline <= now:
             return False

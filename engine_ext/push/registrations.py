@@ -6,31 +6,39 @@
         |              |                                     ^
         |              +--(reclaim)--> RETURNING --(the same)+
         |              ^                 |   \\--(written)----> reported ok
-        |              |                 +--(P gave back)--> RETURNED, reported given back
-        |              +--(others were written)------------------+--(order)----> reported failed
+        |              |                 +--(P returned them)--> RETURNED, reported as returned
+        |              +--(other ranks have written)-------------+--(order)----> reported failed
         +--(no handshake)--> reported failed; (reclaim)--> RETURNED
 
-A withdrawn registration is reported as failed at once where the host will ask before it frees the
-blocks (`touches`), else when it is over. It is over when P can no longer write into the blocks: P
-has said so, or its clock, as far as we know it, has passed the time by which it was to begin, and
-the bound that it announced for a WRITE to land is over, too. Both are P's promises, by P's clock:
-nothing is concluded from our own settings, and with an engine that promises nothing, as stock does
-not, nothing is registered. Another process at P's address, under its id or not, says nothing of
-the one that was asked, which may be cut off and live. P's promise to begin by a time is renewed
-each time that it is asked, with the same message; P remembers how each registration ended, so what
-was lost on the way is asked for again. A number tells one registration of a request from the next,
-so that what comes late is not taken for an answer.
+Registration
+    D sends its block ids, and until when by P's clock (remote_clocks.py) P may begin its WRITE. D
+    repeats the message every few seconds, with a later time. P remembers how each registration
+    ended, so a lost message is made good. A number (generation) tells the registrations of one
+    request apart.
 
-Where P has more ranks than we do, several write: the registration has ended well when all have, and
-badly when one has not and the others can write no more.
+Withdrawal and quarantine
+    D cannot stop P's WRITE. A withdrawn registration is over when P has answered that it writes no
+    more, or when P can no longer write: its clock has passed the time by which it had to begin, and
+    the bound that P announced for a WRITE to arrive (`write_bound`) has passed too. Until then the
+    blocks are in quarantine. The failure is reported at once where the host asks `touches` before
+    it frees the blocks, else when the registration is over.
 
-A registration whose blocks another request needs more is given back (see
-`engine_ext.scheduler.block_pressure`): only when every rank of P has said that it has not written,
-and will not. Silence gives nothing back: it ends the request as ever. Where some ranks of P have
-written and others gave back, P holds the whole prompt: the blocks stay, and we register again with
-those others. So it is among our own ranks: the scheduler half hears when all have given back, and
-orders the end; a rank that waits for that order in vain registers again, for others may have been
-written.
+    Both are P's promises, by P's clock. Nothing is concluded from our own settings. With an engine
+    that promises nothing, as stock does not, D does not register. Another process at P's address,
+    under P's id or not, proves nothing about the one that was asked: that one may be alive and cut
+    off.
+
+Ranks of P
+    Where P has more ranks than we do, several write. The registration has ended well when all have.
+    It has ended badly when one has not and the others can write no more.
+
+Returning blocks
+    Where another request needs the blocks more (engine_ext/scheduler/room.py), D asks for them
+    back. They are returned only when every rank of P has answered that it has not written and will
+    not. Silence returns nothing. Where some ranks of P have written, P holds the whole prompt: the
+    blocks stay, and D registers again with the other ranks. The same holds among D's own ranks: the
+    scheduler half orders the end when all of them have reported the blocks as returned. A rank that
+    waits for that order in vain registers again.
 """
 
 import enum
@@ -74,14 +82,14 @@ logger.addFilter(LogRateLimit())
 
 SILENT_BEATS = 3
 SILENT_SECONDS = 3.0
-"""P has answered none of so many heartbeats, for so long at least: it is taken for dead."""
+"""A P that has answered none of so many heartbeats, for so long at least, is taken for dead."""
 RETURNED_SECONDS = 2.0
-"""After so long without an order, a rank registers again what P gave back."""
+"""After so long without an order, a rank registers again the blocks that P returned."""
 LONGEST_ASKING = 5.0
-"""Seconds between two times that P is asked, at most, however long our own leases are."""
+"""Most seconds between two messages to P, however long our own leases are."""
 BEGIN_BEATS = 3
-"""P may begin a WRITE until it should have been asked so many times more; longer, and its silence
-keeps our blocks longer."""
+"""P may begin a WRITE for the time of so many messages. With a longer time, a silent P keeps our
+blocks in quarantine for longer."""
 
 
 class RegistrationState(enum.Enum):
@@ -120,27 +128,26 @@ class PendingRegistration:
     deadline: float
     state: RegistrationState = RegistrationState.CONNECTING
     peers: dict[str, PeerHandle] = field(default_factory=dict)
-    """Those that may still write, by name: who comes to the place of one does not speak for it."""
+    """Agents of P that may still write, by name."""
     begin_by: dict[str, float] = field(default_factory=dict)
-    """By name: the latest time, by its own clock, until which that peer was ever asked to begin."""
+    """By name: the latest time, by that agent's clock, until which it may begin."""
     landed_by: dict[str, float] = field(default_factory=dict)
-    """By name: the time, by our clock, at which what that peer's failed WRITE had sent has
-    landed."""
+    """By name: when, by our clock, all data of that agent's failed WRITE has arrived."""
     returned: dict[str, PeerHandle] = field(default_factory=dict)
-    """Those that gave back, by name."""
+    """Agents that will not write because we asked for the blocks, by name."""
     returned_at: float = NEVER
-    has_told: bool = False
-    """It was reported as given back: its blocks may be freed as soon as its end is reported."""
-    is_to_end: bool = False
-    """All our ranks have reported that."""
+    was_reported_returned: bool = False
+    """Its blocks may be freed as soon as its end is reported."""
+    ends_when_returned: bool = False
+    """All our ranks have reported it as returned."""
     has_written: bool = False
-    """One of P's ranks has."""
-    is_spoilt: bool = False
-    """One of them will not write, or nobody waits any more."""
+    """One rank of P has."""
+    has_failed: bool = False
+    """One rank of P will not write, or our request waits no more."""
     is_aborted: bool = False
     """Our request ended while it waited."""
     problem: LoadProblem | None = None
-    """The first, if it was not that our request ended."""
+    """The first, other than the end of our request."""
     is_reported: bool = False
     ask_again_at: float = 0.0
 
@@ -154,7 +161,7 @@ class PendingRegistration:
 
     @property
     def is_wanted(self) -> bool:
-        """P was asked, and has not been told to leave it."""
+        """P was asked to write, and not to stop."""
         return self.state in (RegistrationState.REGISTERED, RegistrationState.RETURNING)
 
     def on(self, event: RegistrationEvent) -> None:
@@ -162,8 +169,8 @@ class PendingRegistration:
         self.state = after(_NEXT, self.state, event)
 
     def meet(self, peers: list[PeerHandle]) -> bool:
-        """Of those who answer at P's address, some may have been met anew. False: one that was
-        asked is not among them."""
+        """Take new handles of the agents at P's address. Return False if one that was asked is not
+        there any more."""
         self.peers.update((peer.name, peer) for peer in peers if peer.name in self.peers)
         return self.peers.keys() <= {peer.name for peer in peers}
 
@@ -187,7 +194,7 @@ class Registrations:
         self._clocks = clocks
         self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
         self._waiting: dict[str, PendingRegistration] = {}
-        self._declines: list[PushWithdrawal] = []
+        self._unsent: list[PushWithdrawal] = []
 
     @property
     def num_active(self) -> int:
@@ -195,12 +202,11 @@ class Registrations:
 
     @property
     def has_unsent(self) -> bool:
-        """Something is to be said, and the handshake for it still runs."""
-        return bool(self._declines)
+        return bool(self._unsent)
 
     @property
     def num_blocks_quarantined(self) -> int:
-        """Of what was reported, and may still be written to."""
+        """Blocks that were reported, and may still be written to."""
         return sum(
             num_blocks_in(waiting.registration.local_block_ids)
             for waiting in self._waiting.values()
@@ -218,7 +224,6 @@ class Registrations:
                 )
 
     def touches(self, request_id: str) -> bool:
-        """P may still write into this request's blocks."""
         return request_id in self._waiting
 
     def register(self, registration: PushRegistration, now: float) -> None:
@@ -229,18 +234,17 @@ class Registrations:
     def withdraw(self, withdrawal: PushWithdrawal, now: float) -> None:
         waiting = self._waiting.get(withdrawal.request_id)
         if waiting is None:
-            self._declines.append(withdrawal)
+            self._unsent.append(withdrawal)
         elif waiting.state in (RegistrationState.CONNECTING, RegistrationState.RETURNED):
             waiting.is_aborted = True
             self._end(waiting, ok=False)
-            self._declines.append(withdrawal)
+            self._unsent.append(withdrawal)
         elif waiting.is_wanted:
             waiting.is_aborted = True
             self._withdraw(waiting, now)
 
     def reclaim(self, request_id: str, now: float) -> None:
-        """Another request needs these blocks more. One that has ended, or is withdrawn, is reported
-        as such."""
+        """Another request needs these blocks more."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -252,21 +256,21 @@ class Registrations:
             waiting.on(RegistrationEvent.RECLAIM)
             waiting.ask_again_at = now
         else:
-            self._results.ready(request_id)  # It cannot be given back.
+            self._results.ready(request_id)  # These peers cannot return blocks.
 
-    def give_back(self, request_id: str, now: float) -> None:
-        """Every rank of ours has reported that this was given back."""
+    def confirm_returned(self, request_id: str, now: float) -> None:
+        """Every rank of ours has reported the blocks as returned."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
-        waiting.is_to_end = True
+        waiting.ends_when_returned = True
         if waiting.state is RegistrationState.RETURNED:
-            self._end_given_back(waiting)
+            self._end_returned(waiting)
         else:
             self.reclaim(request_id, now)
 
     def written(self, message: PushDone, sender: str, now: float) -> None:
-        """That agent's WRITE has landed."""
+        """That agent's WRITE has ended well."""
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is not None:
             waiting.has_written = True
@@ -281,7 +285,7 @@ class Registrations:
             self._settle(waiting, sender, now)
             return
         if waiting.is_wanted:
-            # When a client leaves, P's abort may be heard of before our own.
+            # When a client disconnects, P's abort may arrive before our own.
             level = logging.INFO if message.reason == GIVEN_UP else logging.WARNING
             logger.log(
                 level, "request %s: P will not write: %.200s", waiting.request_id, message.reason
@@ -290,9 +294,9 @@ class Registrations:
             reason = f"P will not write: {message.reason}"
             is_of_pair = message.seconds > 0 or message.reason not in OF_REQUEST
             waiting.problem = LoadProblem(reason, is_of_pair)
-        waiting.is_spoilt = True
+        waiting.has_failed = True
         if sender in waiting.landed_by:
-            pass  # What it said first counts.
+            pass  # Its first answer counts.
         elif message.seconds > 0:
             over = now + message.seconds * (1 + CLOCK_DRIFT)
             waiting.landed_by[sender] = over
@@ -305,25 +309,25 @@ class Registrations:
         del waiting.peers[sender]
         if waiting.peers:
             return
-        if waiting.is_spoilt or not waiting.returned:
-            self._end(waiting, ok=not waiting.is_spoilt)
+        if waiting.has_failed or not waiting.returned:
+            self._end(waiting, ok=not waiting.has_failed)
         elif waiting.has_written:
             self._register_again(waiting)
         else:
             self._return(waiting, now)
 
     def _return(self, waiting: PendingRegistration, now: float) -> None:
-        """P does not write into these blocks; they stay until all our ranks can say so."""
+        """P does not write into these blocks; they stay until all our ranks have reported that."""
         waiting.on(RegistrationEvent.RETURN)
         waiting.returned_at = now
-        if waiting.is_to_end:
-            self._end_given_back(waiting)
-        elif not waiting.has_told:
-            waiting.has_told = True
-            self._results.given_back(waiting.request_id)
+        if waiting.ends_when_returned:
+            self._end_returned(waiting)
+        elif not waiting.was_reported_returned:
+            waiting.was_reported_returned = True
+            self._results.returned(waiting.request_id)
 
     def _register_again(self, waiting: PendingRegistration) -> None:
-        """With those ranks of P that gave back, and hold the whole prompt now as others do."""
+        """Register with the ranks of P that had returned; they hold the whole prompt now."""
         if not waiting.returned:
             waiting.on(RegistrationEvent.CONNECT)
             return
@@ -332,7 +336,7 @@ class Registrations:
         waiting.peers, waiting.returned = waiting.returned, {}
         waiting.ask_again_at = 0.0
 
-    def _end_given_back(self, waiting: PendingRegistration) -> None:
+    def _end_returned(self, waiting: PendingRegistration) -> None:
         del self._waiting[waiting.request_id]
         waiting.is_reported = True
         self._stats.pushes_given_back += 1
@@ -347,9 +351,9 @@ class Registrations:
             except Exception as error:
                 logger.exception("request %s", waiting.request_id)
                 self._fail(waiting, repr(error), now)
-        declines, self._declines = self._declines, []
-        for withdrawal in declines:
-            self._say_decline(withdrawal, now)
+        unsent, self._unsent = self._unsent, []
+        for withdrawal in unsent:
+            self._send_withdrawal(withdrawal, now)
 
     def _advance(self, waiting: PendingRegistration, now: float) -> None:
         if waiting.state is RegistrationState.WITHDRAWING:
@@ -370,7 +374,7 @@ class Registrations:
     def _fail(
         self, waiting: PendingRegistration, problem: str, now: float, *, is_of_pair: bool = False
     ) -> None:
-        """Whatever is wrong: nobody waits for P's WRITE any more, which may come all the same."""
+        """Stop waiting for P's WRITE, which may arrive all the same."""
         if waiting.problem is None and not waiting.is_aborted:
             waiting.problem = LoadProblem(problem, is_of_pair)
         if waiting.state is RegistrationState.WITHDRAWING:
@@ -392,21 +396,20 @@ class Registrations:
             raise PeerError(f"{num_blocks} blocks are in quarantine")
         if not self._may_ask(waiting, peers, now):
             return
-        # Before the first message leaves: one that cannot be sent may have arrived.
+        # Before the first message leaves: a message whose sending failed may have arrived.
         waiting.peers = {peer.name: peer for peer in peers}
         waiting.on(RegistrationEvent.REGISTER)
         self._ask(waiting, peers, now)
 
     def _may_ask(self, waiting: PendingRegistration, peers: list[PeerHandle], now: float) -> bool:
-        """P's clock is known, which it tells with every answer to a heartbeat, so that it can be
-        told by when to begin."""
+        """Return whether P's clock is known well enough to give it a time by which to begin."""
         if all(self._clocks.is_fresh(peer.name, now) for peer in peers):
             return True
         self._beats.hurry(waiting.address, now)
         return False
 
     def _ask_again(self, waiting: PendingRegistration, now: float) -> None:
-        """The same message once more, to peers that remember what they answered."""
+        """Repeat the message to peers, which remember their answers."""
         if waiting.ask_again_at > now:
             return
         try:
@@ -424,7 +427,7 @@ class Registrations:
             self._ask(waiting, peers, now)
 
     def _ask(self, waiting: PendingRegistration, peers: list[PeerHandle], now: float) -> None:
-        """Those of `peers` that were asked before, and have not answered."""
+        """Ask those of `peers` that may still write and have not answered."""
         waiting.ask_again_at = now + self._asks_every
         is_well = True
         for peer in peers:
@@ -461,9 +464,9 @@ class Registrations:
 
     def _withdraw(self, waiting: PendingRegistration, now: float) -> None:
         waiting.on(RegistrationEvent.WITHDRAW)
-        waiting.is_spoilt = True
+        waiting.has_failed = True
         waiting.ask_again_at = now
-        if not (waiting.registration.recomputes or waiting.has_told):
+        if not (waiting.registration.recomputes or waiting.was_reported_returned):
             self._report(waiting, ok=False)
         try:
             self._ask_again(waiting, now)
@@ -471,7 +474,7 @@ class Registrations:
             logger.warning("request %s: %s", waiting.request_id, error)
 
     def _forget_harmless(self, waiting: PendingRegistration, now: float) -> None:
-        """Peers that can write no more; then asks the others."""
+        """Drop peers that can write no more, and ask the others again."""
         for name, peer in list(waiting.peers.items()):
             if self._is_harmless(waiting, peer, now):
                 self._settle(waiting, name, now)
@@ -479,7 +482,7 @@ class Registrations:
             self._ask_again(waiting, now)
 
     def _is_harmless(self, waiting: PendingRegistration, peer: PeerHandle, now: float) -> bool:
-        """By its own clock it is too late to begin, and what has begun has landed."""
+        """By its own clock it is too late to begin, and a WRITE that has begun has arrived."""
         if peer.name in waiting.landed_by:
             return now >= waiting.landed_by[peer.name]
         if not self._clocks.knows(peer.name):
@@ -487,28 +490,17 @@ class Registrations:
         began_by = waiting.begin_by.get(peer.name, NEVER)
         return self._clocks.earliest(peer.name, now) > began_by + peer.write_bound
 
-    def _say_decline(self, withdrawal: PushWithdrawal, now: float) -> None:
-        """Nothing was registered, but P need not keep the blocks."""
+    def _send_withdrawal(self, withdrawal: PushWithdrawal, now: float) -> None:
+        """Nothing was registered, but P need not keep its blocks. Stock has no such message."""
         target = withdrawal.target
         message = Withdraw(withdrawal.request_id, 0, target.remote_request_id, target.transfer_id)
-        try:
-            peers = self._peers.connect_all(target.address, now, moves_kv=False)
-        except PeerError as error:
-            logger.warning("engine %s was not told: %s", target.address.engine_id, error)
-            return
-        if peers is None:
-            self._declines.append(withdrawal)
-        for peer in peers or ():
-            self._tell(peer, message)
 
-    def _tell(self, peer: PeerHandle, message: Withdraw) -> None:
-        """Stock has no word for it."""
-        if not peer.has_extension:
-            return
-        try:
-            self._agent.notify(peer.name, encode_extension(message))
-        except AgentError as error:
-            logger.warning("%s was not told: %s", peer.name, error)
+        def send(peer: PeerHandle) -> None:
+            if peer.has_extension:
+                self._agent.notify(peer.name, encode_extension(message))
+
+        if not self._peers.notify_all(target.address, now, send):
+            self._unsent.append(withdrawal)
 
     def _message(self, waiting: PendingRegistration, begin_by: float) -> PushRegistered:
         registration, target = waiting.registration, waiting.registration.target
@@ -540,7 +532,7 @@ class Registrations:
         )
 
     def _awaited(self, registration: PushRegistration) -> BlockIds:
-        """Those of the tokens that are to be written, and of a state the one that it has."""
+        """Return the blocks of the tokens to be written. A state has one block in any case."""
         geometry = self._context.geometry
         first = registration.first_token // geometry.block_size
         last = -(-registration.last_token // geometry.block_size)
@@ -560,7 +552,7 @@ class Registrations:
         self._report(waiting, ok=ok)
 
     def _report(self, waiting: PendingRegistration, *, ok: bool) -> None:
-        """Once."""
+        """Report the end, once."""
         if waiting.is_reported:
             return
         waiting.is_reported = True

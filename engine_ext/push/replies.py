@@ -1,10 +1,10 @@
-"""What P answers registrations, and remembers of it: what comes again is answered again."""
+"""What P answers to registrations. A registration that comes again gets the same answer again."""
 
 import logging
 
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
-from engine_ext.push.matching_state import Outcomes, Registered, RegistrationKey
+from engine_ext.push.matching_state import FairTable, Registered, RegistrationKey
 from engine_ext.wire.notifications import PushDone, PushFailed
 from engine_ext.worker.reply_channels import ReplyChannels
 
@@ -14,7 +14,7 @@ logger.addFilter(LogRateLimit())
 GIVEN_UP = "P gave this request up"
 WITHDRAWN = "withdrawn"
 NO_FAULTS = (GIVEN_UP, WITHDRAWN)
-"""Reasons for a push that ends because its request ended on P or on D."""
+"""The request ended on P or on D."""
 DIFFERENT = "the two engines' prompts differ"
 LEASE_ENDED = "P's lease has ended"
 TOO_LATE = "it is too late to begin"
@@ -22,7 +22,11 @@ TOO_MANY = "too many registrations wait here"
 UNKNOWN = "P has had no such request"
 LEAVING = "P shuts down"
 OF_REQUEST = (*NO_FAULTS, DIFFERENT, LEASE_ENDED, TOO_LATE, TOO_MANY, UNKNOWN, LEAVING)
-"""Reasons that say nothing of the next push between the same two engines."""
+"""Reasons that concern one request, not the pair of engines."""
+
+
+class Outcomes(FairTable[RegistrationKey, PushDone | PushFailed]):
+    """How registrations ended."""
 
 
 class Replies:
@@ -32,20 +36,20 @@ class Replies:
         self._outcomes = Outcomes()
 
     def repeat(self, key: RegistrationKey) -> PushDone | PushFailed | None:
-        """Return the recorded outcome and send it again; None if there is none yet."""
-        answer = self._outcomes.find(key)
+        """Send the recorded outcome again and return it; None if there is none yet."""
+        answer = self._outcomes.find(key.sender, key)
         if answer is not None:
             self._channels.answer(key.sender, answer)
         return answer
 
     def written(self, registered: Registered) -> None:
-        """The WRITE's own notification says so; this is for those who ask again."""
+        """Record a WRITE that ended well. Its own notification has reported that to D."""
         self._stats.pushes_ok += 1
         done = PushDone(registered.message.request_id, registered.generation)
-        self._outcomes.add(registered.key, done)
+        self._outcomes.add(registered.sender, registered.key, done)
 
     def refuse(self, registered: Registered, reason: str, landing: float = 0.0) -> None:
-        """`landing`: for so many seconds what a WRITE that failed had sent may land yet."""
+        """`landing`: for so many seconds, data of a failed WRITE may still arrive at D."""
         is_fault = reason not in NO_FAULTS
         level = logging.WARNING if is_fault else logging.DEBUG
         logger.log(level, "push to request %s: %s", registered.message.request_id, reason)
@@ -56,11 +60,11 @@ class Replies:
     def fail(self, key: RegistrationKey, reason: str, landing: float = 0.0) -> None:
         self._end(key, PushFailed(key.request_id, key.generation, reason, landing))
 
-    def give_back(self, key: RegistrationKey) -> None:
+    def return_blocks(self, key: RegistrationKey) -> None:
         """Answer that nothing will be written. P keeps the prompt, and D registers again."""
         reason = "D needs its blocks for another request"
         self._end(key, PushFailed(key.request_id, key.generation, reason, is_given_back=True))
 
     def _end(self, key: RegistrationKey, answer: PushFailed) -> None:
-        self._outcomes.add(key, answer)
+        self._outcomes.add(key.sender, key, answer)
         self._channels.answer(key.sender, answer)

@@ -1,7 +1,8 @@
-"""Registrations that have come, until it is known whose they are.
+"""Push mode on P: registrations whose sender is not authenticated yet.
 
-One counts from the very agent that would be written to: the one that answers our handshake where
-the registration says.
+A registration counts only from the agent that would be written to: the one that answers a handshake
+at the address in the registration. Anybody can send one in another engine's name, so a handshake is
+repeated for that reason at most once in `RECHECK_SECONDS`.
 """
 
 import logging
@@ -13,7 +14,7 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import PeerAddress
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError
-from engine_ext.push.matching_state import Registered, RegisteredByKey, RegistrationKey
+from engine_ext.push.matching_state import BoundedRegistrations, Registered, RegistrationKey
 from engine_ext.push.replies import TOO_MANY, Replies
 from engine_ext.push.writes import rank_of
 from engine_ext.worker.context import WorkerContext
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
 RECHECK_SECONDS = 5.0
-"""An engine is met anew no more often than this because of who registers in its name: without a
-secret, anybody can."""
 MAX_RECHECKED = 4096
 
 
@@ -43,15 +42,15 @@ class SenderChecks:
         self._peers = peers
         self._replies = replies
         self._accept = accept
-        self._unchecked = RegisteredByKey()
+        self._unchecked = BoundedRegistrations()
         self._rechecked: OrderedDict[PeerAddress, float] = OrderedDict()
-        """When engines were last met anew, the one longest ago first."""
+        """When the handshake with an engine was last repeated."""
 
     def __len__(self) -> int:
         return len(self._unchecked)
 
     def refresh(self, registered: Registered) -> bool:
-        """True: it is among these, and is worth keeping for longer now."""
+        """Return whether it is among these; then it is kept for longer."""
         return self._unchecked.refresh(registered)
 
     def forget(self, key: RegistrationKey) -> None:
@@ -93,14 +92,14 @@ class SenderChecks:
             logger.warning("ignored a registration by another agent than it is for")
 
     def _waits_for_recheck(self, registered: Registered, now: float) -> bool:
-        """Its agent may have come to the place of the one that we know. False: whoever is there was
-        met since it came, for this one or for another."""
+        """The sender may be a new process at the address of the agent that we know. Return False if
+        a handshake was repeated since the registration came."""
         address = registered.address
         last = self._rechecked.get(address, NEVER)
         if last >= registered.came_at:
             return False
         if now - last >= RECHECK_SECONDS:
-            met_at = max(now, registered.came_at)
-            keep_latest(self._rechecked, address, met_at, MAX_RECHECKED)
+            checked_at = max(now, registered.came_at)
+            keep_latest(self._rechecked, address, checked_at, MAX_RECHECKED)
             self._peers.forget(address)
         return True

@@ -1,17 +1,17 @@
-"""The WRITEs of push mode, from a match of offer and registration to NIXL's end.
+"""The WRITEs of push mode, from the match of an offer and a registration to NIXL's end.
 
-    begin --> connecting --> moving --> (ended)
+    begin --> connecting --> in flight --> (ended)
                   |  ^ a part  |
                   |  +---------+
                   +--------------------> (ended, with a problem)
 
-What a draft's blocks hold is written part by part, one after the other, while P computes the rest;
-only the last part tells D. Where P's request has lost its blocks in between, what it had then is
-written again, when NIXL has ended the part that was read from them.
+A draft is written part by part while P computes the rest; only the last part's notification reports
+the push to D. If P's request loses its blocks (preemption), its prompt is written again from the
+start, after NIXL has ended the part that was read from the old blocks.
 
-D keeps its blocks for as long as we may write: by our own clock we begin none after the time that D
-gave with the registration. A WRITE that has begun is watched until NIXL has ended it; an engine
-that keeps us waiting past the time for one is not written to again before that.
+Deadlines: D keeps its blocks for as long as P may write. P begins no WRITE after the time, by P's
+clock, that D gave with the registration. A WRITE that has begun is polled until NIXL has ended it.
+Past `transfer_timeout` its blocks are in quarantine, and nothing else is written to that engine.
 """
 
 import logging
@@ -44,19 +44,19 @@ class ActiveWrite:
     held: HeldOffer
     registered: Registered
     connect_by: float | None = None
-    """Since a handshake runs."""
+    """Set while a handshake runs."""
     peer: PeerHandle | None = None
-    moving: TransferInFlight | None = None
+    in_flight: TransferInFlight | None = None
     part: TokenRange = WHOLE
-    """That moves, or comes next."""
+    """The part in flight, or the next one."""
     attempt: int = 0
-    """Of P's request, whose blocks were written until there."""
+    """P's attempt (`PushOffer.attempt`) whose blocks were written so far."""
     stopped: str | None = None
     """Why no further part is written."""
     is_asked_back: bool = False
-    """D needs its blocks for another request; it registers again when we hold the whole prompt."""
+    """D needs its blocks for another request, and registers again when P holds the prompt."""
     is_released: bool = False
-    """Nobody's blocks are kept for it any more."""
+    """P's blocks are not kept for it any more."""
     problem: str | None = None
     """Why nothing was, or will be, written."""
     began: float = 0.0
@@ -65,23 +65,23 @@ class ActiveWrite:
 
     @property
     def is_early(self) -> bool:
-        """The part that moves is not the last one."""
+        """The part in flight is not the last one."""
         return self.part.until is not None
 
     @property
     def is_void(self) -> bool:
-        """What moves is read from blocks that P's request has lost."""
+        """The part in flight is read from blocks that P's request has lost."""
         return self.attempt != self.held.offer.attempt
 
     def is_late(self, now: float) -> bool:
-        return self.moving is not None and self.moving.is_late(now)
+        return self.in_flight is not None and self.in_flight.is_late(now)
 
 
 class Writes:
-    """`on_end` is called once for each, when NIXL touches our blocks no more; `on_lapse` instead,
-    where D has not asked in time and is to ask anew, or has asked for its blocks back. `on_release`
-    may come before: what is still under way is not read from blocks of the request, and no more
-    will be."""
+    """Each write ends in one call: `on_end` when NIXL does not touch our blocks any more, or
+    `on_lapse` where D must register again, because it did not repeat its registration in time or
+    asked for its blocks back. `on_release` may come before: nothing is read from the request's
+    blocks any more, though a void part is still in flight."""
 
     def __init__(
         self,
@@ -105,39 +105,39 @@ class Writes:
 
     @property
     def youngest_began(self) -> float | None:
-        """When the youngest WRITE that a request waits for began. Nothing waits for a part while P
-        computes the rest."""
+        """Nothing waits for a part of a draft while P computes the rest."""
         return max(
             (
                 one.began
                 for one in self._writing.values()
-                if one.moving is not None and one.moving.problem is None and not one.held.is_draft
+                if one.in_flight is not None
+                and one.in_flight.problem is None
+                and not one.held.is_draft
             ),
             default=None,
         )
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for writing in self._late(now):
-            assert writing.moving is not None
+            assert writing.in_flight is not None
             yield QuarantineSeen(
                 writing.held.offer.request_id,
                 writing.registered.message.decode_engine_id,
                 num_blocks_in(writing.held.offer.block_ids),
-                now - writing.moving.deadline,
+                now - writing.in_flight.deadline,
             )
 
     def _late(self, now: float) -> list[ActiveWrite]:
         return [one for one in self._writing.values() if one.is_late(now) and not one.is_void]
 
     def uses(self, peer: PeerHandle) -> bool:
-        """A WRITE to this peer is under way."""
         return any(writing.peer is peer for writing in self._writing.values())
 
     def begin(self, held: HeldOffer, registered: Registered) -> None:
         self._writing[registered.key] = ActiveWrite(held, registered)
 
     def refresh(self, registered: Registered) -> bool:
-        """True: it is among these, and may begin for longer now."""
+        """Return whether it is among these; then it may begin for longer."""
         writing = self._writing.get(registered.key)
         if writing is None:
             return False
@@ -145,27 +145,27 @@ class Writes:
         return True
 
     def touches(self, request_id: str) -> bool:
-        """NIXL may read this request's blocks."""
         return any(
-            one.moving is not None and not one.is_void and one.held.offer.request_id == request_id
+            one.in_flight is not None
+            and not one.is_void
+            and one.held.offer.request_id == request_id
             for one in self._writing.values()
         )
 
     def withdraw(self, key: RegistrationKey) -> bool:
-        """True: it is among these, and does not begin if it has not yet."""
+        """Return whether it is among these; then it does not begin any more."""
         writing = self._writing.get(key)
         if writing is not None:
             self._stop(writing, WITHDRAWN)
         return writing is not None
 
-    def give_back(self, key: RegistrationKey) -> bool:
-        """True: it is among these, and is answered when it ends. Of a draft no further part is
-        written, so that D's blocks are free when the part under way has ended. A whole prompt is
-        written: that takes no longer, and frees our blocks as well."""
+    def return_blocks(self, key: RegistrationKey) -> bool:
+        """Return whether it is among these; then it is answered when it ends. A draft ends with the
+        part in flight. A whole prompt is written: that takes no longer, and frees our blocks."""
         writing = self._writing.get(key)
         if writing is not None and writing.held.is_draft:
             writing.is_asked_back = True
-            if writing.moving is None:
+            if writing.in_flight is None:
                 self._lapse(writing)
         return writing is not None
 
@@ -174,8 +174,8 @@ class Writes:
             self._stop(writing, reason)
 
     def _stop(self, writing: ActiveWrite, reason: str) -> None:
-        """A part under way ends as NIXL says; if it is the last one, it may end well."""
-        if writing.moving is None:
+        """A part in flight is not stopped; the last part may still end well."""
+        if writing.in_flight is None:
             self._end(writing, reason)
         else:
             writing.stopped = writing.stopped or reason
@@ -193,11 +193,11 @@ class Writes:
                 self._stumble(writing, repr(error))
 
     def _advance(self, writing: ActiveWrite, now: float) -> None:
-        if writing.moving is None:
-            self._go_on(writing, now)
-        elif writing.moving.has_ended(self._agent, now):
-            self._part_ended(writing, writing.moving)
-        elif (reason := writing.stopped or writing.moving.problem) is not None:
+        if writing.in_flight is None:
+            self._write_next_part(writing, now)
+        elif writing.in_flight.has_ended(self._agent, now):
+            self._part_ended(writing, writing.in_flight)
+        elif (reason := writing.stopped or writing.in_flight.problem) is not None:
             self._stop(writing, reason)
 
     def _part_ended(self, writing: ActiveWrite, moved: TransferInFlight) -> None:
@@ -207,14 +207,14 @@ class Writes:
             self._end(writing)
         else:
             writing.part = TokenRange(since=writing.part.until)
-            writing.moving = writing.peer = None
+            writing.in_flight = writing.peer = None
             if writing.stopped is not None:
                 self._end(writing, writing.stopped)
             elif writing.is_asked_back and writing.held.is_draft:
                 self._lapse(writing)
 
-    def _go_on(self, writing: ActiveWrite, now: float) -> None:
-        """With what P has computed since the last part."""
+    def _write_next_part(self, writing: ActiveWrite, now: float) -> None:
+        """Write what P has computed since the last part."""
         held, registered = writing.held, writing.registered
         if held.is_draft and registered.deadline <= now:
             self._lapse(writing)
@@ -243,10 +243,10 @@ class Writes:
         self._stats.early_blocks += batch.num_blocks if writing.is_early else 0
         notification = b"" if writing.is_early else _done(registered, self._us.size)
         transfer = self._agent.start_write(peer, batch.local, batch.remote, notification)
-        writing.moving = TransferInFlight(transfer, begins + self._config.transfer_timeout)
+        writing.in_flight = TransferInFlight(transfer, begins + self._config.transfer_timeout)
 
     def _connect(self, writing: ActiveWrite, now: float) -> PeerHandle | None:
-        """None while a handshake runs."""
+        """Return None while a handshake runs."""
         registered = writing.registered
         peer = self._peers.connect(registered.address, now, *rank_of(registered.message, self._us))
         if peer is None:
@@ -262,7 +262,7 @@ class Writes:
         return peer
 
     def _pass_over(self, writing: ActiveWrite, peer: PeerHandle) -> None:
-        """This part is another rank's, or D did not ask for it."""
+        """Another rank writes this part, or D did not ask for it."""
         if writing.part.until is not None:
             writing.part = TokenRange(since=writing.part.until)
             return
@@ -286,11 +286,11 @@ class Writes:
         self._on_lapse(writing)
 
     def _stumble(self, writing: ActiveWrite, problem: str) -> None:
-        """A fault of ours frees nothing that is still written from."""
-        if writing.moving is None or writing.moving.ended:
+        """After a fault of ours, keep blocks that NIXL may still read."""
+        if writing.in_flight is None or writing.in_flight.ended:
             self._end(writing, problem)
         else:
-            writing.moving.problem = writing.moving.problem or problem
+            writing.in_flight.problem = writing.in_flight.problem or problem
 
     def _end(self, writing: ActiveWrite, problem: str | None = None) -> None:
         if self._writing.pop(writing.registered.key, None) is None:
@@ -316,7 +316,7 @@ class Writes:
 
 
 def rank_of(message: PushRegistered, us: TensorRank) -> tuple[int, int]:
-    """Of D, the tensor rank that registered, and its stage; stock does not say which. Raises
+    """Return the tensor rank of D that registered, and its stage; stock does not name them. Raises
     RankError, PlanError."""
     faced = us.faces(message.decode_tp_size)
     rank = message.disagg.tp_rank if message.disagg else faced[0]

@@ -1,14 +1,29 @@
-"""On the engine that reads: which leases to renew where and when, and until when each is valid.
+"""The reader's side of leases: which to renew, where and when, and until when each is valid.
 
-No clock in here: `now` is passed in, in seconds, monotonic.
+Heartbeat
+    A reader renews every lease that it means to read, from the time that the request arrives until
+    its READ has ended. All leases of one engine share one heartbeat: a quarter of the engine's
+    lease extension after the last one, and sooner for a new lease or where a request waits for the
+    answer. A stock source answers nothing.
 
-The holder answers a heartbeat with the seconds that each lease will hold at least from when it
-arrived. We count them from when it left, which is earlier, and take a little off, because the two
-clocks may run at different rates. Only the agent that was asked can answer or say that a lease is
-gone.
+Horizon
+    A source with our extension answers with the seconds that each lease will hold at least, counted
+    from when the heartbeat arrived. The reader counts them from when the heartbeat left, which is
+    earlier, and takes off `CLOCK_DRIFT`, because the two clocks may run at different rates. The
+    result is the lease's horizon by the reader's clock. A READ that has ended before the horizon
+    has read what the lease covers; no clocks are compared.
 
-Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
-the answers are ours.
+What counts
+    Only the agent that was asked can answer, or report that a lease is gone: another process at its
+    address knows none of its leases. To the source, one engine is one reader. So once any request
+    of ours has confirmed a lease, no answer proves anything for our other requests that wait for
+    the same lease. An engine that answers none of several heartbeats in a row is silent.
+
+Messages may be lost. What is remembered of unanswered heartbeats and confirmations is bounded. No
+clock in here: `now` is passed in, in seconds, monotonic. The source's side is leases.py.
+
+Source of the rules: vLLM's NIXL lease design (lease 30 s, heartbeat every sixth, extension two
+thirds); the answers are ours.
 """
 
 from collections import OrderedDict
@@ -28,36 +43,36 @@ BEATS_PER_EXTENSION = 4
 """A lease is renewed every sixth of its duration by two thirds of it."""
 
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.05, 100.0
-"""Seconds between two beats, whatever a holder says of its leases."""
+"""Bounds on the seconds between two heartbeats, whatever lease extension a source announces."""
 
 HURRY_SECONDS = 1.0
-"""Between two beats at least, where somebody waits for the answer."""
+"""Least seconds between two heartbeats where a request waits for the answer."""
 
 LONGEST_BEAT = 5.0
-"""Seconds that one unanswered beat counts for, at most, in an engine's silence: who waits beats
-more often than an engine with long leases wants to be beaten for."""
+"""Most seconds that one unanswered heartbeat counts for in an engine's silence. A reader that waits
+sends heartbeats more often than an engine with long leases asks for."""
 
 
 @dataclass(slots=True)
 class _EngineBeat:
     interval: float
     remote_ids: dict[str, str] = field(default_factory=dict)
-    """Our request id -> the id the holder knows."""
+    """Our request id -> the source's."""
     last_sent: float = NEVER
     due: float = 0.0
     silent_since: float | None = None
-    """When the first heartbeat was sent that was not answered, nor any after it."""
+    """When the first of the latest unanswered heartbeats was sent."""
     num_unanswered: int = 0
-    """Beats since then, that one included."""
+    """Heartbeats since then, that one included."""
     counted: float = NEVER
-    """When the last of those was due: one beat may be several messages."""
+    """When the last of those was due: one heartbeat may be several messages."""
     agents: set[str] = field(default_factory=set)
-    """Whom of that engine we have asked: nobody else can speak of its leases."""
+    """The agents of that engine that we have asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One heartbeat to send: every id that the engine holds for us."""
+    """One heartbeat to send, for every lease of ours at that engine."""
 
     address: PeerAddress
     remote_ids: tuple[str, ...]
@@ -87,17 +102,16 @@ class Lost(NamedTuple):
 
 
 class HeartbeatTracker:
-    """What to renew, where. A new id is beaten for at once, but no engine more often than five
-    times an interval; after that every interval of that engine, all its ids together, and sooner
-    where somebody waits for an answer.
+    """Decides which heartbeat is due, and what each answer means.
 
-    `interval` is for engines that do not say how long their leases are.
+    A new lease is renewed at once, but no engine gets more than five heartbeats per interval.
+    `interval`, in seconds, is for engines that do not announce the length of their leases.
     """
 
     MAX_UNANSWERED = 256
     """Of one agent."""
     MAX_ASKED = 4096
-    """Agents that owe an answer."""
+    """Agents with an unanswered heartbeat."""
     MAX_CONFIRMED = 8192
 
     def __init__(self, interval: float) -> None:
@@ -105,14 +119,13 @@ class HeartbeatTracker:
         self._engines: dict[PeerAddress, _EngineBeat] = {}
         self._engine_of: dict[str, PeerAddress] = {}
         self._unanswered: OrderedDict[str, OrderedDict[int, _Sent]] = OrderedDict()
-        """By agent: one that answers nothing leaves the others what they were asked. The one that
-        was asked longest ago is first."""
+        """By agent and sequence, so that an agent that never answers displaces no other's. The
+        agent that was asked longest ago is first."""
         self._valid_until: dict[str, _Horizon] = {}
         self._gone: set[str] = set()
         self._confirmed: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Leases that we are done with, by engine, whose host may have several names. To the holder
-        we are one reader, however many of ours read: whatever it answers about these was, or may
-        have been, said before it heard so."""
+        """Leases that we are done with, by engine id, because its host may have several names. An
+        answer about one of these may have been sent before the source received that."""
 
     def __len__(self) -> int:
         return len(self._engine_of)
@@ -137,7 +150,7 @@ class HeartbeatTracker:
             del self._engines[address]
 
     def due(self, now: float) -> list[Beat]:
-        """What to send now; taken as sent."""
+        """Return the heartbeats to send now. They count as sent."""
         beats = []
         for address, beat in self._engines.items():
             if beat.due <= now:
@@ -147,7 +160,7 @@ class HeartbeatTracker:
         return beats
 
     def follow(self, address: PeerAddress, extension: float) -> None:
-        """That engine extends its leases by so many seconds: it wants to hear of us in time."""
+        """That engine extends its leases by so many seconds, which sets our interval."""
         beat = self._engines.get(address)
         if beat is None or extension <= 0:
             return
@@ -156,14 +169,14 @@ class HeartbeatTracker:
         beat.due = min(beat.due, beat.last_sent + beat.interval)
 
     def hurry(self, address: PeerAddress, now: float) -> None:
-        """Somebody waits for what this engine answers, however long its leases are."""
+        """A request waits for this engine's answer, however long its leases are."""
         beat = self._engines.get(address)
         if beat is not None:
             soonest = beat.last_sent + min(HURRY_SECONDS, beat.interval / 5)
             beat.due = min(beat.due, max(now, soonest))
 
     def retry(self, address: PeerAddress, at: float) -> None:
-        """The last beat to this engine could not be sent: it is due again at `at`."""
+        """The last heartbeat to this engine could not be sent: it is due again at `at`."""
         beat = self._engines.get(address)
         if beat is not None:
             beat.due = min(beat.due, at)
@@ -176,7 +189,7 @@ class HeartbeatTracker:
         remote_ids: tuple[str, ...],
         now: float,
     ) -> None:
-        """A heartbeat that `agent` will answer left."""
+        """A heartbeat left that `agent` will answer."""
         beat = self._engines.get(address)
         if beat is not None:
             beat.agents.add(agent)
@@ -202,8 +215,8 @@ class HeartbeatTracker:
         gone: Iterable[str] = (),
         shorter: Mapping[str, float] | None = None,
     ) -> bool:
-        """The leases that the heartbeat named hold for `seconds`, but for those that `shorter` has
-        other seconds for, and those that are gone. False: that agent was not asked."""
+        """Record that the heartbeat's leases hold for `seconds`, except those in `shorter` and in
+        `gone`. Return False if that agent was not asked."""
         unanswered = self._unanswered.get(sender)
         if unanswered is None or (sent := unanswered.pop(sequence, None)) is None:
             return False
@@ -233,7 +246,7 @@ class HeartbeatTracker:
                 self._valid_until[request_id] = _Horizon(max(horizon, known), sent.agent)
 
     def lost(self, sender: str, remote_ids: Iterable[str]) -> list[Lost]:
-        """A holder says that these ended. Returns our requests that are concerned."""
+        """Record that a source has ended these leases. Return the requests that wait for one."""
         missing = set(remote_ids)
         lost = [
             Lost(request_id, address, remote_id)
@@ -247,7 +260,8 @@ class HeartbeatTracker:
         return lost
 
     def is_silent(self, address: PeerAddress, now: float, beats: int, at_least: float) -> bool:
-        """An engine that answers heartbeats has answered none for so many of them, and seconds."""
+        """Return whether the engine has answered none of so many heartbeats, for so many seconds
+        at least."""
         beat = self._engines.get(address)
         if beat is None or beat.silent_since is None or beat.num_unanswered < beats:
             return False
@@ -255,8 +269,7 @@ class HeartbeatTracker:
         return now - beat.silent_since >= max(at_least, seconds)
 
     def confirm(self, engine_id: str, remote_id: str) -> None:
-        """We have told the holder that we are done with it, so it may free it: for others of ours
-        who wait for the same, now or later, nothing that it answers proves anything."""
+        """We have notified the source that we are done with the lease, so it may end."""
         self._confirmed[engine_id, remote_id] = None
         while len(self._confirmed) > self.MAX_CONFIRMED:
             self._confirmed.popitem(last=False)
@@ -265,17 +278,17 @@ class HeartbeatTracker:
                 self._lose(request_id)
 
     def waits_for(self, engine_id: str, remote_id: str) -> bool:
-        """A request of ours may still read that lease, and believes in it."""
+        """Return whether a request of ours may still read that lease."""
         return any(waits_for == remote_id for _, waits_for in self._requests_at(engine_id))
 
     def _requests_at(self, engine_id: str) -> Iterator[tuple[str, str]]:
-        """Ours, and what each waits for there."""
+        """Yield our requests, and the id of what each waits for there."""
         for address, beat in self._engines.items():
             if address.engine_id == engine_id:
                 yield from beat.remote_ids.items()
 
     def valid_until(self, request_id: str, agent: str) -> float:
-        """What that very agent has granted: another that has come to its place knows no lease."""
+        """Return the horizon that this very agent has granted."""
         horizon = self._valid_until.get(request_id)
         return NEVER if horizon is None or horizon.agent != agent else horizon.until
 

@@ -1,33 +1,38 @@
-"""For how long an engine holds blocks for its readers. No clock in here: `now` is passed in, in
-seconds, monotonic.
+"""The source's side of leases: how long it keeps a finished request's blocks for readers.
 
     expect -> EXPECTED -- cancel --> (gone)
                  | grant
                  v
               GRANTED -- every reader has confirmed --> ended
                  |  ^ renew: max(deadline, now + extension), and the reader's own horizon
-                 +--- deadline passed, or revoked --> REVOKED -- confirmed, or nobody's horizon
-                                                                 reaches further --> ended
+                 +--- deadline passed, or revoked --> REVOKED -- confirmed, or all horizons
+                                                                 have passed --> ended
 
-Blocks are free when a lease has ended. It ends when nobody may believe in it any more: each of the
-readers that a confirmation counted has confirmed, and so has everyone whose heartbeat was answered
-with a horizon, or that horizon has passed. So a reader that confirms ends its own share only; and a
-lease that is revoked stays until its readers have confirmed that they know, or cannot believe it
-any longer. Nobody's horizon reaches beyond the lease's end.
+Lease
+    The host frees the blocks when the lease has ended. A granted lease has a deadline, which a
+    renewal moves to `extension` seconds from now. A lease is revoked when its deadline passes or
+    when the blocks are needed elsewhere.
 
-A revoked lease stays for a short grace in any case, so that a READ that is on its way still finds
-what it came for. A confirmation may come before `grant`, because the answer that lets D read and
-the order that starts the lease leave the scheduler together: an EXPECTED lease remembers it.
+Horizon
+    The answer to a heartbeat grants its reader a horizon, never later than the deadline: until then
+    the reader may rely on the lease without asking again (heartbeats.py). So a lease ends when
+    every reader that a confirmation counted has confirmed, and every reader with a horizon has
+    confirmed or its horizon has passed. A reader that confirms ends its own share only.
 
-In push mode P's writer takes a lease (WRITING) while it writes, in which nothing ends it, and puts
-it back when NIXL has ended the WRITE: as a revoked one, for those who may still believe in it.
+Grace
+    A revoked lease stays for a short time in any case, so that a READ on its way still finds its
+    blocks. A confirmation may come before the grant, because the answer that lets D read and the
+    order that starts the lease leave the scheduler together: an EXPECTED lease remembers it.
+
+Push
+    P takes a lease (WRITING) while it writes the blocks, and nothing ends it then. P puts it back,
+    as a revoked one, when NIXL has ended the WRITE.
 
 Each granted lease is counted as one outcome, by the first event that decides it: expired, revoked,
-or else, at its end, released.
+or else, at its end, released. No clock in here: `now` is passed in, in seconds, monotonic.
 
-The reader's side is heartbeats.py.
-Source of the rules: vLLM's NIXL lease design (lease 30 s, beat every sixth, extension two thirds);
-horizons, revocation and answers are ours.
+Source of the rules: vLLM's NIXL lease design (lease 30 s, heartbeat every sixth, extension two
+thirds); horizons, revocation and answers are ours.
 """
 
 import enum
@@ -89,23 +94,22 @@ class Lease:
     """How many ranks of one engine read it, as far as confirmations have said."""
     confirmed: set[str] = field(default_factory=set)
     horizons: dict[str, float] = field(default_factory=dict)
-    """By reader: until when it may believe that the lease holds."""
+    """By reader: until when it may rely on the lease."""
     looked_at_next: float = FOREVER
-    """Of its entries in the table's queue the earliest, if it has one."""
+    """Its earliest entry in the table's queue, if it has one."""
     has_outcome: bool = False
     """It has been counted as expired or revoked: its end is no release."""
 
     @property
     def is_counted(self) -> bool:
-        """As many have confirmed as were said to read, or it was written to the one who wanted
-        it."""
+        """As many readers have confirmed as the confirmations count."""
         return len(self.confirmed) >= self.num_readers
 
     def last_horizon(self) -> float:
         return max(self.horizons.values(), default=NEVER)
 
     def ends_at(self) -> float:
-        """When nobody may believe in it any more, if nothing else happens."""
+        """When no reader may rely on it any more, if nothing else happens."""
         if self.is_counted:
             return self.last_horizon()
         return max(self.deadline, self.last_horizon())
@@ -123,8 +127,8 @@ class LeaseTable:
         self._grace = grace
         self._stats = stats or ConnectorStats()
         self._leases: dict[str, Lease] = {}
-        # An entry for each held lease, at its end or before; renewals only move the lease, looking
-        # at the entry puts it back where it belongs. One more where the end has come nearer.
+        # An entry for each held lease, at its end or before. A renewal only moves the lease; the
+        # entry is moved when it is looked at. A lease whose end has come nearer has two entries.
         self._by_end: list[tuple[float, str]] = []
         self._num_held = 0
 
@@ -166,7 +170,7 @@ class LeaseTable:
         self._happens(request_id, LeaseEvent.CANCEL)
 
     def grant(self, request_id: str, now: float, seconds: float, renewable: bool = True) -> bool:
-        """Starts the lease. False: it was read already, so it has ended by this very call."""
+        """Start the lease. Return False if it was read already, and has ended by this call."""
         self.expect(request_id)
         if not self._happens(request_id, LeaseEvent.GRANT):
             return True
@@ -175,8 +179,8 @@ class LeaseTable:
         return not self._ends_if_unread(request_id, lease, now)
 
     def extend(self, request_id: str, now: float) -> bool:
-        """A renewable lease that is granted lasts longer; it is never shortened. False: it will
-        not, because it is revoked, or gone."""
+        """Extend a renewable lease; none is ever shortened. Return False if it is revoked or
+        gone."""
         lease = self._leases.get(request_id)
         if lease is None or lease.state is LeaseState.REVOKED:
             return False
@@ -185,9 +189,8 @@ class LeaseTable:
         return True
 
     def renew(self, request_id: str, reader: str, now: float) -> float | None:
-        """Extends it, and grants `reader` a horizon: for how many seconds from now it may believe
-        in the lease. 0: it is to be granted yet. None: it is not extended for this reader, who has
-        confirmed or came too late.
+        """Extend the lease and grant `reader` a horizon, in seconds from now. 0: the lease is not
+        granted yet. None: the reader has confirmed, or came too late.
         """
         lease = self._leases.get(request_id)
         if lease is None or reader in lease.confirmed or not self.extend(request_id, now):
@@ -201,7 +204,7 @@ class LeaseTable:
         return seconds
 
     def confirm(self, request_id: str, now: float, readers: int = 1, reader: str = "") -> bool:
-        """`reader`, one of `readers`, is done with it. True: the lease ended by this call."""
+        """`reader`, one of `readers`, is done with it. Return whether that ended the lease."""
         lease = self._leases.get(request_id)
         if lease is None:
             return False
@@ -212,15 +215,15 @@ class LeaseTable:
         return self._ends_if_unread(request_id, lease, now)
 
     def take(self, request_id: str) -> bool:
-        """True: the lease was held; nothing ends it before it is put back."""
+        """Return whether the lease was held; then nothing ends it before it is put back."""
         return self._happens(request_id, LeaseEvent.TAKE)
 
     def put_back(self, request_id: str) -> None:
-        """What was taken may end."""
+        """A lease that was taken may end."""
         self._happens(request_id, LeaseEvent.PUT_BACK)
 
     def revoke(self, request_id: str, now: float) -> bool:
-        """Ends a granted lease before its time. True: it was granted; its readers must be told."""
+        """End a granted lease before its time. Return whether there are readers to notify."""
         if not self._withdraw(request_id, now):
             return False
         self._stats.leases_revoked += 1
@@ -236,11 +239,11 @@ class LeaseTable:
         return True
 
     def revoke_all(self, now: float) -> list[str]:
-        """Revokes everything granted; returns those ids."""
+        """Revoke everything granted. Return those ids."""
         return [name for name in list(self._leases) if self.revoke(name, now)]
 
     def expire(self, now: float) -> list[str]:
-        """Revokes what nobody read or renewed in time; returns those ids."""
+        """Revoke what no reader read or renewed in time. Return those ids."""
         expired = [
             name
             for name in self._due(now)
@@ -250,12 +253,12 @@ class LeaseTable:
         return expired
 
     def reap(self, now: float) -> list[str]:
-        """Ends what nobody may believe in any more; returns those ids."""
+        """End what no reader may rely on any more. Return those ids."""
         return [name for name in self._due(now) if self._happens(name, LeaseEvent.END)]
 
     def _ends_if_unread(self, request_id: str, lease: Lease, now: float) -> bool:
         is_unread = lease.is_counted and lease.last_horizon() <= now
-        # Without a meaning where it is expected yet, or being written.
+        # The event changes nothing while the lease is EXPECTED or WRITING.
         if is_unread and self._happens(request_id, LeaseEvent.END):
             return True
         if lease.state is not LeaseState.EXPECTED:
@@ -263,7 +266,7 @@ class LeaseTable:
         return False
 
     def _happens(self, request_id: str, event: LeaseEvent) -> bool:
-        """True: the event meant something, and the lease is in its next state."""
+        """Return whether the event moved the lease to its next state."""
         lease = self._leases.get(request_id)
         if lease is None or (lease.state, event) not in NEXT:
             return False
@@ -280,7 +283,7 @@ class LeaseTable:
         return True
 
     def _due(self, now: float) -> list[str]:
-        """Held leases whose end is reached. They are due again until they have ended."""
+        """Return held leases whose end is reached. They are due again until they have ended."""
         due: dict[str, Lease] = {}
         later: dict[str, Lease] = {}
         while self._by_end and self._by_end[0][0] <= now:

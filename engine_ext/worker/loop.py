@@ -35,7 +35,6 @@ from engine_ext.common.inspection import Inspection, first, first_of
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
     LeaseCancel,
-    PeerAddress,
     RemoteSource,
     StepMetadata,
     TrackOrder,
@@ -69,7 +68,7 @@ from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import Beat, HeartbeatTracker
 from engine_ext.worker.lease_service import LeaseService
 from engine_ext.worker.leases import NEVER, LeaseTable
-from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.peers import Peers
 from engine_ext.worker.pulls import Pulls
 from engine_ext.worker.push_component import (
     NO_PUSH,
@@ -298,8 +297,8 @@ class TransferLoop:
     def _wait(self, now: float) -> float:
         if self._checksums is not None and self._checksums.is_busy:
             return 0.0
-        moving = [transfers.youngest_began for transfers in self._transfers]
-        began = max((one for one in moving if one is not None), default=None)
+        times = [transfers.youngest_began for transfers in self._transfers]
+        began = max((time for time in times if time is not None), default=None)
         if began is not None:
             # A transfer that hangs must not cost the engine a core until its deadline.
             return max(TRANSFER_WAIT, min(WAIT_SHARE * (now - began), RECENT_WAIT))
@@ -429,7 +428,7 @@ class TransferLoop:
         for source in sources:
             if self._beats.waits_for(source.address.engine_id, source.request_id):
                 continue
-            if self._with_peers(source.address, now, partial(self._send_decline, source)):
+            if self._peers.notify_all(source.address, now, partial(self._send_decline, source)):
                 self._beats.confirm(source.address.engine_id, source.request_id)
             else:
                 self._declines.append(source)
@@ -442,7 +441,7 @@ class TransferLoop:
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):
-            if not self._with_peers(beat.address, now, partial(self._send_beat, beat)):
+            if not self._peers.notify_all(beat.address, now, partial(self._send_beat, beat)):
                 self._beats.retry(beat.address, now)
 
     def _send_beat(self, beat: Beat, peer: PeerHandle) -> None:
@@ -459,26 +458,3 @@ class TransferLoop:
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))
         self._stats.heartbeats_sent += 1
-
-    def _with_peers(
-        self, address: PeerAddress, now: float, send: Callable[[PeerHandle], None]
-    ) -> bool:
-        """Send to every rank of the engine that we face. Return False while a handshake runs: try
-        again. A failure is logged and not repeated."""
-        try:
-            peers = self._peers.connect_all(address, now, moves_kv=False)
-        except PeerError as error:
-            logger.warning("engine %s was not notified: %s", address.engine_id, error)
-            return True
-        if peers is None:
-            return False
-        has_failed = False
-        for peer in peers:
-            try:
-                send(peer)
-            except AgentError as error:
-                logger.warning("engine %s was not notified: %s", address.engine_id, error)
-                has_failed = True
-        if has_failed:
-            self._peers.forget(address)
-        return True

@@ -187,6 +187,29 @@ class Peers:
                 self._check_layers(ready[first : first + len(stages)])
         return ready
 
+    def notify_all(
+        self, address: PeerAddress, now: float, send: Callable[[PeerHandle], None]
+    ) -> bool:
+        """Send to every rank of the engine that we face. Return False while a handshake runs: try
+        again. A failure is logged and not repeated."""
+        try:
+            peers = self.connect_all(address, now, moves_kv=False)
+        except PeerError as error:
+            logger.warning("engine %s was not notified: %s", address.engine_id, error)
+            return True
+        if peers is None:
+            return False
+        has_failed = False
+        for peer in peers:
+            try:
+                send(peer)
+            except AgentError as error:
+                logger.warning("engine %s was not notified: %s", address.engine_id, error)
+                has_failed = True
+        if has_failed:
+            self.forget(address)
+        return True
+
     def step(self, now: float) -> None:
         """Moves every handshake on. Failures are seen by `connect` until the next step."""
         self._failed.clear()

@@ -1,4 +1,4 @@
-"""READs from remote engines. Each order ends in exactly one report, well or badly.
+"""READs from source engines. Each order ends in exactly one report, well or badly.
 
     order --> connecting --> reading --> (proven) --> reported ok
                   |          |   |  \\---> confirming --> reported ok
@@ -6,21 +6,27 @@
                   +----------|---+-------------+------> reported failed
                              +--(late)----------------> reported failed, in quarantine --> (ended)
 
-The holder may have taken its blocks back while we read them: then the bytes are wrong and nothing
-else tells. Where it runs our extension, a READ counts only if its lease is known to have been valid
-when it ended: by an answered heartbeat, or else by the holder's answer to the READ itself. When it
-ended is told by a clock that is read after NIXL said so: the process may have stood still.
+Proof that a READ counts
+    The source may free its blocks while we read them. The bytes are wrong then, and nothing in NIXL
+    shows it. So where the source runs our extension, a READ counts only if its lease was valid when
+    the READ had ended. One of two things proves that: the horizon of an answered heartbeat
+    (heartbeats.py), or the source's answer to the READ's own notification (`ReadAck`). The clock is
+    read after NIXL has reported the end, because this process may have stood still.
 
-A READ that outlives its deadline may write into our blocks for as long as NIXL has not ended it. It
-is reported, and its blocks are in quarantine: whoever wants to free them asks `touches`. Where the
-host would compute into the same blocks, the report waits instead. An engine that keeps us waiting
-so is not read from again before that READ has ended.
+Checksums
+    With `kv_checksum`, the source's answer also brings its checksums, and the READ counts only if
+    the blocks here have the same ones (checksums.py). A source without checksums is trusted.
 
-With `kv_checksum` the answer to a READ brings the holder's checksums, and the READ counts only if
-what is here has the same ones; see checksums.py. A holder that sends none is trusted as without.
+Quarantine
+    A READ that outlives its deadline may write into our blocks until NIXL has ended it. It is
+    reported as failed at once, and whoever wants to free its blocks asks `touches`. Only where the
+    host would compute into the same blocks does the report wait. No READ from the same engine
+    begins before the late one has ended, and none at all while too many blocks are in quarantine.
 
-Where the holder has more ranks than we do, an order is read in parts, one from each rank, all at
-once. It has ended well when all parts have, and badly when one has and the others have ended too.
+Ranks
+    Where the source has more ranks than we do, an order is read in parts, one from each rank, all
+    at once. It has ended well when all parts have. It has ended badly when one part has failed and
+    the others have ended too.
 """
 
 import logging
@@ -36,7 +42,7 @@ from engine_ext.common.types import (
     RemoteSource,
     num_blocks_in,
 )
-from engine_ext.layout.plan import Batch, PlanError
+from engine_ext.layout.plan import PlanError
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
 from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight
 from engine_ext.worker.checksums import SLOWEST_BYTES_PER_SECOND, ChecksumComparison, Checksums
@@ -56,20 +62,19 @@ class RankRead:
     """One READ, from one rank."""
 
     peer: PeerHandle
-    moving: TransferInFlight
+    in_flight: TransferInFlight
     sequence: int
     is_running: bool = True
     answer: bool | None = None
-    """The holder's, once it has come."""
+    """The source's, once it has come."""
     wants_sums: bool = False
     sums: tuple[bytes, ...] | None = None
-    """The holder's checksums, if its answer had any."""
+    """The source's checksums, if its answer had any."""
     check: ChecksumComparison | None = None
-    """Of what it brought."""
 
     @property
     def is_verified(self) -> bool:
-        """It brought what the holder had, once it is compared and no corruption is found."""
+        """Its blocks are compared with the source's; `corruption` has the result."""
         return self.check is not None and self.sums is not None
 
     @property
@@ -87,7 +92,7 @@ class RankRead:
 class ActivePull:
     order: PullOrder
     peers: list[PeerHandle]
-    """Every rank that holds the request, read from or not."""
+    """Every rank of the source that has blocks of the request, read from or not."""
     parts: list[RankRead] = field(default_factory=list)
     began: float = 0.0
     num_blocks: int = 0
@@ -95,8 +100,13 @@ class ActivePull:
     problem: str | None = None
     """Why it will fail, once no part runs."""
     has_begun: bool = False
-    """It could be planned: what fails from here on is the engine's fault, or the way's."""
+    """It could be planned: a failure from here on is one of the engine or the network."""
     answer_by: float = 0.0
+
+    @property
+    def lease(self) -> tuple[str, str]:
+        """The engine that granted it, and the request's id there."""
+        return self.order.source.address.engine_id, self.order.source.request_id
 
     @property
     def running(self) -> list[RankRead]:
@@ -126,11 +136,11 @@ class Pulls:
         self._reading: list[ActivePull] = []
         self._confirming: list[ActivePull] = []
         self._quarantine: list[ActivePull] = []
-        """Let go of, and not ended."""
+        """Late, and not ended by NIXL."""
 
     @property
     def youngest_began(self) -> float | None:
-        """When the youngest READ began that a request waits for, confirmation included."""
+        """Confirmation included."""
         return max((one.began for one in (*self._reading, *self._confirming)), default=None)
 
     @property
@@ -148,7 +158,7 @@ class Pulls:
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
         for reading in self._quarantine:
-            deadline = max(part.moving.deadline for part in reading.parts)
+            deadline = max(part.in_flight.deadline for part in reading.parts)
             yield QuarantineSeen(
                 reading.order.request_id,
                 reading.order.source.address.engine_id,
@@ -157,25 +167,23 @@ class Pulls:
             )
 
     def uses(self, peer: PeerHandle) -> bool:
-        """A READ is under way for which this peer is needed."""
-        return any(peer is one for reading in self._moving() for one in reading.peers)
+        return any(peer is one for reading in self._under_way() for one in reading.peers)
 
     def touches(self, request_id: str) -> bool:
-        """A READ may still write into this request's blocks, or will."""
-        return any(request_id == one.order.request_id for one in self._moving()) or any(
+        return any(request_id == one.order.request_id for one in self._under_way()) or any(
             request_id == order.request_id for order in self._connecting
         )
 
     def reads(self, request_id: str) -> bool:
-        """Its READ is under way, and ends with a message to the holder."""
-        readings = (*self._moving(), *self._confirming)
+        """Its READ is under way, and ends with a message to the source."""
+        readings = (*self._under_way(), *self._confirming)
         return any(request_id == one.order.request_id for one in readings)
 
     def start(self, order: PullOrder) -> None:
         self._connecting.append(order)
 
     def give_up(self, request_id: str) -> None:
-        """The request has ended: nobody waits for its load, which is reported all the same."""
+        """The request has ended. Its load is reported all the same."""
         for order in [one for one in self._connecting if one.request_id == request_id]:
             self._connecting.remove(order)
             self._fail(order, REQUEST_ENDED)
@@ -203,18 +211,19 @@ class Pulls:
     def answered(
         self, peer_name: str, sequence: int, valid: bool, sums: tuple[bytes, ...] | None = None
     ) -> None:
-        """The holder says whether what a READ found was still the request's, and its checksums."""
+        """The source answers whether the lease was valid when a READ had ended, and its blocks'
+        checksums."""
         for reading in (*self._reading, *self._confirming):
             for part in reading.parts:
                 is_asked = part.sequence == sequence and part.peer.name == peer_name
                 if is_asked and part.answer is None:
                     part.answer, part.sums = valid, sums
 
-    def _moving(self) -> tuple[ActivePull, ...]:
+    def _under_way(self) -> tuple[ActivePull, ...]:
         return (*self._reading, *self._quarantine)
 
     def _guard(self, reading: ActivePull, action: Callable[[], None]) -> None:
-        """A fault of ours must not park a request for ever, nor free what is still written to."""
+        """A fault of ours must neither park a request for ever nor free blocks under a READ."""
         try:
             action()
         except Exception as error:
@@ -223,7 +232,7 @@ class Pulls:
                 return
             if reading in self._reading:
                 reading.problem = reading.problem or repr(error)
-                self._let_go(reading)
+                self._move_to_quarantine(reading)
                 return
             self._confirming = [one for one in self._confirming if one is not reading]
             self._stop_checks(reading)
@@ -264,17 +273,17 @@ class Pulls:
         if reading.running:
             self._reading.append(reading)
         else:
-            self._settle(reading, now)
+            self._finish(reading, now)
 
     def _do_without(self, order: PullOrder, problem: str, *, is_of_pair: bool) -> None:
-        """Fail a load before any READ begins, and notify the holder."""
+        """Fail a load before any READ begins, and notify the source."""
         self._fail(order, problem, is_of_pair=is_of_pair)
         # Nothing waits for that lease any more, so its heartbeats stop now.
         self._beats.untrack(order.request_id)
         self._decline(order.source)
 
     def _quarantine_problem(self, address: PeerAddress) -> str | None:
-        """Why nothing may be read from there as long as quarantine lasts."""
+        """Return why quarantine forbids a READ from there."""
         if any(reading.order.source.address == address for reading in self._quarantine):
             return UNENDED
         num_blocks = sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)
@@ -283,10 +292,21 @@ class Pulls:
         return None
 
     def _read(self, reading: ActivePull, now: float) -> None:
-        """Plans all parts before the first starts."""
-        order = reading.order
+        """Plan all parts before the first starts."""
+        order, source = reading.order, reading.order.source
         batches = [
-            (peer, self._plan(order, peer)) for peer in reading.peers if not peer.layout.skips_read
+            (
+                peer,
+                peer.layout.to_read(
+                    order.local_block_ids,
+                    source.block_ids,
+                    order.first_token,
+                    order.last_token,
+                    source.num_tokens,
+                ),
+            )
+            for peer in reading.peers
+            if not peer.layout.skips_read
         ]
         reading.has_begun = True
         for peer, batch in batches:
@@ -296,29 +316,18 @@ class Pulls:
             wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
             read_done = _read_done(order, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
-            moving = TransferInFlight(transfer, now + self._config.transfer_timeout)
-            reading.parts.append(RankRead(peer, moving, sequence, wants_sums=wants_sums))
+            in_flight = TransferInFlight(transfer, now + self._config.transfer_timeout)
+            reading.parts.append(RankRead(peer, in_flight, sequence, wants_sums=wants_sums))
             reading.num_bytes += batch.num_bytes
             reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
-
-    @staticmethod
-    def _plan(order: PullOrder, peer: PeerHandle) -> Batch:
-        source = order.source
-        return peer.layout.to_read(
-            order.local_block_ids,
-            source.block_ids,
-            order.first_token,
-            order.last_token,
-            source.num_tokens,
-        )
 
     def _poll(self, reading: ActivePull, now: float) -> None:
         self._ask_nixl(reading, now)
         if not reading.running:
             self._reading.remove(reading)
-            self._settle(reading, self._context.clock())
-        elif all(part.moving.is_late(now) for part in reading.running):
-            self._let_go(reading)
+            self._finish(reading, self._context.clock())
+        elif all(part.in_flight.is_late(now) for part in reading.running):
+            self._move_to_quarantine(reading)
 
     def _poll_quarantined(self, reading: ActivePull, now: float) -> None:
         self._ask_nixl(reading, now)
@@ -332,22 +341,22 @@ class Pulls:
 
     def _ask_nixl(self, reading: ActivePull, now: float) -> None:
         for part in reading.running:
-            moving = part.moving
-            moving.problem = moving.problem or reading.problem
-            part.is_running = not moving.has_ended(self._agent, now)
-            if moving.problem is not None:
-                reading.problem = reading.problem or f"READ: {moving.problem}"
+            in_flight = part.in_flight
+            in_flight.problem = in_flight.problem or reading.problem
+            part.is_running = not in_flight.has_ended(self._agent, now)
+            if in_flight.problem is not None:
+                reading.problem = reading.problem or f"READ: {in_flight.problem}"
 
-    def _let_go(self, reading: ActivePull) -> None:
-        """Nobody waits for it any more, nor renews its lease; what it may still write into stays
-        ours to watch. Where that would be computed into, the report waits, too."""
+    def _move_to_quarantine(self, reading: ActivePull) -> None:
+        """Stop to wait for it and to renew its lease; its blocks are in quarantine. Where the host
+        would compute into these blocks, the report waits."""
         self._reading.remove(reading)
         self._quarantine.append(reading)
         self._beats.untrack(reading.order.request_id)
         if not reading.order.recomputes:
             self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
 
-    def _settle(self, reading: ActivePull, now: float) -> None:
+    def _finish(self, reading: ActivePull, now: float) -> None:
         """`now` was read after NIXL had ended the last part."""
         if reading.problem is None:
             self._arrive(reading, now)
@@ -355,11 +364,11 @@ class Pulls:
             self._give_up(reading, reading.problem)
 
     def _arrive(self, reading: ActivePull, now: float) -> None:
-        """With several holders, one's answered heartbeat proves nothing about the others."""
+        """With several ranks, an answered heartbeat of one proves nothing about the others."""
         is_proven = len(reading.peers) == 1 and (
             self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
         )
-        self._read_by_us(reading.order)
+        self._beats.confirm(*reading.lease)
         awaited = [
             part
             for part in reading.parts
@@ -391,13 +400,13 @@ class Pulls:
                 return
             self._stats.loads_corrupted += 1
             self._fail(reading.order, problem)
-            self._tell_done(reading)
+            self._confirm_to_source(reading)
             return
         self._stats.reads_unproven += 1
         silent = False not in answers
         problem = "no answer to the READ" if silent else "its lease ended meanwhile"
         self._fail(reading.order, problem, is_of_pair=silent)
-        self._tell_done(reading)
+        self._confirm_to_source(reading)
         if silent:
             self._peers.forget(reading.order.source.address)
 
@@ -416,7 +425,7 @@ class Pulls:
             self._stats.loads_unverified += not is_verified
         self._note(reading)
         self._results.received(reading.order.request_id, ok=True)
-        self._tell_done(reading)
+        self._confirm_to_source(reading)
 
     def _note(self, reading: ActivePull) -> None:
         order = reading.order
@@ -435,29 +444,24 @@ class Pulls:
         self._end_badly(reading)
 
     def _end_badly(self, reading: ActivePull) -> None:
-        self._read_by_us(reading.order)
-        self._tell_done(reading, even_if_read=True)
+        self._beats.confirm(*reading.lease)
+        self._confirm_to_source(reading, even_if_read=True)
         if reading.has_begun and reading.problem != REQUEST_ENDED:
             self._peers.forget(reading.order.source.address)
 
-    def _read_by_us(self, order: PullOrder) -> None:
-        self._beats.confirm(order.source.address.engine_id, order.source.request_id)
-
-    def _tell_done(self, reading: ActivePull, *, even_if_read: bool = False) -> None:
-        """Those whose READ has not told them already may free their blocks."""
-        told = set() if even_if_read else {part.peer.name for part in reading.parts}
+    def _confirm_to_source(self, reading: ActivePull, *, even_if_read: bool = False) -> None:
+        """Ranks that got no notification from a READ of theirs may free their blocks."""
+        notified = set() if even_if_read else {part.peer.name for part in reading.parts}
+        order = reading.order
         for peer in reading.peers:
-            if peer.name not in told:
-                self._say_done(reading.order, peer)
-
-    def _say_done(self, order: PullOrder, peer: PeerHandle) -> None:
-        try:
-            self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
-        except AgentError as error:
-            logger.debug("engine %s: %s", order.source.address.engine_id, error)
+            if peer.name in notified:
+                continue
+            try:
+                self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
+            except AgentError as error:
+                logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
     def _fail(self, order: PullOrder, problem: str, *, is_of_pair: bool = False) -> None:
-        """`is_of_pair`: of a `LoadProblem`."""
         is_abort = problem == REQUEST_ENDED
         logger.log(
             logging.DEBUG if is_abort else logging.WARNING,
@@ -475,12 +479,13 @@ class Pulls:
 
 
 def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
-    """Why these may not be read from, now that it is known what they are.
+    """Return why these ranks may not be read from, now that their handshakes are known.
 
-    A stock engine says nothing of the content it holds and is trusted, as stock does. One that runs
-    our extension always gives a proof; where there is none, it got lost on the way. A turn that its
-    holder may end at any time is read only where the holder answers whether it has: not from one
-    that takes us for stock, or that we take for stock, because one of us lacks the secret.
+    A stock engine gives no proof of its blocks' content and is trusted, as stock does. An engine
+    with our extension always gives a proof: without one, it got lost on the way. A turn that its
+    source may end at any time is read only from a source that answers whether it has. An engine
+    that takes us for stock does not, nor one that we take for stock because one of us lacks the
+    secret.
     """
     if not order.is_proven and any(peer.has_extension for peer in peers):
         return "no proof that it is of this prompt, from an engine that gives one"

@@ -47,7 +47,7 @@ class PendingResults:
                 self._failed.add(request_id)
         self._wake()
 
-    def given_back(self, request_id: str) -> None:
+    def returned(self, request_id: str) -> None:
         with self._lock:
             self._given_back.add(request_id)
         self._wake()

@@ -10,7 +10,8 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.push.component import Push
 from engine_ext.push.incoming_inquiries import IncomingInquiries
-from engine_ext.push.matching_state import Outcomes, RegisteredByKey, RegistrationKey
+from engine_ext.push.matching_state import BoundedRegistrations, RegistrationKey
+from engine_ext.push.replies import Outcomes
 from engine_ext.push.sender_checks import RECHECK_SECONDS
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -157,8 +158,8 @@ def test_a_registration_of_ranks_that_do_not_divide_ours_is_refused_and_not_kept
 def test_one_agent_takes_no_more_than_its_share_and_all_no_more_than_there_is(
     prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RegisteredByKey, "LIMIT_BY_SENDER", 3)
-    monkeypatch.setattr(RegisteredByKey, "LIMIT", 5)
+    monkeypatch.setattr(BoundedRegistrations, "LIMIT_BY_SENDER", 3)
+    monkeypatch.setattr(BoundedRegistrations, "LIMIT", 5)
     prefiller.hears(*map(registration, range(1, 6)), sender="greedy")
     assert prefiller.loop.num_open == 3
     assert prefiller.refusals == ["too many registrations wait here"] * 2
@@ -175,8 +176,8 @@ def test_one_agent_takes_no_more_than_its_share_and_all_no_more_than_there_is(
 def test_block_ids_that_wait_are_bounded_by_agent_and_in_all(
     prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RegisteredByKey, "LIMIT_IDS_BY_SENDER", 33)
-    monkeypatch.setattr(RegisteredByKey, "LIMIT_IDS", 55)
+    monkeypatch.setattr(BoundedRegistrations, "LIMIT_IDS_BY_SENDER", 33)
+    monkeypatch.setattr(BoundedRegistrations, "LIMIT_IDS", 55)
     ten = [registration(number, blocks=range(10)) for number in range(1, 12)]
     prefiller.hears(*ten[:4], sender="greedy")
     assert prefiller.loop.num_open == 3
@@ -240,7 +241,11 @@ def outcome(sender: str, number: int) -> RegistrationKey:
 
 
 def found(outcomes: Outcomes, sender: str) -> list[int]:
-    return [number for number in range(100) if outcomes.find(outcome(sender, number)) is not None]
+    return [
+        number
+        for number in range(100)
+        if outcomes.find(sender, outcome(sender, number)) is not None
+    ]
 
 
 def test_what_is_said_of_registrations_costs_another_agent_none_of_what_it_will_be_answered(
@@ -272,14 +277,14 @@ def test_who_has_too_many_outcomes_forgets_the_oldest_of_his_own_and_who_has_mos
     outcomes = Outcomes()
     for sender, count in (("a", 3), ("greedy", 10), ("b", 2)):
         for number in range(count):
-            outcomes.add(outcome(sender, number), PushDone(sender, number))
+            outcomes.add(sender, outcome(sender, number), PushDone(sender, number))
     assert found(outcomes, "a") == [0, 1, 2]
     assert found(outcomes, "greedy") == [7, 8, 9]
     assert found(outcomes, "b") == [0, 1]
-    outcomes.add(outcome("b", 1), PushDone("b", 1))
+    outcomes.add("b", outcome("b", 1), PushDone("b", 1))
     assert len(outcomes) == 8
     for number in range(9):
-        outcomes.add(outcome(f"c{number}", 0), PushDone("c", number))
+        outcomes.add(f"c{number}", outcome(f"c{number}", 0), PushDone("c", number))
     assert len(outcomes) == 8
 
 
@@ -292,12 +297,14 @@ def test_inquiries_are_bounded_and_one_engines_cost_no_other_its_own(
     inquiries = IncomingInquiries(ReplyChannels(agent, 1e9, lambda name: True))
     for sender, count in (("few", 2), ("many", 9), ("more", 2)):
         for number in range(count):
-            inquiries.hear(AwaitPrompt(f"d-{number}", b"x", f"p-{number}"), sender, float(number))
+            inquiries.receive(
+                AwaitPrompt(f"d-{number}", b"x", f"p-{number}"), sender, float(number)
+            )
     kept = sorted((one.sender, one.message.request_id) for one in inquiries)
     assert len(inquiries) == len(kept) == 6
     assert [name for sender, name in kept if sender == "few"] == ["d-0", "d-1"]
     assert [name for sender, name in kept if sender == "more"] == ["d-0", "d-1"]
-    again = inquiries.hear(AwaitPrompt("d-0", b"x", "p-0"), "few", 10.0)
+    again = inquiries.receive(AwaitPrompt("d-0", b"x", "p-0"), "few", 10.0)
     assert again.unknown_since == 0.0
     assert {one.sender for one in inquiries.named(("id p-0",))} == {"few", "more"}
     inquiries.answer(again)
