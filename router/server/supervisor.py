@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -112,7 +112,7 @@ class Supervisor:
         status = dead.process.exitcode
         logger.error("worker %d ended with status %s and is restarted", dead.number, status)
         if time.monotonic() - dead.started < RESTART_DELAY_S:
-            self._wait_for_signal(RESTART_DELAY_S)
+            self._wait(RESTART_DELAY_S)
         if not self._signals:
             self._workers[dead.number] = self._start(dead.number, dead.listeners)
 
@@ -121,7 +121,7 @@ class Supervisor:
         settings = self._settings
         for worker in self._workers:
             worker.process.terminate()
-        self._wait_for_signal(settings.shutdown_delay)
+        self._wait(settings.shutdown_delay)
         for worker in self._workers:
             worker.listeners.close()
         seconds = settings.shutdown_timeout + serve.UVICORN_CLOSE_TIMEOUT_S + KILL_DELAY_S
@@ -133,15 +133,10 @@ class Supervisor:
             self._wait(left, alive)
         return 0
 
-    def _wait(self, seconds: float | None, workers: list[RunningWorker]) -> None:
+    def _wait(self, seconds: float | None, workers: Sequence[RunningWorker] = ()) -> None:
         """Wait for a signal or for the end of one of these workers."""
         sentinels = [worker.process.sentinel for worker in workers]
         if self._wake_receiver in wait([self._wake_receiver, *sentinels], seconds):
-            self._wake_receiver.recv(64)
-
-    def _wait_for_signal(self, seconds: float) -> None:
-        """Wait for a signal."""
-        if wait([self._wake_receiver], seconds):
             self._wake_receiver.recv(64)
 
     def _start(self, number: int, listeners: serve.Listeners) -> RunningWorker:
