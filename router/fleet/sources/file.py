@@ -10,7 +10,6 @@ A file that cannot be used changes nothing.
 from __future__ import annotations
 
 import asyncio
-import math
 import textwrap
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -98,7 +97,7 @@ def parse_entry(content: object) -> EngineSpec:
     """Return the engine of one entry. Raises SourceError."""
     try:
         entry = msgspec.convert(content, EngineFileEntry)
-        if not (math.isfinite(entry.weight) and 0 <= entry.weight <= MAX_GROUP_WEIGHT):
+        if not 0 <= entry.weight <= MAX_GROUP_WEIGHT:  # rejects NaN, too
             raise ValueError(f"weight: not a number from 0 to {MAX_GROUP_WEIGHT:g}")
         address, models = address_of(entry.url), frozenset(entry.models)
     except (msgspec.ValidationError, ValueError) as error:
