@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -190,7 +191,7 @@ class Control:
         """
         async with self._lock:
             settings = await self._read()
-            await asyncio.to_thread(_check_api_keys, self._started)
+            await asyncio.to_thread(_check_api_keys, self._started.api_keys_file)
             token, keys = read_secret(settings, "admin_token"), _store_keys(settings)
             self._check(token, keys)
             old, new = self.state.tunables, Tunables.of(settings)
@@ -306,14 +307,10 @@ def _store_keys(settings: Settings) -> tuple[bytes, ...]:
     return tuple(settings.store_keys())
 
 
-def _check_api_keys(settings: Settings) -> None:
-    """Raises SettingsError for a broken file of API keys.
-
-    Each process watches that file. This check reports an error to the caller of the reload.
-    """
-    path = settings.api_keys_file
-    if path is not None:
-        try:
+def _check_api_keys(path: Path | None) -> None:
+    """Raises SettingsError to the caller of the reload; each process watches that file itself."""
+    try:
+        if path is not None:
             Keyring.check_file(path)
-        except ValueError as error:
-            raise SettingsError([f"--api-keys-file {path}: {error}"]) from None
+    except ValueError as error:
+        raise SettingsError([f"--api-keys-file {path}: {error}"]) from None

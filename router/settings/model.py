@@ -39,7 +39,7 @@ from router.settings.fields import (
     flag_of,
     variable_of,
 )
-from router.settings.secret import SECRETS, read_secret, secrets_set_twice
+from router.settings.secret import SECRETS, read_secret
 
 # Deprecated names of settings and the current ones. A deprecated name works as flag, as variable
 # and in the YAML file for one release.
@@ -121,7 +121,9 @@ class Settings(
     def _conflicts(self) -> Iterator[str]:
         for group in GROUPS:
             yield from group.conflicts(self)
-        yield from secrets_set_twice(self)
+        for name in SECRETS:
+            if getattr(self, name) and getattr(self, f"{name}_file"):
+                yield f"{flag_of(name)} and its -file are both set"
         is_discovered = bool(self.engines_file) or self.admin_port is not None
         prefill_found = is_discovered or self.prefiller_dns or self.kubernetes_prefill_selector
         if self.prefiller_hosts or self.prefiller_ports or not prefill_found:
@@ -211,10 +213,11 @@ def _problems(error: ValidationError, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _origin(name: str, flags: Mapping[str, Any]) -> str:
-    for given in names_of(name):
+    names = [name, *(old for old, current in RENAMED.items() if current == name)]
+    for given in names:
         if given in flags:
             return flag_of(given)
-    for given in names_of(name):
+    for given in names:
         if name in Settings.model_fields and variable_of(given) in os.environ:
             return variable_of(given)
     return f"{name.replace('_', '-')} (in the configuration file)"
@@ -247,11 +250,6 @@ def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with deprecated names replaced. A value under the current name wins."""
     renamed = {RENAMED[name]: value for name, value in values.items() if name in RENAMED}
     return renamed | {name: value for name, value in values.items() if name not in RENAMED}
-
-
-def names_of(name: str) -> list[str]:
-    """Return the setting's current name and its deprecated ones."""
-    return [name, *(old for old, current in RENAMED.items() if current == name)]
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel, SecretStr
@@ -78,10 +78,3 @@ def read_secret(settings: BaseModel, name: str) -> str | None:
     else:
         return text
     raise SettingsError([f"{flag_of(name)}-file {path}: {reason}"])
-
-
-def secrets_set_twice(settings: BaseModel) -> Iterator[str]:
-    """Yield a line for each secret that is given both as a value and as a file."""
-    for name in SECRETS:
-        if getattr(settings, name) and getattr(settings, f"{name}_file"):
-            yield f"{flag_of(name)} and its -file are both set"
