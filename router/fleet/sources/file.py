@@ -54,9 +54,9 @@ class FileSource:
             self.first = self._report(self._file.read())
         except UnreadableError as error:
             self.first = SourceReport(None, f"{path}: {error}")
+        self._latest = self.first
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
-        latest = self.first
         while True:
             await asyncio.sleep(self._interval)
             try:
@@ -65,8 +65,8 @@ class FileSource:
                 yield SourceReport(None, f"{self._path}: {error}")
                 continue
             if content is not None:
-                latest = await asyncio.to_thread(self._report, content)
-            yield latest
+                self._latest = await asyncio.to_thread(self._report, content)
+            yield self._latest
 
     def _report(self, content: tuple[bytes, ...]) -> SourceReport:
         try:

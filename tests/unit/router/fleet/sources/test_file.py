@@ -228,6 +228,16 @@ async def test_a_file_that_is_being_written_is_read_once_complete(
         assert {listed.address.host for listed in report.listed} == {"a", "b"}
 
 
+async def test_a_watch_that_begins_again_has_the_latest_list(tmp_path: Path) -> None:
+    path = tmp_path / "engines.yaml"
+    path.write_text(P1)
+    async with watched(path) as (source, ask):
+        path.write_text(D1)
+        assert await ask() == SourceReport(LISTED_D1)
+    async with contextlib.aclosing(source.watch()) as reports:
+        assert await asyncio.wait_for(anext(reports), 5) == SourceReport(LISTED_D1)
+
+
 async def test_a_stuck_disk_is_a_problem_and_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
