@@ -121,6 +121,7 @@ class EngineAnswer:
         self._waiter: asyncio.Future[None] | None = None
         self._whole_limit: int | None = None
         self._sink: AnswerSink | None = None
+        self._reader: SseReader | None = None
         self._recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
@@ -164,7 +165,7 @@ class EngineAnswer:
         deadline = now() + self._idle
         self.deadline = deadline if deadline < self._latest else self._latest
         reader = self._reader
-        if reader is not None and (done or reader.held or not block.endswith(EVENT_ENDS)):
+        if reader is not None and (reader.held or not block.endswith(EVENT_ENDS)):
             try:
                 block = reader.whole_events(block)
             except EventTooLargeError as error:
@@ -292,7 +293,8 @@ class EngineAnswer:
         """
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
-        self._reader = SseReader() if self.is_event_stream else None
+        if self.is_event_stream and not self._done:
+            self._reader = SseReader()
         self.checked = b""
         self.feed(self._take(), self._done)
         self.raise_if_failed()

@@ -315,12 +315,10 @@ def leg_message(
     `shared` are the header lines of `read_client_headers`, `content` the halves of the body. `form`
     is the Content-Type of a body that is not JSON.
     """
-    kind = "" if form else "content-type: application/json\r\n"
-    if form:
-        shared = b"content-type: %b\r\n%b" % (form, shared)
     start, end = content
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}\r\n{kind}"
-        f"content-length: {len(start) + len(end)}\r\nx-request-id: {request_id}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\nx-request-id: {request_id}\r\n"
+        f"content-length: {len(start) + len(end)}\r\ncontent-type: "
     )
-    return b"".join((head.encode("ascii"), shared, b"\r\n", start, end))
+    kind = form or b"application/json"
+    return b"".join((head.encode("ascii"), kind, b"\r\n", shared, b"\r\n", start, end))

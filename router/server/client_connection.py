@@ -504,7 +504,7 @@ class ResponseWriter(Struct, eq=False):
         if not self.chunked:
             pieces.append(block)
         elif block:  # an empty chunk would end the body
-            pieces.append(CHUNK % (len(block), block))
+            pieces += (b"%x\r\n" % len(block), block, b"\r\n")
         if self.chunked and last:
             pieces.append(LAST_CHUNK)
         self.connection.send(b"".join(pieces))
