@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from engine_ext.common.types import EMPTY_STEP, StepMetadata, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.kv_cache import KVCache, max_model_len
 from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import (
     Counters,
@@ -26,9 +28,11 @@ from engine_ext.reference.messages import (
     TokenLogprob,
     failed,
 )
+from engine_ext.reference.model import LanguageModel
+from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.reference.runner import ModelRunner
-from engine_ext.reference.sampler import SampledToken, skip_draws
+from engine_ext.reference.sampler import SampledToken, Sampler, skip_draws
 from engine_ext.reference.scheduler import Scheduler, SchedulerStep
 from engine_ext.reference.sequence import Sequence
 
@@ -47,25 +51,27 @@ class StepResult:
 class EngineCore:
     def __init__(
         self,
-        *,
-        scheduler: Scheduler,
-        blocks: BlockManager,
-        runner: ModelRunner,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: LanguageModel,
+        cache: KVCache,
         connector: KVConnector,
-        counters: Counters,
         tokenizer: Tokenizer,
-        vocab_size: int,
-        rules: StopRules,
     ) -> None:
-        self._scheduler = scheduler
-        self._queues = scheduler.queues
-        self._blocks = blocks
-        self._runner = runner
+        self._blocks = BlockManager(
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._counters = Counters()
         self._connector = connector
-        self._counters = counters
+        self._scheduler = Scheduler(config, self._blocks, connector.scheduler, self._counters)
+        self._queues = self._scheduler.queues
+        sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
+        self._runner = ModelRunner(model_config, model, cache, sampler)
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._rules = rules
+        self._vocab_size = model_config.vocab_size
+        self._rules = StopRules(model_config.eos_token_ids, max_model_len(config, model_config))
         self._answers: dict[str, GeneratedAnswer] = {}
         self._unsent: dict[str, tuple[Sequence, ResumedAnswer]] = {}
         """Resumed answers whose first output waits for their admission, which may be refused."""
@@ -154,7 +160,7 @@ class EngineCore:
     @property
     def awaits_transfers(self) -> bool:
         queues = self._queues
-        return bool(queues.parked or queues.orphaned or queues.delayed.of_request)
+        return bool(queues.parked or queues.orphaned or queues.delayed)
 
     def step(self) -> StepResult:
         step = self._scheduler.schedule()
@@ -188,7 +194,7 @@ class EngineCore:
             num_waiting_for_remote_kv=len(queues.parked),
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
-            num_blocks_delayed=queues.delayed.num_blocks,
+            num_blocks_delayed=len(set().union(*queues.delayed.values())),
             **asdict(self._counters),
         )
 

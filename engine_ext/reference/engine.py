@@ -1,20 +1,21 @@
 """The engine as its callers see it: an asyncio interface in front of one thread that steps.
 
-Other threads send `Command`s through the `CommandQueue`; outputs return through one `OutputStream`
-for each request, which belongs to its consumer's event loop.
+Other threads send it `Command`s through the `CommandQueue`. Outputs return through one
+`OutputStream` for each request, which belongs to its consumer's event loop.
 """
 
 import asyncio
+import contextlib
 import logging
+import queue
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats, Region
@@ -26,6 +27,8 @@ from engine_ext.worker.staging import StagingFactory
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDLE_TIMEOUT_S = 1.0
 """An idle engine steps after this time although nothing woke it."""
 RETRY_INTERVAL_S = 0.01
@@ -35,6 +38,10 @@ DRAIN_POLL_S = 0.02
 CHECK_INTERVAL_S = 10.0
 """Between two checks of the bookkeeping; one costs milliseconds for a large cache."""
 _NOT_RUNNING = "the engine is not running"
+
+
+class EngineEndedError(RuntimeError):
+    """The engine's thread has ended."""
 
 
 class OutputStream:
@@ -91,71 +98,46 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    request: GenerateRequest
-    stream: OutputStream
-    resumed: ResumedAnswer | None = None
+class Command:
+    """To be run by the engine's thread between two steps, or failed if that has ended."""
 
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_id: str
-    stream: OutputStream | None = None
-    """Only if the request belongs to this stream; None: in any case."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Run `function` between two steps."""
-
-    function: Callable[[], Any]
-    result: Future[Any]
-
-
-Command = Submit | Abort | Call
+    run: Callable[[], list[Delivery]]
+    fail: Callable[[], None]
 
 
 class CommandQueue:
-    """Unbounded, but a caller waits, or has just left, for each entry."""
+    """Unbounded, but a caller waits, or has just left, for each command."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._commands: deque[Command] = deque()
-        self._woken = False
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._closed = False
 
     def put(self, command: Command) -> bool:
         """False, and nothing is kept, once the queue is closed."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._commands.append(command)
-            self._changed.notify()
-            return True
+        with self._lock:
+            if not self._closed:
+                self._commands.put(command)
+            return not self._closed
 
     def wake(self) -> None:
-        """From any thread, at any time."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        """End a `take` that waits. From any thread, at any time."""
+        self._commands.put(None)
 
     def take(self, timeout: float) -> list[Command]:
         """All commands. Waits up to `timeout` seconds for a command or a wake."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._woken or bool(self._commands), timeout)
-            return self._take_all()
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._commands.get(timeout=timeout))
+            while True:
+                found.append(self._commands.get_nowait())
+        return [command for command in found if command is not None]
 
     def close(self) -> list[Command]:
         """The last commands."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            return self._take_all()
-
-    def _take_all(self) -> list[Command]:
-        self._woken = False
-        commands = list(self._commands)
-        self._commands.clear()
-        return commands
+        return self.take(0.0)
 
 
 class ReferenceEngine:
@@ -200,8 +182,12 @@ class ReferenceEngine:
         the consumer is done with the last output, the KV retained for other engines is given up.
         """
         stream = OutputStream(asyncio.get_running_loop())
-        if not self._commands.put(Submit(request, stream, resumed)):
-            yield _error(request.request_id, _NOT_RUNNING)
+        error = RequestOutput(
+            request_id=request.request_id, finish_reason="error", error=_NOT_RUNNING
+        )
+        submit = partial(self._submit, request, stream, resumed)
+        if not self._commands.put(Command(submit, lambda: deliver([(stream, error)]))):
+            yield error
             return
         answered = False
         try:
@@ -211,18 +197,18 @@ class ReferenceEngine:
                 answered = output.finish_reason is not None
         finally:
             if not answered:
-                self._commands.put(Abort(request.request_id, stream))
+                self._put_abort(request.request_id, stream)
 
     def abort(self, request_id: str) -> None:
         """Its consumer gets a last output with finish_reason `abort`. One that has ended gives up
         what it keeps for a remote. Unknown ids are ignored."""
-        self._commands.put(Abort(request_id))
+        self._put_abort(request_id)
 
     def decline(self, params: dict[str, Any]) -> None:
         """A request with these `kv_transfer_params` was refused: a remote may hold blocks for it.
         Returns at once."""
         name = f"declined-{uuid.uuid4().hex}"
-        self._commands.put(Call(partial(self._core.decline, name, params), Future()))
+        self._call(partial(self._core.decline, name, params))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -254,19 +240,18 @@ class ReferenceEngine:
 
     def check_integrity(self) -> None:
         """Between two steps. Raises IntegrityError, or TimeoutError after half a minute."""
-        call = Call(self._core.check_integrity, Future())
-        if self._commands.put(call):
-            call.result.result(CALL_TIMEOUT_S)
-        else:
+        try:
+            self._call(self._core.check_integrity).result(CALL_TIMEOUT_S)
+        except EngineEndedError:
             self._core.check_integrity()
 
     async def release(self, engine_id: str, request_id: str) -> bool:
         """No remote will read this request's KV. True: it was held."""
-        call = Call(partial(self._core.release, engine_id, request_id), Future())
-        if not self._commands.put(call):
-            return False
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            return bool(await asyncio.wrap_future(call.result))
+        released = self._call(partial(self._core.release, engine_id, request_id))
+        with contextlib.suppress(EngineEndedError):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await asyncio.wrap_future(released)
+        return False
 
     def drain(self, timeout: float) -> bool:
         """Waits until no remote reader needs our blocks. Blocks; False after `timeout` seconds.
@@ -274,7 +259,7 @@ class ReferenceEngine:
         Meant for an engine that takes no new requests any more.
         """
         deadline = time.monotonic() + timeout
-        self._commands.put(Call(self._core.drain, Future()))
+        self._call(self._core.drain)
         while self.is_healthy:
             stats = self._stats
             if not (stats.num_running or stats.num_waiting or stats.num_blocks_delayed):
@@ -297,6 +282,28 @@ class ReferenceEngine:
             raise TimeoutError(f"the engine's step did not end within {timeout:g} s")
         self._connector.shutdown()
 
+    def _call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run `function` between two steps; EngineEndedError if there are no more."""
+        result: Future[T] = Future()
+
+        def run() -> list[Delivery]:
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+            return []
+
+        def fail() -> None:
+            result.set_exception(EngineEndedError(_NOT_RUNNING))
+
+        if not self._commands.put(Command(run, fail)):
+            fail()
+        return result
+
+    def _put_abort(self, request_id: str, owner: OutputStream | None = None) -> None:
+        """With an `owner`, only if the request belongs to that stream."""
+        self._commands.put(Command(partial(self._abort, request_id, owner), lambda: None))
+
     def _run(self) -> None:
         try:
             self._prepare_thread()
@@ -315,7 +322,7 @@ class ReferenceEngine:
         timeout, is_unchecked, next_check = 0.0, False, 0.0
         while not self._stopping.is_set():
             commands = self._commands.take(timeout)
-            deliveries = [each for command in commands for each in self._execute(command)]
+            deliveries = [each for command in commands for each in command.run()]
             timeout = IDLE_TIMEOUT_S
             if self._core.has_work or self._core.awaits_transfers:
                 result = self._core.step()
@@ -332,24 +339,19 @@ class ReferenceEngine:
             self._stats = self._core.stats()
             deliver(deliveries)
 
-    def _execute(self, command: Command) -> list[Delivery]:
-        match command:
-            case Submit(request, stream, resumed):
-                output = self._core.add(request, resumed)
-                if output is None or output.finish_reason is None:
-                    self._streams[request.request_id] = stream
-                return [] if output is None else [(stream, output)]
-            case Abort(request_id, owner):
-                if owner is not None and self._streams.get(request_id, owner) is not owner:
-                    return []
-                output = self._core.abort(request_id)
-                return self._address([output] if output else [])
-            case Call(function, result):
-                try:
-                    result.set_result(function())
-                except Exception as error:
-                    result.set_exception(error)
-                return []
+    def _submit(
+        self, request: GenerateRequest, stream: OutputStream, resumed: ResumedAnswer | None
+    ) -> list[Delivery]:
+        output = self._core.add(request, resumed)
+        if output is None or output.finish_reason is None:
+            self._streams[request.request_id] = stream
+        return [] if output is None else [(stream, output)]
+
+    def _abort(self, request_id: str, owner: OutputStream | None) -> list[Delivery]:
+        if owner is not None and self._streams.get(request_id, owner) is not owner:
+            return []
+        output = self._core.abort(request_id)
+        return self._address([output] if output else [])
 
     def _address(self, outputs: Iterable[RequestOutput]) -> list[Delivery]:
         deliveries = []
@@ -361,15 +363,9 @@ class ReferenceEngine:
 
     def _end_all_waiting(self) -> None:
         """No caller waits for a thread that has ended."""
-        commands = self._commands.close()
+        for command in self._commands.close():
+            command.fail()
         self._stats = self._core.stats()
-        abandoned = [(c.request.request_id, c.stream) for c in commands if isinstance(c, Submit)]
-        abandoned += self._streams.items()
-        deliver([(stream, _error(name, _NOT_RUNNING)) for name, stream in abandoned])
-        for command in commands:
-            if isinstance(command, Call):
-                command.result.set_exception(RuntimeError(_NOT_RUNNING))
-
-
-def _error(request_id: str, message: str) -> RequestOutput:
-    return RequestOutput(request_id=request_id, finish_reason="error", error=message)
+        for request_id, stream in self._streams.items():
+            error = RequestOutput(request_id=request_id, finish_reason="error", error=_NOT_RUNNING)
+            deliver([(stream, error)])

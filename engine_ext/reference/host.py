@@ -13,11 +13,12 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry
 from engine_ext.connector import Connector, build_connector
 from engine_ext.http import identity
-from engine_ext.reference.build import ConnectorFactory, build_engine, max_model_len
+from engine_ext.reference.build import ConnectorFactory, build_engine
 from engine_ext.reference.compatibility import model_factors, renders
 from engine_ext.reference.config import EngineConfig, ReferenceSettings
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
+from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine_ext.common.types import CacheGeometry, Region
+from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.worker.torch_memory import HostBuffer
 
@@ -26,11 +27,12 @@ class KVCache:
         self.layers: tuple[Tensor, ...] = self._storage.unbind(0)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.device = device
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """Attention masks unwritten positions by weight 0, and 0 times a stale NaN is NaN."""
         if block_ids:
-            index = torch.tensor(block_ids, device=self._storage.device)
+            index = torch.tensor(block_ids, device=self.device)
             self._storage.index_fill_(1, index, 0)
 
     def regions(self) -> list[Region]:
@@ -57,3 +59,33 @@ class KVCache:
             num_blocks=self.num_blocks,
             num_kv_heads=self.layers[0].shape[1],
         )
+
+
+def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Most tokens of one request. Any request of that length fits into the cache when alone.
+
+    Raises ValueError if the configuration promises more than model or cache can hold.
+    """
+    in_cache = (num_blocks(config, model_config) - 1) * config.block_size
+    positions = model_config.max_position_embeddings
+    asked = config.max_model_len
+    if asked is None:
+        return min(positions, in_cache)
+    if asked > positions:
+        raise ValueError(f"max_model_len {asked} is more than the model's {positions} positions")
+    if asked > in_cache:
+        raise ValueError(f"max_model_len {asked} is more than the KV cache's {in_cache} tokens")
+    return asked
+
+
+def num_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    per_token = model_config.num_layers * model_config.kv_bytes_per_token_and_layer
+    block_bytes = per_token * config.block_size
+    count = config.kv_cache_bytes // block_bytes
+    if count < 2:
+        raise ValueError(
+            f"kv_cache_bytes {config.kv_cache_bytes} is less than two blocks of {block_bytes} bytes"
+        )
+    return count

@@ -40,9 +40,7 @@ class SchedulerHalf(Protocol):
         """What answers report of failed loads."""
         return LoadFailures()
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        return
-
+    def on_new_request(self, request: EngineRequest) -> None: ...
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> MatchedTokens:
@@ -50,12 +48,9 @@ class SchedulerHalf(Protocol):
 
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
-        return
-
+    ) -> None: ...
     def fail_load(self, request_id: str) -> None:
         """`update_state_after_alloc` raised for a request that now waits for a load."""
-        return
 
     @property
     def wants_steps(self) -> bool:
@@ -64,12 +59,9 @@ class SchedulerHalf(Protocol):
 
     def on_step(
         self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
-    ) -> None:
-        return
-
+    ) -> None: ...
     def on_preempted(self, request_id: str) -> None:
         """Its blocks go to others; it is computed again later."""
-        return
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
         return "fail"
@@ -87,7 +79,6 @@ class SchedulerHalf(Protocol):
 
     def drain(self) -> None:
         """Give up what is kept for later; what a remote reader waits for stays."""
-        return
 
     def build_connector_meta(self) -> StepMetadata:
         return EMPTY_STEP
@@ -107,19 +98,12 @@ class SchedulerHalf(Protocol):
 
 
 class WorkerHalf(Protocol):
-    def set_wake(self, wake: Callable[[], None]) -> None:
-        return
-
-    def start_load_kv(self, meta: StepMetadata) -> None:
-        return
-
+    def set_wake(self, wake: Callable[[], None]) -> None: ...
+    def start_load_kv(self, meta: StepMetadata) -> None: ...
     def fail_loads(self, meta: StepMetadata) -> None:
         """`start_load_kv` raised: loads that did not get through are reported as failed."""
-        return
 
-    def wait_for_save(self, meta: StepMetadata) -> None:
-        return
-
+    def wait_for_save(self, meta: StepMetadata) -> None: ...
     def get_transfer_results(self) -> TransferResults:
         return TransferResults()
 
@@ -153,8 +137,9 @@ class _NoWorker(WorkerHalf):
 
 class NoConnector:
     def __init__(self) -> None:
-        self.scheduler = _NoScheduler()
-        self.worker = _NoWorker()
+        # An empty body does nothing, as it should here.
+        self.scheduler = _NoScheduler()  # type: ignore[abstract]
+        self.worker = _NoWorker()  # type: ignore[abstract]
 
     def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass

@@ -16,31 +16,6 @@ from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.sequence import Sequence
 
 
-class DelayedBlocks:
-    """Blocks of finished requests that a remote still reads; two requests may share a block."""
-
-    def __init__(self) -> None:
-        self.of_request: dict[str, list[int]] = {}
-        self._holders: Counter[int] = Counter()
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._holders)
-
-    def hold(self, request_id: str, blocks: list[int]) -> None:
-        self.of_request[request_id] = blocks
-        self._holders.update(blocks)
-
-    def pop(self, request_id: str) -> list[int] | None:
-        """None if the request has none."""
-        blocks = self.of_request.pop(request_id, None)
-        for block in blocks or ():
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
-        return blocks
-
-
 class Queues:
     """The scheduler changes them; others read."""
 
@@ -55,7 +30,8 @@ class Queues:
         """In order of admission."""
         self.orphaned: dict[str, list[int]] = {}
         """Blocks of requests aborted while a load may still write into them."""
-        self.delayed = DelayedBlocks()
+        self.delayed: dict[str, list[int]] = {}
+        """Blocks of finished requests that a remote still reads; two may share a block."""
 
     def live(self) -> Iterator[Sequence]:
         yield from self.waiting
@@ -68,7 +44,7 @@ class Queues:
 
     def knows(self, request_id: str) -> bool:
         """Whether a transfer report may name this id."""
-        has_blocks = request_id in self.orphaned or request_id in self.delayed.of_request
+        has_blocks = request_id in self.orphaned or request_id in self.delayed
         return has_blocks or self.find(request_id) is not None
 
     def remove(self, seq: Sequence) -> None:
@@ -82,7 +58,7 @@ class Queues:
     def check_integrity(self, blocks: BlockManager) -> None:
         """Raises IntegrityError."""
         ids = Counter(seq.request_id for seq in self.live())
-        ids.update([*self.orphaned, *self.delayed.of_request])
+        ids.update([*self.orphaned, *self.delayed])
         require(all(count == 1 for count in ids.values()), "a request is in two places")
         for seq in self.waiting:
             require(not seq.block_ids, f"{seq.request_id} waits and holds blocks")
@@ -90,7 +66,5 @@ class Queues:
         for seq in self.live():
             room = len(seq.block_ids) * blocks.block_size
             require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
-        delayed = self.delayed.of_request.values()
-        require(self.delayed.num_blocks == len(set().union(*delayed)), "delayed: miscounted")
         held = [seq.block_ids for seq in self.live()]
-        blocks.check_integrity([*held, *self.orphaned.values(), *delayed])
+        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])

@@ -4,6 +4,7 @@ import torch
 
 from engine_ext.reference.kv_cache import KVCache
 from engine_ext.reference.model import BatchBuilder, ChunkInput, LanguageModel
+from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.sampler import SampledToken, Sampler
 from engine_ext.reference.scheduler import SchedulerStep
 from engine_ext.reference.sequence import Sequence
@@ -11,11 +12,11 @@ from engine_ext.reference.sequence import Sequence
 
 class ModelRunner:
     def __init__(
-        self, model: LanguageModel, cache: KVCache, builder: BatchBuilder, sampler: Sampler
+        self, config: ModelConfig, model: LanguageModel, cache: KVCache, sampler: Sampler
     ) -> None:
         self._model = model
         self._cache = cache
-        self._builder = builder
+        self._builder = BatchBuilder(config, block_size=cache.block_size, device=cache.device)
         self._sampler = sampler
 
     def run(self, step: SchedulerStep) -> dict[Sequence, SampledToken | None]:

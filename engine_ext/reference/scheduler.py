@@ -163,7 +163,7 @@ class Scheduler:
         seq = self.queues.find(request_id)
         if seq is not None:
             self.finish(seq, ABORTED)
-        elif request_id in self.queues.delayed.of_request:
+        elif request_id in self.queues.delayed:
             self._ask(self._connector.revoke, request_id, default=False)
         return seq
 
@@ -175,7 +175,7 @@ class Scheduler:
         must_delay = self._request_finished(seq, finish)
         blocks = self._blocks.detach(seq)
         if must_delay:
-            self.queues.delayed.hold(seq.request_id, blocks)
+            self.queues.delayed[seq.request_id] = blocks
         elif is_parked:
             self.queues.orphaned[seq.request_id] = blocks
         else:
@@ -190,7 +190,7 @@ class Scheduler:
             logger.exception("connector: update_connector_output raised")
             self._undelivered = results
         for request_id in results.finished_sending:
-            self._free_held(self.queues.delayed.pop(request_id), request_id)
+            self._free_held(self.queues.delayed.pop(request_id, None), request_id)
         ended = []
         parked = self.queues.parked
         arrived = [seq for seq in parked.values() if seq.request_id in results.finished_recving]

@@ -39,8 +39,7 @@ from engine_ext.reference.server.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left. Nobody reads it."""
-
+"""nginx's status for a client that has left; it is only logged."""
 NAMELESS = identity.EngineDescription(name="disagg-engine", versions={})
 
 Prepare = Callable[[ServedModel, bytes, str | None], Job]
@@ -52,107 +51,52 @@ class BodyLimits:
     body_seconds: float = 60.0
 
 
-class Endpoints:
-    """The handlers. They own nothing but the way from a request to the engine and back."""
+def build_app(
+    model: ServedModel,
+    engine: EngineLike,
+    limits: BodyLimits | None = None,
+    itself: identity.EngineDescription = NAMELESS,
+) -> FastAPI:
+    """`itself`: the engine's description at `/disagg/identity`."""
+    limits = limits or BodyLimits()
+    app = FastAPI(
+        title="disagg-engine",
+        version=package_version(),
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
+            Exception: _internal_error,
+        },
+        default_response_class=Response,
+    )
+    registry, key = registry_of(engine, model.name), leases.new_key()
 
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: EngineLike,
-        limits: BodyLimits,
-        itself: identity.EngineDescription,
-    ) -> None:
-        self._model = model
-        self._engine = engine
-        self._limits = limits
-        self._itself = itself
-        self._registry = registry_of(engine, model.name)
-        self._key = leases.new_key()
+    async def body_of(request: Request) -> bytes:
+        return await read_body(request, limit=limits.body_bytes, timeout=limits.body_seconds)
 
-    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        return [
-            ("POST", "/v1/completions", self.completions),
-            ("POST", "/v1/chat/completions", self.chat_completions),
-            ("GET", "/v1/models", self.models),
-            ("GET", "/v1/models/{name:path}", self.one_model),
-            ("POST", "/tokenize", self.tokenize),
-            ("POST", "/detokenize", self.detokenize),
-            ("GET", "/health", self.health),
-            ("GET", "/version", self.version),
-            ("GET", "/metrics", self.metrics),
-            ("GET", identity.PATH, self.identity),
-            ("POST", release.PATH, self.release),
-            ("GET", leases.PATH, self.leases),
-        ]
+    def check_health() -> None:
+        if not engine.is_healthy:
+            raise UnavailableError("the engine is dead; see its log")
 
-    async def completions(self, request: Request) -> Response:
-        return await self._generate(request, prepare_completion, CompletionDialect)
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, prepare_chat, ChatDialect)
-
-    async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._card(name) for name in self._model.names]})
-
-    async def one_model(self, name: str, request: Request) -> Response:
-        if not name:
-            return RedirectResponse(request.url.replace(path="/v1/models"))
-        if name not in self._model.names:
-            raise EngineNotFoundError(f"The model `{name}` does not exist.", "model")
-        return _json(self._card(name))
-
-    async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        return _json(await asyncio.to_thread(tokenize, self._model, body))
-
-    async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        return _json(await asyncio.to_thread(detokenize, self._model, body))
-
-    async def health(self) -> Response:
-        self._check_health()
-        return Response()
-
-    async def version(self) -> Response:
-        return _json({"version": package_version()})
-
-    async def metrics(self) -> Response:
-        return Response(exposition(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def identity(self) -> Response:
-        try:
-            return _json(await asyncio.to_thread(identity.identity, self._itself))
-        except identity.IdentityError as error:
-            raise UnavailableError(str(error)) from None
-
-    async def release(self, request: Request) -> Response:
-        try:
-            names = release.parse(json_object(await self._body(request)))
-        except ValueError as error:
-            raise EngineBadRequestError(str(error)) from None
-        return _json({"released": await self._engine.release(*names)})
-
-    async def leases(self, request: Request) -> Response:
-        asked = request.query_params.get(leases.ASKED)
-        try:
-            seen = await asyncio.to_thread(self._engine.inspect, asked)
-        except TimeoutError:
-            raise UnavailableError("the connector's thread does not answer") from None
-        return _json(leases.page([leases.rank(seen, self._key)] if seen else []))
-
-    async def _generate(
-        self, request: Request, prepare: Prepare, dialect_of: type[AnswerFormat]
+    async def generate(
+        request: Request, prepare: Prepare, dialect_of: type[AnswerFormat]
     ) -> Response:
-        content = await self._body(request)
-        self._check_health()
-        id_header = request.headers.get("x-request-id")
+        content = await body_of(request)
+        check_health()
         try:
-            job = await asyncio.to_thread(prepare, self._model, content, id_header)
+            id_header = request.headers.get("x-request-id")
+            job = await asyncio.to_thread(prepare, model, content, id_header)
         except ApiError:
-            await self._decline(content)
+            # A remote engine may keep KV for the refused request.
+            params = await asyncio.to_thread(remote_params, content)
+            if params is not None:
+                engine.decline(params)
             raise
-        dialect = dialect_of(job, self._model.tokenizer)
-        outputs = generation.run(self._engine, job)
+        dialect = dialect_of(job, model.tokenizer)
+        outputs = generation.run(engine, job)
         try:
             if not job.stream:
                 body = await until_disconnect(request.receive, answer.whole(dialect, outputs))
@@ -166,58 +110,86 @@ class Endpoints:
         except ClientGoneError:
             logger.info("%s: the client left", job.id)
             for each in job.engine_requests():
-                self._engine.abort(each.request_id)
+                engine.abort(each.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def _decline(self, content: bytes) -> None:
-        """Nobody reads what a remote keeps for a request that was refused."""
-        params = await asyncio.to_thread(remote_params, content)
-        if params is not None:
-            self._engine.decline(params)
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await generate(request, prepare_completion, CompletionDialect)
 
-    async def _body(self, request: Request) -> bytes:
-        limits = self._limits
-        return await read_body(request, limit=limits.body_bytes, timeout=limits.body_seconds)
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await generate(request, prepare_chat, ChatDialect)
 
-    def _check_health(self) -> None:
-        if not self._engine.is_healthy:
-            raise UnavailableError("the engine is dead; see its log")
-
-    def _card(self, name: str) -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": self._model.created,
+            "created": model.created,
             "owned_by": "disagg-engine",
-            "root": self._model.name,
+            "root": model.name,
             "parent": None,
-            "max_model_len": self._model.max_model_len,
+            "max_model_len": model.max_model_len,
             "permission": [],
         }
 
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card(name) for name in model.names]})
 
-def build_app(
-    model: ServedModel,
-    engine: EngineLike,
-    limits: BodyLimits | None = None,
-    itself: identity.EngineDescription | None = None,
-) -> FastAPI:
-    """`itself`: what the engine says of itself at `/disagg/identity`."""
-    app = FastAPI(
-        title="disagg-engine",
-        version=package_version(),
-        docs_url=None,
-        redoc_url=None,
-        exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            ClientDisconnect: _client_gone,
-            Exception: _internal_error,
-        },
-    )
-    endpoints = Endpoints(model, engine, limits or BodyLimits(), itself or NAMELESS)
-    for method, path, handler in endpoints.routes():
-        app.add_api_route(path, handler, methods=[method], response_class=Response)
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str, request: Request) -> Response:
+        if not name:
+            return RedirectResponse(request.url.replace(path="/v1/models"))
+        if name not in model.names:
+            raise EngineNotFoundError(f"The model `{name}` does not exist.", "model")
+        return _json(card(name))
+
+    @app.post("/tokenize")
+    async def tokenize_text(request: Request) -> Response:
+        return _json(await asyncio.to_thread(tokenize, model, await body_of(request)))
+
+    @app.post("/detokenize")
+    async def detokenize_ids(request: Request) -> Response:
+        return _json(await asyncio.to_thread(detokenize, model, await body_of(request)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        check_health()
+        return Response()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": package_version()})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get(identity.PATH)
+    async def identity_page() -> Response:
+        try:
+            return _json(await asyncio.to_thread(identity.identity, itself))
+        except identity.IdentityError as error:
+            raise UnavailableError(str(error)) from None
+
+    @app.post(release.PATH)
+    async def release_kv(request: Request) -> Response:
+        try:
+            names = release.parse(json_object(await body_of(request)))
+        except ValueError as error:
+            raise EngineBadRequestError(str(error)) from None
+        return _json({"released": await engine.release(*names)})
+
+    @app.get(leases.PATH)
+    async def leases_page(request: Request) -> Response:
+        asked = request.query_params.get(leases.ASKED)
+        try:
+            seen = await asyncio.to_thread(engine.inspect, asked)
+        except TimeoutError:
+            raise UnavailableError("the connector's thread does not answer") from None
+        return _json(leases.page([leases.rank(seen, key)] if seen else []))
+
     return app
 
 

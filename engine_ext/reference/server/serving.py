@@ -1,4 +1,4 @@
-"""uvicorn, with the signals in our hands: the first ends politely, the second at once."""
+"""uvicorn, with the signals handled here: the first one drains, the second ends the process."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,7 @@ from starlette.types import ASGIApp
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-KEEP_ALIVE_SECONDS = 75
+KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than a router's pool keeps an idle connection, so that the router closes first."""
 
 
@@ -35,61 +34,57 @@ class ReferenceServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: who connects too early is refused.
+    """A bound socket that does not listen yet: a client that connects too early is refused.
 
-    Raises OSError where the address is taken or is none of ours.
+    Raises OSError if the address is taken or not ours.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
+    with contextlib.ExitStack() as undo:
+        bound = undo.enter_context(socket.socket(family, kind, protocol))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
+        undo.pop_all()
     return bound
 
 
 class Stopwatch:
-    """How long ago the first signal came."""
+    """Measures the time since the first signal."""
 
     def __init__(self) -> None:
-        self._started: float | None = None
-
-    def start(self) -> None:
-        self._started = time.monotonic()
+        self.started: float | None = None
 
     def seconds(self) -> float:
-        return 0.0 if self._started is None else time.monotonic() - self._started
+        return 0.0 if self.started is None else time.monotonic() - self.started
 
 
 async def serve(
     app: ASGIApp, bound: socket.socket, signalled: Stopwatch, *, shutdown_timeout: int
 ) -> None:
     """Until SIGINT or SIGTERM; then requests have `shutdown_timeout` seconds to finish."""
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=shutdown_timeout,
+    server = ReferenceServer(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+            timeout_graceful_shutdown=shutdown_timeout,
+        )
     )
-    server = ReferenceServer(config)
+
+    def stop(number: signal.Signals) -> None:
+        if server.should_exit:
+            os._exit(128 + number)
+        signalled.started = time.monotonic()
+        server.should_exit = True
+
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, _stop, server, signalled, number)
+        loop.add_signal_handler(number, stop, number)
     try:
         await server.serve(sockets=[bound])
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
-
-
-def _stop(server: ReferenceServer, signalled: Stopwatch, number: signal.Signals) -> None:
-    if server.should_exit:
-        os._exit(128 + number)
-    signalled.start()
-    server.should_exit = True

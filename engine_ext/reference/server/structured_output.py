@@ -96,18 +96,21 @@ def _structured_output(wanted: dict[str, Any]) -> tuple[str, str]:
         raise EngineBadRequestError(
             f"structured_outputs must have exactly one of {', '.join(_FORMS)}", param
         )
-    name = chosen[0]
-    value: Any = wanted[name]
-    if name == "json_object":
-        value = ANY_OBJECT if value is True else None
-    elif name == "choice":
-        is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-        value = value if is_list else None
-    if (isinstance(value, dict) and name.startswith("json")) or (name == "choice" and value):
-        value = orjson.dumps(value).decode()
-    if not isinstance(value, str):
-        raise EngineBadRequestError(f"structured_outputs.{name} has the wrong type", param)
-    return _FORMS[name], value
+    name, value = chosen[0], wanted[chosen[0]]
+    match name:
+        case "json" if isinstance(value, dict):
+            text = orjson.dumps(value).decode()
+        case "json_object" if value is True:
+            text = orjson.dumps(ANY_OBJECT).decode()
+        case "choice" if (
+            isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        ):
+            text = orjson.dumps(value).decode()
+        case "json" | "regex" | "grammar" if isinstance(value, str):
+            text = value
+        case _:
+            raise EngineBadRequestError(f"structured_outputs.{name} has the wrong type", param)
+    return _FORMS[name], text
 
 
 def forced_by(request: ChatBody) -> Forced | None:

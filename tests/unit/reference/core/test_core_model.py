@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_ext.reference.build import build_engine, build_model, max_model_len
+from engine_ext.reference.build import build_engine, build_model
 from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.kv_cache import KVCache
+from engine_ext.reference.kv_cache import KVCache, max_model_len
 from engine_ext.reference.model import BatchBuilder, ChunkInput
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.weights import load_weights
