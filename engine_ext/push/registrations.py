@@ -562,6 +562,5 @@ class Registrations:
             self._stats.pushes_aborted += 1
         else:
             self._stats.pushes_missed += 1
-        if waiting.problem is not None and not ok and not waiting.is_aborted:
-            self._results.explain(waiting.request_id, waiting.problem)
-        self._results.received(waiting.request_id, ok=ok)
+        problem = None if ok or waiting.is_aborted else waiting.problem
+        self._results.received(waiting.request_id, ok=ok, problem=problem)

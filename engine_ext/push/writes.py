@@ -304,7 +304,7 @@ class Writes:
 
     def _note(self, writing: ActiveWrite) -> None:
         message = writing.registered.message
-        self._log.note(
+        self._log.record(
             "WRITE",
             writing.held.offer.request_id,
             message.decode_engine_id,

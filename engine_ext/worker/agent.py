@@ -1,7 +1,7 @@
 """The NIXL agent: one object, used by one thread at a time, without NIXL's progress thread.
 
-NIXL's own progress thread burns a core when idle; here whoever owns the agent polls it. Completion
-notifications leave only when the initiator polls, so an owner polls its own transfers.
+NIXL's progress thread uses a whole core when idle, so the agent's owner polls instead. The
+notification of a completed transfer leaves only when its initiator polls.
 """
 
 import enum
@@ -22,7 +22,7 @@ from engine_ext.wire.nixl_metadata import agent_name
 logger = logging.getLogger(__name__)
 
 
-REHEARSAL_SECONDS = 1.0
+WARM_UP_SECONDS = 1.0
 
 
 class AgentError(Exception):
@@ -48,7 +48,7 @@ class PeerHandle:
     write_bound: float = 0.0
     """Seconds after which a WRITE that has begun there has landed, or never will."""
     readers: int = 1
-    """How many ranks of ours read from this one: it keeps its blocks until it heard from all."""
+    """How many ranks of ours read from this one: it keeps its blocks until all have confirmed."""
     refusal: str | None = None
     """Why no KV may move between this engine and us."""
     returns_blocks: bool = False
@@ -64,43 +64,41 @@ class Agent(Protocol):
 
     @property
     def name(self) -> str:
-        """What others know this agent by, and its notifications are from."""
+        """The name that other agents know, and that its notifications carry."""
 
     def metadata(self) -> bytes: ...
     def add_remote(self, metadata: bytes) -> str:
-        """Makes a remote agent known, for notifications; returns its name. Twice is once, and
-        what differs from what is known of that name is refused."""
+        """Make a remote agent known, for notifications, and return its name. Other metadata for a
+        known name is refused."""
 
     def remove_remote(self, name: str) -> None:
-        """Not while a transfer with it runs: nobody would ever hear how it ends."""
+        """Not while a transfer with it runs, because its end could not be polled then."""
 
     def prepare(self, name: str, layout: PeerLayout) -> Any:
-        """Both sides' descriptors, for `start_read`."""
+        """Prepare both sides' descriptors, for `start_read`."""
 
     def unprepare(self, peer: PeerHandle) -> None:
-        """Frees what `prepare` made."""
+        """Free what `prepare` made."""
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
-        """READs remote bytes into local ones. Shapes: [descriptors], indices into the rows of the
-        peer's layout.
-
-        `notification` reaches the peer once the data is here and `poll` has been called.
+        """READ remote bytes into local ones. Shapes: [descriptors], indices into the rows of the
+        peer's layout. `notification` reaches the peer once the data is here and `poll` was called.
         """
 
     def start_write(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
     ) -> Transfer:
-        """WRITEs local bytes into remote ones; else as `start_read`."""
+        """WRITE local bytes into remote ones; else as `start_read`."""
 
     def poll(self, transfer: Transfer) -> TransferState: ...
     def discard(self, transfer: Transfer) -> None:
-        """Frees the handle of a transfer that has ended. One that runs is not stopped by it."""
+        """Free the handle of a transfer that has ended. This stops no transfer."""
 
     def notify(self, name: str, message: bytes) -> None: ...
     def notifications(self) -> list[tuple[str, bytes]]:
-        """What remote agents sent since the last call: (name, message)."""
+        """Return what remote agents sent since the last call: (name, message)."""
 
     def close(self) -> None: ...
 
@@ -124,9 +122,10 @@ class TransferInFlight:
         return now >= self.deadline
 
     def has_ended(self, agent: Agent, now: float) -> bool:
-        """True: NIXL touches the blocks no more, and `problem` tells how it went.
+        """Return whether NIXL touches the blocks no more; `problem` is None if all went well then.
 
-        While NIXL cannot be asked, or says that it runs, it has not ended, whatever the time.
+        While NIXL reports that the transfer runs, or cannot be polled, it has not ended, whatever
+        the time.
         """
         if self.ended:
             return True
@@ -161,7 +160,7 @@ class Prepared:
 
 
 SHARED_DESCRIPTORS = 1024
-"""From so many on NIXL splits a transfer among its worker threads, where it has any."""
+"""NIXL splits a transfer of so many among its worker threads, where it has any."""
 
 _ENDED = (
     nixlBind.nixlBackendError,
@@ -170,15 +169,15 @@ _ENDED = (
     nixlBind.nixlNotPostedError,
     nixlBind.nixlRemoteDisconnectError,
 )
-"""What a poll raises of a transfer that has failed. Not found: the connection has failed, and
-another transfer was asked first. We never remove a remote with which a transfer runs."""
+"""What a poll raises for a transfer that has failed. Not found: the connection has failed, and
+another transfer was polled first. A remote with which a transfer runs is never removed."""
 
 
 @dataclass(slots=True)
 class NixlTransfer:
     handle: Any
     is_shared: bool
-    """Worker threads carry it together: an error of one does not say that the others have ended."""
+    """Several worker threads carry it: an error of one does not mean that the others have ended."""
     has_failed: bool = False
     """It could not be started, or not all of it."""
 
@@ -186,7 +185,7 @@ class NixlTransfer:
 class NixlAgent:
     """`Agent` over the real library. Raises AgentError when the memory cannot be registered.
 
-    `stats` learns what NIXL says of each transfer that ended well: times, bytes, descriptors.
+    `stats` gets NIXL's telemetry of each transfer that ended well.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class NixlAgent:
                 self._mem_type,
             )
             self._prepare_local(strided_descriptors(self._regions))
-        self._rehearse(list(backends))
+        self._warm_up(list(backends))
 
     @property
     def name(self) -> str:
@@ -234,8 +233,8 @@ class NixlAgent:
             return bytes(self._nixl.get_agent_metadata())
 
     def add_remote(self, metadata: bytes) -> str:
-        # NIXL forgets an agent of which it fails to load more, and never takes that name again:
-        # anybody may send metadata in another agent's name.
+        # Anybody may send metadata in another agent's name. If NIXL fails to load it, NIXL forgets
+        # the agent that it knew, and refuses the name from then on.
         digest = blake2b(metadata, digest_size=16).digest()
         if self._remotes.get(agent_name(metadata) or "", digest) != digest:
             raise AgentError(f"agent {agent_name(metadata)} is known by other metadata")
@@ -333,21 +332,21 @@ class NixlAgent:
         try:
             self._nixl.transfer(handle)
         except Exception as error:
-            # Part of it may be under way: whoever polls it finds out when it has ended.
+            # Part of it may be under way: only polling shows when that has ended.
             logger.warning("could not start a %s: %s", operation, error)
             transfer.has_failed = True
         return transfer
 
     def _record(self, transfer: Transfer) -> None:
         try:
-            said = self._nixl.get_xfer_telemetry(transfer.handle)
+            telemetry = self._nixl.get_xfer_telemetry(transfer.handle)
         except Exception as error:
             logger.debug("no telemetry of a transfer: %s", error)
             return
-        self._stats.transfer_seconds.observe(said.xferDuration / 1e6)
-        self._stats.post_seconds.observe(said.postDuration / 1e6)
-        self._stats.bytes_per_transfer.observe(said.totalBytes)
-        self._stats.descriptors_per_transfer.observe(said.descCount)
+        self._stats.transfer_seconds.observe(telemetry.xferDuration / 1e6)
+        self._stats.post_seconds.observe(telemetry.postDuration / 1e6)
+        self._stats.bytes_per_transfer.observe(telemetry.totalBytes)
+        self._stats.descriptors_per_transfer.observe(telemetry.descCount)
 
     def _prepare_local(self, rows: Rows) -> Any:
         """Peers that are alike share ours; kept until the agent is closed."""
@@ -358,20 +357,21 @@ class NixlAgent:
             )
         return self._prepared[key]
 
-    def _rehearse(self, backends: list[str]) -> None:
-        """Calls an agent that goes away again, and is called by another.
+    def _warm_up(self, backends: list[str]) -> None:
+        """Exchange a notification with a temporary agent, in both directions.
 
-        At the first connection either way UCX weighs its protocols, for some twenty milliseconds in
-        which nothing else moves. Later peers on the same kind of path find that done.
+        At the first connection in each direction UCX selects its protocols, which takes some twenty
+        milliseconds in which nothing else moves. Later peers on the same kind of path find that
+        done.
         """
         config = nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
         try:
-            for we_call in (True, False):
+            for is_caller in (True, False):
                 other = nixl_agent(str(uuid.uuid4()), config)
-                pair = (self._nixl, other) if we_call else (other, self._nixl)
-                _say_a_word(*pair)
+                pair = (self._nixl, other) if is_caller else (other, self._nixl)
+                _exchange_notification(*pair)
         except Exception as error:
-            logger.info("no rehearsal, the first handshake takes longer: %s", error)
+            logger.info("no warm-up, the first handshake takes longer: %s", error)
 
     def _only_mem_type(self) -> str:
         mem_types = {region.mem_type for region in self._regions}
@@ -389,18 +389,18 @@ def _add(agent: nixl_agent, metadata: bytes) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _say_a_word(caller: nixl_agent, callee: nixl_agent) -> None:
-    """Returns when it has arrived, or after a second."""
+def _exchange_notification(caller: nixl_agent, callee: nixl_agent) -> None:
+    """Return when it has arrived, or after a second."""
     name = _add(caller, callee.get_agent_metadata())
     caller.send_notif(name, b"rehearsal")
-    deadline = time.monotonic() + REHEARSAL_SECONDS
+    deadline = time.monotonic() + WARM_UP_SECONDS
     while not callee.get_new_notifs() and time.monotonic() < deadline:
         caller.get_new_notifs()
     caller.remove_remote_agent(name)
 
 
 class _errors:  # noqa: N801 - reads as a statement
-    """NIXL's bindings raise their own exception types, one per status code."""
+    """Turns the exceptions of NIXL's bindings into AgentError."""
 
     def __init__(self, action: str) -> None:
         self._action = action

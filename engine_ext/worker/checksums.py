@@ -1,10 +1,10 @@
-"""Checksums of KV blocks: a reader compares the bytes that it has with those that the holder had.
+"""Checksums of KV blocks: a reader compares the bytes that it has with those that the source had.
 
-The prefix proof says of which tokens the blocks are. Nothing in it says that the bytes arrived as
-they were: a bit that flipped on the way, or two blocks that changed places, is a wrong answer with
-status 200. With `kv_checksum: true` in both engines:
+The prefix hashes show of which tokens the blocks are, not that the bytes arrived unchanged. A bit
+that flipped on the way, or two blocks that changed places, would be a wrong answer with status 200.
+With `kv_checksum: true` in both engines:
 
-    holder                                      reader
+    source                                      reader
     grants the lease, sums up its blocks        READs the blocks
              <--------- Read(wants_sums) ------ the READ has ended: sums up its own blocks
     when its sums are made: ReadAck(sums) ----> compares:
@@ -22,8 +22,8 @@ A sum is CRC-32: it finds every single error of up to 32 bits in a row, and miss
 all others. It protects from faults, not from forgery.
 
 Summing up a gigabyte takes a good part of a second, in which leases have to be renewed. So the work
-is done in slices, one per step of the owner thread. Sums that a reader waits for come first, and
-the smallest of them.
+is done in slices, one per step of the owner thread. Sums that a reader waits for come first, the
+smallest before the others.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ STEP_BYTES = 2 << 20
 engines make progress only between two steps."""
 SUM_BYTES = 4
 SLOWEST_BYTES_PER_SECOND = 20e6
-"""At which a reader expects the holder to sum up, at worst: a hundredth of what a core does."""
+"""The slowest rate that a reader expects of a source: a hundredth of what a core does."""
 
 Buffer = bytes | memoryview | ctypes.Array[ctypes.c_ubyte]
 Sums = npt.NDArray[np.uint32]
@@ -63,7 +63,7 @@ class BlockMemory(Protocol):
 
 
 class HostBlocks:
-    """Host memory: nothing is copied, and whoever computes has written when it says so."""
+    """Host memory, read in place. An engine on a CPU has written when its step ends."""
 
     def read(self, region: Region, block_id: int) -> Buffer:
         address = region.base_addr + block_id * region.block_stride
@@ -90,12 +90,12 @@ class Summing:
 
 @dataclass(slots=True, eq=False)
 class ChecksumComparison:
-    """What a READ has brought, to be compared with what the holder had."""
+    """The blocks that a READ has brought, to be compared with the source's."""
 
     ours: Summing
     places: list[list[int]]
-    """By KV-cache group, where each of our blocks is in the holder's list."""
-    num_held: list[int]
+    """By KV-cache group, where each of our blocks is in the source's list."""
+    num_theirs: list[int]
     """By KV-cache group, the length of that list."""
 
     @property
@@ -103,11 +103,11 @@ class ChecksumComparison:
         return self.ours.is_done
 
     def problem(self, sums: Sequence[bytes]) -> str | None:
-        """Return what is wrong, once it is done; None if nothing is. `sums` are the holder's, one
+        """Return what is wrong, once it is done; None if nothing is. `sums` are the source's, one
         entry per KV-cache group."""
         theirs = [np.frombuffer(one, "<u4") for one in sums if not len(one) % SUM_BYTES]
-        if list(map(len, theirs)) != self.num_held:
-            return "the holder's checksums are of other blocks"
+        if list(map(len, theirs)) != self.num_theirs:
+            return "the source's checksums are of other blocks"
         if self.ours.sums is None:
             return "the checksums of what was read could not be made"
         for group, (ours, places) in enumerate(zip(self.ours.sums, self.places, strict=True)):
@@ -115,13 +115,13 @@ class ChecksumComparison:
             if len(wrong):
                 return (
                     f"checksum: {len(wrong)} of {len(ours)} blocks of group {group} are not what "
-                    f"the holder had, block {self.ours.block_ids[group][wrong[0]]} the first"
+                    f"the source had, block {self.ours.block_ids[group][wrong[0]]} the first"
                 )
         return None
 
 
 class Checksums:
-    """The sums of one rank's blocks, as holder and as reader. Only the owner thread uses it."""
+    """The sums of one rank's blocks, as source and as reader. Only the owner thread uses it."""
 
     def __init__(
         self, regions: Sequence[Region], geometry: CacheGeometry, blocks: BlockMemory
@@ -155,7 +155,7 @@ class Checksums:
             summing.is_done = True
             self._unfinished.remove(summing)
 
-    # The holder's side.
+    # The source's side.
 
     def lease(self, request_id: str, block_ids: BlockIds) -> None:
         """Begin the sums of what readers of this request will read."""
@@ -197,8 +197,8 @@ class Checksums:
     def _places(
         self, order: PullOrder, group: int, window: int | None
     ) -> Iterator[tuple[int, int]]:
-        """Yield each block of ours that was read, and its place in the holder's list. A state is
-        one block, whichever tokens are asked for. A window's list ends where the holder's tokens
+        """Yield each block of ours that was read, and its place in the source's list. A state is
+        one block, whichever tokens are asked for. A window's list ends where the source's tokens
         do, and neither side keeps anything in a hole."""
         source, ours = order.source, order.local_block_ids[group]
         theirs = source.block_ids[group]

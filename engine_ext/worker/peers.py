@@ -1,12 +1,12 @@
-"""The other engines we talk to: handshakes in flight, and what they led to.
+"""Engines that this one connects to: handshakes in flight, and ready peers.
 
-A peer is one rank of an engine. It is CONNECTING, then READY, or it has failed and is gone, so that
-the next request starts afresh. Handshakes never block each other: each has its own socket and its
-own deadline, and those of an engine's ranks run together. The NIXL metadata of a peer that has not
-proven that it holds the shared secret is validated before it is loaded, which has as much time.
+A peer is one rank of an engine. It is connecting, then ready; or it has failed and is forgotten, so
+that the next request starts a new handshake. Handshakes never block each other: each has its own
+socket and its own deadline, and those of an engine's ranks run together. The NIXL metadata of a
+peer without the shared secret is validated before it is loaded, with a deadline of its own.
 
-An engine with another version of our extension is refused. It only gets stock vLLM's notification
-that we will not read (see EXTENSION_VERSION).
+No KV moves between engines with different versions of our extension. They exchange stock vLLM's
+notification that a reader will not read (see EXTENSION_VERSION).
 """
 
 import logging
@@ -43,8 +43,7 @@ logger.addFilter(LogRateLimit())
 
 MAX_CONNECTING = 256
 MAX_CONNECTING_THERE = 32
-"""With one host; more wait for their turn. One request may name an engine of 64 ranks that nobody
-has ever seen."""
+"""With one host; more wait for their turn. One request may name an unknown engine of 64 ranks."""
 MAX_PEERS = 4096
 EVICTION_SECONDS = 60.0
 
@@ -63,7 +62,7 @@ class Connecting:
     started: float
     deadline: float
     metadata: AgentMetadata | None = None
-    """The answer, whose NIXL metadata is under validation."""
+    """The peer's answer. Its NIXL metadata is under validation."""
     check: MetadataValidation | None = None
 
 
@@ -77,7 +76,7 @@ class Ready:
 def compatibility_problem(
     ours: Mapping[str, str], payload: HandshakePayload, our_hash: str | None = None
 ) -> str | None:
-    """Why the peer's model or cache is not ours, naming each field; None when it is."""
+    """Return what differs in the peer's model or cache, naming each field; None if nothing."""
     if payload.effective_hash == (our_hash or compatibility_hash(ours)):
         return None
     theirs = payload.compat_factors
@@ -99,15 +98,15 @@ def _refusal_of(metadata: AgentMetadata) -> str | None:
 
 
 class Peers:
-    """Bounded: an engine that nothing was done with for `engine_ttl`, and does not hold or move
-    anything for us, is forgotten; so is the one that was left alone longest, to make room."""
+    """Bounded: a peer that was not used for `ConnectorConfig.unused_ttl` is forgotten, and where
+    there are too many, the one unused for longest. A peer with a transfer under way stays."""
 
     def __init__(
         self,
         context: WorkerContext,
         is_in_use: Callable[[PeerHandle], bool] = lambda handle: False,
     ) -> None:
-        """`is_in_use`: a transfer with that peer is under way, and it must stay known."""
+        """`is_in_use`: a transfer with that peer is under way."""
         self._context = context
         self._agent, self._config, self._us = context.agent, context.config, context.rank
         self._identity, self._stats = context.identity, context.stats
@@ -147,12 +146,12 @@ class Peers:
         *,
         moves_kv: bool = True,
     ) -> PeerHandle | None:
-        """That rank of the engine's stage, by default the first that we face; None while its
+        """Return that rank of the engine's stage, by default the first that we face; None while its
         handshake runs.
 
-        The first call starts the handshake; a call after it failed raises PeerError, once per
-        `step`, and the next one starts a new one. Raises RefusedPeerError if no KV may move between
-        the two engines; not with `moves_kv` False, which is for notifications.
+        The first call starts the handshake. If it fails, calls raise PeerError until the next
+        `step`, and then start a new one. Raises RefusedPeerError if no KV may move between the two
+        engines, except with `moves_kv` False, which is for notifications.
         """
         peer = PeerRank(address, self._faced(address)[0] if rank is None else rank, stage)
         if (ready := self._ready.get(peer)) is not None:
@@ -169,8 +168,8 @@ class Peers:
     def connect_all(
         self, address: PeerAddress, now: float, *, moves_kv: bool = True
     ) -> list[PeerHandle] | None:
-        """Every rank of the engine that we face, in each of its stages; None while a handshake
-        runs. Else as `connect`."""
+        """Return every rank of the engine that we face, in each of its stages; None while a
+        handshake runs. Else as `connect`."""
         faced, stages = self._faced(address), range(address.pp_size)
         if len(faced) * len(stages) > MAX_FACED:
             raise PeerError(f"{len(stages)} stages of {len(faced)} ranks: at most {MAX_FACED}")
@@ -211,11 +210,14 @@ class Peers:
         return True
 
     def step(self, now: float) -> None:
-        """Moves every handshake on. Failures are seen by `connect` until the next step."""
+        """Move every handshake on."""
         self._failed.clear()
         if now >= self._next_round:
             self._next_round = now + min(self._ttl / 4, EVICTION_SECONDS)
-            self._forget_unused(now - self._ttl)
+            unused = now - self._ttl
+            for peer in [peer for peer, ready in self._ready.items() if ready.used_at <= unused]:
+                if self._forget(peer):
+                    logger.info("%s: forgotten, unused for %g s", peer, self._ttl)
         for peer, connecting in list(self._connecting.items()):
             try:
                 self._advance(peer, connecting, now)
@@ -226,15 +228,13 @@ class Peers:
                 self._fail(peer, repr(error))
 
     def forget(self, address: PeerAddress) -> None:
-        """Something failed with this engine: the next use starts with handshakes.
-
-        Ranks that a transfer runs with stay: it will find out itself whether they live.
-        """
+        """Something failed with this engine: its next use starts with handshakes, except with ranks
+        that a transfer runs with."""
         for peer in [peer for peer in self._ready if peer.address == address]:
             self._forget(peer)
 
     def knows(self, name: str) -> bool:
-        """It is the agent of an engine that we shook hands with."""
+        """Return whether it is the agent of a ready peer."""
         return any(ready.handle.name == name for ready in self._ready.values())
 
     def close(self) -> None:
@@ -243,11 +243,11 @@ class Peers:
         self._dialer.close()
 
     def _has_stages(self, address: PeerAddress) -> bool:
-        """It, or we: a rank there may have some of our layers, or none."""
+        """With pipeline stages on either side, a rank there may lack some of our layers."""
         return address.pp_size > 1 or self._identity.pp_size > 1
 
     def _check_layers(self, stages: list[PeerHandle]) -> None:
-        """Each of our layers is one stage's there, and one's only."""
+        """Check that each of our layers is in exactly one stage there."""
         found = sorted(layer for peer in stages for layer in peer.layout.layers)
         if found != self._layers:
             raise PeerError(
@@ -267,11 +267,6 @@ class Peers:
         except RankError as error:
             raise PeerError(str(error)) from None
 
-    def _forget_unused(self, since: float) -> None:
-        for peer in [peer for peer, ready in self._ready.items() if ready.used_at <= since]:
-            if self._forget(peer):
-                logger.info("%s: forgotten, unused for %g s", peer, self._ttl)
-
     def _make_room(self) -> None:
         if len(self._ready) < MAX_PEERS:
             return
@@ -280,7 +275,7 @@ class Peers:
             raise PeerError(f"{len(self._ready)} engines are in use already")
 
     def _forget(self, peer: PeerRank) -> bool:
-        """False: a transfer runs with it."""
+        """Return False if a transfer runs with it."""
         handle = self._ready[peer].handle
         if self._is_in_use(handle):
             return False
@@ -289,7 +284,7 @@ class Peers:
         return True
 
     def _remove(self, name: str) -> None:
-        """Unless it is known by another address, too."""
+        """Unless the agent is also known by another address."""
         if not self.knows(name):
             self._agent.remove_remote(name)
 
@@ -318,7 +313,8 @@ class Peers:
         if connecting.metadata is None and (payload := connecting.client.receive()) is not None:
             self._check(payload)
             metadata = decode_metadata(payload)
-            self._check_identity(peer, metadata)
+            if metadata.engine_id != (expected := peer.address.engine_id):
+                raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
             connecting.metadata = metadata
             connecting.check = self._validate(metadata, now)
             connecting.deadline = now + self._config.handshake_timeout
@@ -341,16 +337,11 @@ class Peers:
             logger.warning("%s; going on, enforce_handshake_compat is false", problem)
 
     def _validate(self, metadata: AgentMetadata, now: float) -> MetadataValidation:
-        """What an engine with the extension says has been proven, where there is a secret: see
-        secret_handshake.py. Without one, and for stock engines in mixed mode, nothing has."""
+        """With a secret, the answer of an engine with the extension is authenticated (see
+        wire/secret_handshake.py). Without one, and for stock engines in mixed mode, it is not."""
         is_proven = self._config.access.secret is not None and metadata.disagg_ext is not None
         validator = TRUSTING if is_proven else self._context.validator
         return validator.submit(metadata.agent_metadata, now, is_expected=True)
-
-    def _check_identity(self, peer: PeerRank, metadata: AgentMetadata) -> None:
-        expected = peer.address.engine_id
-        if metadata.engine_id != expected:
-            raise PeerError(f"engine {metadata.engine_id} answers where {expected} was")
 
     def _accept(self, peer: PeerRank, metadata: AgentMetadata, now: float) -> None:
         self._make_room()

@@ -429,7 +429,7 @@ class Pulls:
 
     def _note(self, reading: ActivePull) -> None:
         order = reading.order
-        self._context.log.note(
+        self._context.log.record(
             "READ",
             order.request_id,
             order.source.address.engine_id,
@@ -473,9 +473,8 @@ class Pulls:
         )
         self._stats.pulls_aborted += is_abort
         self._stats.pulls_failed += not is_abort
-        if not is_abort:
-            self._results.explain(order.request_id, LoadProblem(problem, is_of_pair))
-        self._results.received(order.request_id, ok=False)
+        shown = None if is_abort else LoadProblem(problem, is_of_pair)
+        self._results.received(order.request_id, ok=False, problem=shown)
 
 
 def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:

@@ -1,7 +1,8 @@
-"""Who reads from us: agents that said where to send answers.
+"""Answers to agents that this engine has not connected to.
 
-A hello carries the NIXL metadata that answers need. The metadata of an agent that has not proven
-that it holds the shared secret is validated first; what is answered to the agent meanwhile waits.
+A reader introduces itself with a hello, which carries the NIXL metadata that answers to it need.
+The metadata of an agent without the shared secret is validated before it is loaded; answers to the
+agent wait until then.
 """
 
 import logging
@@ -20,28 +21,26 @@ logger.addFilter(LogRateLimit())
 
 
 @dataclass(slots=True)
-class Reader:
+class ReplyChannel:
     metadata: bytes
     heard_at: float
 
 
 MAX_DELAYED = 64
-"""Answers that wait for one agent's metadata to be validated."""
+"""Answers to one agent that wait until its metadata is validated."""
 
 
 @dataclass(slots=True)
-class Arrival:
-    """An agent that has said hello; its metadata is being validated."""
+class PendingHello:
+    """A hello whose metadata is under validation."""
 
     sender: str
     check: MetadataValidation
 
 
 class ReplyChannels:
-    """Bounded in number and age: the reader that was heard of longest ago is forgotten first.
-
-    `validator` bounds the arrivals.
-    """
+    """By agent. Bounded in number and age: the agent without a message for the longest time is
+    forgotten first. `validator` bounds pending hellos."""
 
     LIMIT = 4096
 
@@ -52,24 +51,24 @@ class ReplyChannels:
         is_peer: Callable[[str], bool],
         validator: Validator = TRUSTING,
     ) -> None:
-        """`is_peer`: we read from or write to that agent, too, and NIXL must go on knowing it."""
+        """`ttl` in seconds. `is_peer`: the agent is also a peer, which NIXL must go on knowing."""
         self._agent = agent
         self._ttl = ttl
         self._is_peer = is_peer
         self._validator = validator
-        self._arrivals: list[Arrival] = []
+        self._pending: list[PendingHello] = []
         self._delayed: dict[str, list[bytes]] = {}
-        """Answers for agents among the arrivals, by name."""
-        self._readers: OrderedDict[str, Reader] = OrderedDict()
+        """Answers to agents with a pending hello, by name."""
+        self._channels: OrderedDict[str, ReplyChannel] = OrderedDict()
 
     def hello(self, sender: str, metadata: bytes, now: float) -> None:
-        """Counts from the agent itself alone: nobody says for another where its answers go."""
+        """A hello counts only from the agent that its metadata names."""
         if agent_name(metadata) not in (None, sender):
             logger.warning("ignored a hello of %s in another agent's name", sender)
             return
         check = self._validator.submit(metadata, now, is_expected=False)
         if check.is_pending:
-            self._arrivals.append(Arrival(sender, check))
+            self._pending.append(PendingHello(sender, check))
         else:
             self._admit(sender, check, now)
 
@@ -81,76 +80,77 @@ class ReplyChannels:
         name = self._agent.add_remote(metadata)
         if name != sender:
             logger.warning("ignored a hello of %s in the name of %s", sender, name)
-            if name not in self._readers:
+            if name not in self._channels:
                 self._remove(name)
             return
-        self._readers[name] = Reader(metadata, now)
-        self._readers.move_to_end(name)
-        while len(self._readers) > self.LIMIT:
+        self._channels[name] = ReplyChannel(metadata, now)
+        self._channels.move_to_end(name)
+        while len(self._channels) > self.LIMIT:
             self._forget_oldest()
 
     def knows(self, name: str) -> bool:
-        """It has said hello: it speaks our extension."""
-        return name in self._readers or self._is_arriving(name)
+        """The agent has sent a hello, so it runs our extension."""
+        return name in self._channels or self._is_arriving(name)
 
     def heard(self, sender: str, now: float) -> None:
-        reader = self._readers.get(sender)
-        if reader is not None:
-            reader.heard_at = now
-            self._readers.move_to_end(sender)
+        channel = self._channels.get(sender)
+        if channel is not None:
+            channel.heard_at = now
+            self._channels.move_to_end(sender)
 
     def step(self, now: float) -> None:
         self._admit_validated(now)
-        while self._readers and next(iter(self._readers.values())).heard_at <= now - self._ttl:
+        while self._channels and next(iter(self._channels.values())).heard_at <= now - self._ttl:
             self._forget_oldest()
 
     def answer(self, name: str, message: ExtensionMessage) -> None:
-        """To a reader that said hello; what is said to others is lost, as any message may be."""
+        """Answer an agent that sent a hello. An answer to another agent is lost, as any message may
+        be."""
         encoded = encode_extension(message)
-        if name in self._readers or not self._is_arriving(name):
+        if name in self._channels or not self._is_arriving(name):
             self._send(name, encoded)
         elif len(delayed := self._delayed.setdefault(name, [])) < MAX_DELAYED:
             delayed.append(encoded)
 
     @property
     def num_delayed(self) -> int:
-        """Answers that wait until their reader's metadata is validated."""
+        """Answers that wait until metadata is validated."""
         return sum(map(len, self._delayed.values()))
 
     def _is_arriving(self, name: str) -> bool:
-        return any(one.sender == name for one in self._arrivals)
+        return any(one.sender == name for one in self._pending)
 
     def _send(self, name: str, message: bytes) -> None:
         try:
-            self._tell(name, message)
+            self._notify(name, message)
         except AgentError as error:
-            logger.debug("reader %s was not answered: %s", name, error)
+            logger.debug("agent %s was not answered: %s", name, error)
 
     def _admit_validated(self, now: float) -> None:
-        validated = [one for one in self._arrivals if not one.check.is_pending]
-        self._arrivals = [one for one in self._arrivals if one.check.is_pending]
-        for arrival in validated:
+        validated = [one for one in self._pending if not one.check.is_pending]
+        self._pending = [one for one in self._pending if one.check.is_pending]
+        for pending in validated:
             try:
-                self._admit(arrival.sender, arrival.check, now)
+                self._admit(pending.sender, pending.check, now)
             except AgentError as error:
-                logger.warning("ignored a hello of %s: %s", arrival.sender, error)
-            if arrival.sender in self._readers or not self._is_arriving(arrival.sender):
-                delayed = self._delayed.pop(arrival.sender, ())
-                for message in delayed if arrival.sender in self._readers else ():
-                    self._send(arrival.sender, message)
+                logger.warning("ignored a hello of %s: %s", pending.sender, error)
+            if pending.sender in self._channels or not self._is_arriving(pending.sender):
+                delayed = self._delayed.pop(pending.sender, ())
+                for message in delayed if pending.sender in self._channels else ():
+                    self._send(pending.sender, message)
 
-    def _tell(self, name: str, message: bytes) -> None:
+    def _notify(self, name: str, message: bytes) -> None:
         try:
             self._agent.notify(name, message)
         except AgentError:
-            # As a peer of ours it may have been forgotten meanwhile, and lives all the same.
-            if name not in self._readers:
+            # NIXL does not know it any more if it was forgotten as a peer meanwhile.
+            if name not in self._channels:
                 raise
-            self._agent.add_remote(self._readers[name].metadata)
+            self._agent.add_remote(self._channels[name].metadata)
             self._agent.notify(name, message)
 
     def _forget_oldest(self) -> None:
-        name, _ = self._readers.popitem(last=False)
+        name, _ = self._channels.popitem(last=False)
         self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,76 +19,63 @@ MOST_ENGINES = 256
 
 
 class PendingResults:
-    """Thread-safe. `wake` is called after each report, so that a sleeping engine looks."""
+    """Results on their way from the owner thread to the engine's. Thread-safe.
+
+    `wake` is called after each report, so that a sleeping engine looks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
+        self._ids: defaultdict[str, set[str]] = defaultdict(set)
+        """By field of `TransferResults`."""
         self._problems: dict[str, LoadProblem] = {}
-        self._clear()
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
     def sent(self, request_id: str) -> None:
-        with self._lock:
-            self._sent.add(request_id)
-        self._wake()
+        self._report(request_id, "finished_sending")
 
-    def explain(self, request_id: str, problem: LoadProblem) -> None:
-        """Why a load has failed that is reported next."""
-        with self._lock:
-            self._problems[request_id] = problem
-
-    def received(self, request_id: str, *, ok: bool) -> None:
-        with self._lock:
-            self._received.add(request_id)
-            if not ok:
-                self._failed.add(request_id)
-        self._wake()
+    def received(self, request_id: str, *, ok: bool, problem: LoadProblem | None = None) -> None:
+        """`problem`: why the load has failed, if the request still runs."""
+        failed = () if ok else ("failed_recving",)
+        self._report(request_id, "finished_recving", *failed, problem=problem)
 
     def returned(self, request_id: str) -> None:
-        with self._lock:
-            self._given_back.add(request_id)
-        self._wake()
+        self._report(request_id, "given_back")
 
     def ready(self, request_id: str) -> None:
-        with self._lock:
-            self._ready.add(request_id)
-        self._wake()
+        self._report(request_id, "ready")
 
     def take(self) -> TransferResults:
-        if not (self._sent or self._received or self._ready or self._given_back):
+        if not self._ids:
             return NO_RESULTS
         with self._lock:
-            results = TransferResults(
-                frozenset(self._sent),
-                frozenset(self._received),
-                frozenset(self._failed),
-                {name: self._problems.pop(name) for name in self._failed & self._problems.keys()},
-                frozenset(self._ready),
-                frozenset(self._given_back),
-            )
-            self._clear()
-        return results
+            reported, self._ids = self._ids, defaultdict(set)
+            problems, self._problems = self._problems, {}
+        ids = {name: frozenset(request_ids) for name, request_ids in reported.items()}
+        return TransferResults(**ids, problems=problems)
 
-    def _clear(self) -> None:
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._ready: set[str] = set()
-        self._given_back: set[str] = set()
+    def _report(self, request_id: str, *fields: str, problem: LoadProblem | None = None) -> None:
+        with self._lock:
+            for name in fields:
+                self._ids[name].add(request_id)
+            if problem is not None:
+                self._problems[request_id] = problem
+        self._wake()
 
 
 class TransferLog:
-    """The owner thread's alone."""
+    """One log line for each transfer that ended well, and what moved lately and in all, by engine.
+    A transfer that failed has a warning of its own. Only the owner thread uses it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._transfers: deque[tuple[float, TransferSeen]] = deque(maxlen=MOST_TRANSFERS)
         self._moved: OrderedDict[tuple[What, str], MovedSeen] = OrderedDict()
 
-    def note(
+    def record(
         self,
         what: What,
         request_id: str,
@@ -99,8 +86,7 @@ class TransferLog:
         began: float,
         num_proven: int,
     ) -> None:
-        """`num_proven`: leading tokens of the prompt that are known to be the same on both sides, 0
-        where the peer proves nothing."""
+        """`num_proven`: leading tokens that are known to be the same on both sides."""
         now = self._clock()
         seconds = now - began
         logger.info(
@@ -120,7 +106,7 @@ class TransferLog:
         keep_latest(self._moved, (what, engine_id), moved, MOST_ENGINES)
 
     def transfers(self, now: float) -> tuple[TransferSeen, ...]:
-        """The latest, oldest first."""
+        """Return the latest, oldest first."""
         return tuple(seen._replace(age=max(0.0, now - at)) for at, seen in self._transfers)
 
     def moved(self) -> tuple[MovedSeen, ...]:

@@ -1,13 +1,13 @@
-"""Messages between engines that share a secret: whom they are from, and for whom, is proven.
+"""Messages between engines that share a secret: sender and receiver are authenticated.
 
     b"DS:" + mac (16 bytes) + message
 
-The mac is over the sender's name, the receiver's and the message, so that what one engine was told
-counts for no other. It says nothing about when: see docs/security.md. What moves KV knows nothing
-of this: it talks to an agent as if there were no secret.
+The mac covers the sender's name, the receiver's name and the message, so a message to one engine is
+not valid for another. It does not cover the time: see docs/security.md. The rest of the worker uses
+a sealed agent as it uses any other.
 
-Where stock engines are let in (mixed mode), their messages pass as they are, and what only our
-extension says counts from those who hold the secret.
+In mixed mode, stock engines' messages pass without a seal. Messages of our extension count only
+from agents that hold the secret.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from engine_ext.common.access import Access, SharedSecret
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import ConnectorStats
-from engine_ext.layout.plan import Indices, PeerLayout
+from engine_ext.layout.plan import Indices
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     REGISTRATION_PREFIX,
     without_extension,
 )
-from engine_ext.worker.agent import Agent, PeerHandle, Transfer, TransferState
+from engine_ext.worker.agent import Agent, PeerHandle, Transfer
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -35,7 +35,7 @@ MAC_BYTES = 16
 
 
 def sealed(agent: Agent, access: Access, stats: ConnectorStats) -> Agent:
-    """The agent itself where there is no secret."""
+    """Return the agent itself where there is no secret."""
     if access.secret is None:
         return agent
     return SealedAgent(agent, access.secret, stats, is_mixed=access.is_mixed)
@@ -46,7 +46,7 @@ def seal(secret: SharedSecret, sender: str, receiver: str, message: bytes) -> by
 
 
 def open_seal(secret: SharedSecret, sender: str, receiver: str, message: bytes) -> bytes | None:
-    """None for what is not sealed, or not by a holder of the secret, for this pair."""
+    """Return the message; None if it is not sealed with the secret for this pair."""
     mac = message[len(SEAL_PREFIX) : len(SEAL_PREFIX) + MAC_BYTES]
     content = message[len(SEAL_PREFIX) + MAC_BYTES :]
     is_sealed = message.startswith(SEAL_PREFIX) and hmac.compare_digest(
@@ -56,17 +56,17 @@ def open_seal(secret: SharedSecret, sender: str, receiver: str, message: bytes) 
 
 
 class SealedAgent:
-    """`Agent` that seals what it says and hears only what is sealed.
+    """`Agent` that seals its messages and drops messages without a valid seal.
 
-    In mixed mode it seals for those who have proven, in a handshake or by a seal of their own, that
-    they hold the secret: something of the extension was said to them, or sealed by them. They are
-    heard sealed alone from then on, also when we have forgotten them as peers: whoever speaks in
-    such a name without a seal is a stranger. A name is an agent's for its life and nobody else's.
+    In mixed mode, an agent has proven that it holds the secret if it passed a handshake, after
+    which we send it messages of the extension, or if it sealed a message. From then on messages to
+    it are sealed, and messages in its name count only with a seal, also when it is forgotten as a
+    peer. Agent names are unique and used once.
     """
 
     MAX_HOLDERS = 16384
-    """The one longest without a word is forgotten first: only holders get in here, and the readers
-    and peers that we may know at a time fit."""
+    """More than the peers and readers that are known at a time. The one without a message for the
+    longest time is forgotten first."""
 
     def __init__(
         self, agent: Agent, secret: SharedSecret, stats: ConnectorStats, *, is_mixed: bool
@@ -76,25 +76,15 @@ class SealedAgent:
         self._stats = stats
         self._is_mixed = is_mixed
         self._holders: OrderedDict[str, None] = OrderedDict()
+        # The agent's own: no message passes through these.
+        self.metadata, self.add_remote = agent.metadata, agent.add_remote
+        self.remove_remote, self.close = agent.remove_remote, agent.close
+        self.prepare, self.unprepare = agent.prepare, agent.unprepare
+        self.poll, self.discard = agent.poll, agent.discard
 
     @property
     def name(self) -> str:
         return self._agent.name
-
-    def metadata(self) -> bytes:
-        return self._agent.metadata()
-
-    def add_remote(self, metadata: bytes) -> str:
-        return self._agent.add_remote(metadata)
-
-    def remove_remote(self, name: str) -> None:
-        self._agent.remove_remote(name)
-
-    def prepare(self, name: str, layout: PeerLayout) -> object:
-        return self._agent.prepare(name, layout)
-
-    def unprepare(self, peer: PeerHandle) -> None:
-        self._agent.unprepare(peer)
 
     def start_read(
         self, peer: PeerHandle, local: Indices, remote: Indices, notification: bytes
@@ -106,12 +96,6 @@ class SealedAgent:
     ) -> Transfer:
         return self._agent.start_write(peer, local, remote, self._seal(peer.name, notification))
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        return self._agent.poll(transfer)
-
-    def discard(self, transfer: Transfer) -> None:
-        self._agent.discard(transfer)
-
     def notify(self, name: str, message: bytes) -> None:
         self._agent.notify(name, self._seal(name, message))
 
@@ -119,9 +103,6 @@ class SealedAgent:
         received = self._agent.notifications()
         opened = ((name, self._open(name, message)) for name, message in received)
         return [(name, message) for name, message in opened if message is not None]
-
-    def close(self) -> None:
-        self._agent.close()
 
     def _seal(self, name: str, message: bytes) -> bytes:
         if message.startswith(EXTENSION_PREFIX):
@@ -146,7 +127,7 @@ class SealedAgent:
 
 
 def _of_stock(message: bytes) -> bytes | None:
-    """What stock could have said in this message; None where it could not."""
+    """Return the message as a stock engine could have sent it; None if it could not."""
     if message.startswith((EXTENSION_PREFIX, SEAL_PREFIX)):
         return None
     if message.startswith(REGISTRATION_PREFIX):

@@ -1,9 +1,9 @@
 """Host buffers (`kv_buffer_device: cpu` on a GPU): KV travels between mirrors of the caches.
 
-What NIXL knows is a mirror of the cache in host memory, block for block. The holder copies what a
-step has written for a request that others will read before the step's tokens leave the engine, so
-nobody can ask for it earlier; the reader copies what has come before it reports it. Both happen in
-the engine's thread.
+NIXL knows a mirror of the cache in host memory, block for block. The source copies to the mirror
+what a step has written for a request that others will read, before the step's tokens leave the
+engine: no reader can ask for it earlier. The reader copies from the mirror what has arrived, before
+it is reported. Both copies happen in the engine's thread.
 """
 
 import logging
@@ -43,7 +43,7 @@ StagingFactory = Callable[[Sequence[Region]], Staging]
 
 
 class StagedTransfers:
-    """Worker half: copies at the right moments. What could not be copied is never used."""
+    """Copies at the right moments. KV that could not be copied is never used."""
 
     def __init__(self, staging: Staging, block_size: int) -> None:
         self._staging = staging
@@ -52,7 +52,7 @@ class StagedTransfers:
         self._unsaved: set[str] = set()
 
     def begin(self, meta: StepMetadata) -> StepMetadata:
-        """The orders as the transfers are to have them."""
+        """Return the step's orders, with leases that cannot be served revoked."""
         orders: tuple[PullOrder | PushRegistration, ...] = (*meta.pulls, *meta.registrations)
         for order in orders:
             blocks = self._between(order.local_block_ids, order.first_token, order.last_token)
@@ -66,7 +66,7 @@ class StagedTransfers:
         return replace(meta, revokes=(*meta.revokes, *lost), offers=offers)
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
-        """A request whose blocks cannot be saved is revoked when it is to be read."""
+        """A request whose blocks cannot be saved is revoked when it is granted."""
         for order in orders:
             try:
                 self._staging.save(order.block_ids)
@@ -74,8 +74,8 @@ class StagedTransfers:
                 logger.exception("request %s: its KV did not get to host memory", order.request_id)
                 self._unsaved.add(order.request_id)
 
-    def arrived(self, results: TransferResults) -> TransferResults:
-        """Loads what has come well; what cannot be loaded has failed."""
+    def finish_loads(self, results: TransferResults) -> TransferResults:
+        """Copy loads that ended well to the cache; a load that cannot be copied has failed."""
         failed = set(results.failed_recving)
         for request_id in results.finished_recving:
             blocks = self._arriving.pop(request_id, ())

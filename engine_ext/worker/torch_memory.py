@@ -37,9 +37,9 @@ class HostBuffer:
     def _copy(self, source: list[Tensor], target: list[Tensor], block_ids: BlockIds) -> None:
         runs = [list(_runs(ids)) for ids in block_ids]
         everything = list(_runs(set().union(*block_ids)))
-        for group, taken, given in zip(self._groups, source, target, strict=True):
+        for group, origin, copy in zip(self._groups, source, target, strict=True):
             for first, end in everything if group == SHARED else runs[group]:
-                given[first:end].copy_(taken[first:end], non_blocking=True)
+                copy[first:end].copy_(origin[first:end], non_blocking=True)
         for cache in self._cache[:1]:
             if cache.is_cuda:
                 torch.cuda.current_stream(cache.device).synchronize()
@@ -72,7 +72,7 @@ def _runs(block_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 class DeviceBlocks:
-    """`engine_ext.worker.checksums.Blocks` of one device that torch sees. Raises RuntimeError."""
+    """`engine_ext.worker.checksums.BlockMemory` of one GPU. Raises RuntimeError."""
 
     def __init__(self, device_id: int) -> None:
         self._device = torch.device("cuda", device_id)
@@ -86,8 +86,8 @@ class DeviceBlocks:
             return block.cpu().numpy().data
 
     def settle(self) -> None:
-        """Wait for what the engine has begun to compute: a step that was scheduled ahead of the
-        request's end still writes into its last block."""
+        """Wait for the engine's kernels: a step that was scheduled ahead of the request's end still
+        writes into its last block."""
         torch.cuda.synchronize(self._device)
 
 

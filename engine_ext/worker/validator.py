@@ -1,8 +1,8 @@
 """The engine's side of the metadata validator: a disposable process loads metadata first.
 
-Malformed NIXL metadata makes UCX crash or hang, in whichever process loads it. Metadata of an agent
-that has not proven that it holds the shared secret is therefore loaded by a process that the engine
-can lose (`validator_process.py`), and by the engine only if that process survived.
+Malformed NIXL metadata makes UCX crash or hang in the process that loads it. So metadata of an
+agent without the shared secret is first loaded by a process that the engine can lose
+(`validator_process.py`), and by the engine only if that process survived.
 
     submit --(not what NIXL writes)--> refused
        |-----(checked before)--------> accepted, refused
@@ -10,13 +10,12 @@ can lose (`validator_process.py`), and by the engine only if that process surviv
                           |--(NIXL refuses, the process dies, the deadline passes)--> refused
 
 Nothing here blocks: the owner thread submits, calls `step`, and looks at the check's state. Checks
-run one at a time. Handshakes that this engine began go before metadata that strangers send in, and
-both queues are bounded.
+run one at a time. Metadata of handshakes that this engine began comes before metadata in unexpected
+hellos, which is checked at a bounded rate. Both queues are bounded.
 
 A process that has died is replaced: `BURST` times at once, then once in `RESTART_SECONDS`, and less
-often where it does not even start. What strangers send is checked at a bounded rate. With
-malformed metadata coming in all the time, the engine lives, and peers that it knows are not
-affected; new peers without the secret wait for their turn and may be refused.
+often where it does not start. A stream of malformed metadata therefore neither ends the engine nor
+affects peers that it knows. New peers without the secret wait for their turn and may be refused.
 """
 
 import logging
@@ -46,9 +45,9 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
 GRACE_SECONDS = 1.0
-"""The process ends a check that hangs by itself; this is for a process that is stopped."""
+"""The process itself ends a check that hangs; this bound is for a process that is stopped."""
 MAX_REFUSED = 64
-"""By one process: each may leave a connection behind in NIXL."""
+"""By one process, because each may leave a connection behind in NIXL."""
 NEVER = float("inf")
 START_SECONDS = 30.0
 WAIT_SECONDS = 10.0
@@ -68,8 +67,8 @@ MAX_REMEMBERED = 4096
 
 _MEANS = "no peer without the shared secret can be met, see docs/security.md"
 _NOT_FOR_IT = ("UCX_TCP_PORT_RANGE", "UCX_LOG_FILE", "PYTHONSTARTUP", "PYTHONINSPECT")
-"""Variables of ours that the process does without. Nobody has to reach its port, and a range may
-have too few for both of us."""
+"""Environment variables that the process does not get. Nobody connects to its port, and a port
+range may be too small for two processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,10 +76,10 @@ class MetadataValidation:
     """Metadata under validation. Its state is `problem`."""
 
     metadata: bytes
-    """What is to be loaded in place of what was submitted: see `nixl_metadata.padded`."""
+    """What to load in place of the submitted metadata: see `nixl_metadata.padded`."""
     deadline: float
     problem: str | None = None
-    """Why it must not be loaded; empty once it may be; None until either is known."""
+    """Why it must not be loaded; empty if it may be; None until that is known."""
     is_wanted: bool = True
     """Set to False by an owner that does not wait any more."""
 
@@ -95,15 +94,15 @@ class Validator(Protocol):
     @property
     def num_pending(self) -> int: ...
     def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
-        """Begin to check it; the result may be there at once. `is_expected`: the engine itself
-        asked that peer for it."""
+        """Begin a check, whose result may be there at once. `is_expected`: the metadata answers a
+        handshake of this engine."""
 
     def step(self, now: float) -> None: ...
     def close(self) -> None: ...
 
 
 class Trusting:
-    """Accepts everything as it is: where all that is loaded is authenticated, or nothing is."""
+    """Accepts all metadata unchanged: of authenticated agents, and where NIXL loads none."""
 
     num_pending = 0
 
@@ -121,7 +120,7 @@ TRUSTING = Trusting()
 
 
 def open_validator(agent: Agent, config: ConnectorConfig, stats: ConnectorStats) -> "Validator":
-    """One that is needed: for an agent of NIXL's, and peers that need not hold the secret."""
+    """Return a process's validator where NIXL may have to load unauthenticated metadata."""
     is_needed = config.access.secret is None or config.access.is_mixed
     if not is_needed or not isinstance(agent, NixlAgent):
         return TRUSTING
@@ -152,7 +151,6 @@ class ProcessValidator:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
         return None if self._process is None else self._process.popen.pid
 
     def submit(self, metadata: bytes, now: float, *, is_expected: bool) -> MetadataValidation:
@@ -211,7 +209,7 @@ class ProcessValidator:
             self._begin(process, now)
         lines, is_alive = process.exchange()
         for line in lines:
-            self._hear(process, line.decode(errors="replace"), now)
+            self._receive(process, line.decode(errors="replace"), now)
         if not is_alive:
             self._lose(process, "died", now)
         elif now >= process.deadline:
@@ -230,7 +228,7 @@ class ProcessValidator:
         if self._running is not None:
             process.ask(self._running.metadata, now + CHECK_SECONDS + GRACE_SECONDS)
 
-    def _hear(self, process: "_Process", line: str, now: float) -> None:
+    def _receive(self, process: "_Process", line: str, now: float) -> None:
         word, _, reason = line.partition(" ")
         process.deadline = NEVER
         if word == READY:
@@ -284,7 +282,7 @@ class _Process:
         self.deadline = deadline
         self.num_refused = 0
         self._unsent = memoryview(b"")
-        self._heard = b""
+        self._received = b""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -305,7 +303,7 @@ class _Process:
         self.deadline = deadline
 
     def exchange(self) -> tuple[list[bytes], bool]:
-        """Send and receive what goes without waiting. Return the lines, and whether it is alive."""
+        """Send and receive without waiting. Return the lines, and whether the process is alive."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
@@ -319,7 +317,7 @@ class _Process:
             return [], True
         except OSError:
             part = b""
-        *lines, self._heard = (self._heard + part).split(b"\n")
+        *lines, self._received = (self._received + part).split(b"\n")
         return lines, bool(part)
 
     def end(self) -> subprocess.Popen[bytes]:
@@ -332,7 +330,7 @@ def _command(backends: Sequence[str]) -> list[str]:
     """The same NIXL as ours: `nixl` itself would import torch to choose one."""
     package = nixlBind.__name__.rpartition(".")[0]
     module = validator_process.__name__
-    # Not from the working directory, whatever lies there: from where this process imports.
+    # `-P`: imports come from this process's path, not from the working directory.
     return [sys.executable, "-P", "-m", module, package, ",".join(backends), str(os.getpid())]
 
 

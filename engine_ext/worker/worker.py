@@ -1,7 +1,8 @@
-"""The worker half: one thread that owns the NIXL agent and everything that moves.
+"""The worker half: one thread that owns the NIXL agent and every transfer.
 
-The engine's thread hands over a `StepMetadata` and takes `TransferResults`; all else happens in
-the owner thread, so that leases, heartbeats and reads go on while the engine computes or sleeps.
+The engine's thread hands over a `StepMetadata` per step and takes `TransferResults`. Everything
+else happens in the owner thread, so that leases, heartbeats and READs go on while the engine
+computes or sleeps. See loop.py for what that thread does.
 """
 
 import logging
@@ -49,13 +50,13 @@ logger = logging.getLogger(__name__)
 
 AgentFactory = Callable[[Sequence[Region], ConnectorConfig], Agent]
 
-FAREWELL_SECONDS = 2.0
-"""For what other engines must know: a connection made for it takes until its metadata
-is validated."""
+LAST_MESSAGES_SECONDS = 2.0
+"""For messages that other engines need. A new connection for one takes until its metadata is
+validated."""
 LINGER_SECONDS = 0.2
-"""After the last of it: NIXL sends on a new connection only while it is polled."""
-MAX_QUESTIONS = 16
-"""Who asks when more wait for an answer takes the oldest one's place, which times out."""
+"""After the last message: NIXL sends on a new connection only while it is polled."""
+MAX_INSPECTIONS = 16
+"""Requests that wait. One more displaces the oldest, which times out."""
 
 
 def open_nixl(
@@ -65,7 +66,7 @@ def open_nixl(
 
 
 class InspectionRequest(NamedTuple):
-    asked: str | None
+    request_id: str | None
     answer: "Future[Inspection]"
 
 
@@ -95,9 +96,8 @@ class WorkerConnector:
         self._stats = ConnectorStats()
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self._inbox: deque[StepMetadata] = deque()
-        self._questions: deque[InspectionRequest] = deque(maxlen=MAX_QUESTIONS)
+        self._inspections: deque[InspectionRequest] = deque(maxlen=MAX_INSPECTIONS)
         self._accepted: StepMetadata | None = None
-        """The last that was handed over."""
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,8 +110,8 @@ class WorkerConnector:
     def register_kv_caches(
         self, regions: Sequence[Region], stage: StagingFactory | None = None
     ) -> None:
-        """Registers the memory and starts the owner thread. `stage` makes the host buffers, where
-        the geometry asks for them.
+        """Register the memory and start the owner thread. `stage` makes the host buffers, where the
+        geometry asks for them.
 
         Raises AgentError, and UnsupportedError for memory that does not go with the configuration.
         """
@@ -151,7 +151,7 @@ class WorkerConnector:
         self._thread.start()
 
     def get_handshake_payload(self) -> bytes:
-        """What the listener answers for this rank; after `register_kv_caches`."""
+        """Return this rank's answer to handshakes; after `register_kv_caches`."""
         return self._payload
 
     def start_load_kv(self, meta: StepMetadata) -> None:
@@ -161,8 +161,8 @@ class WorkerConnector:
             self._wake.set()
 
     def fail_loads(self, meta: StepMetadata) -> None:
-        """`start_load_kv` raised: the loads in it have failed, unless it had got through; all else
-        is carried out."""
+        """`start_load_kv` raised. Unless it had handed over `meta`, its loads have failed; all other
+        orders are carried out."""
         if meta and meta is not self._accepted:
             self._inbox.append(meta.without_loads())
             self._accepted = meta
@@ -178,7 +178,7 @@ class WorkerConnector:
         if not self._staged or not results:
             return results
         try:
-            return self._staged.arrived(results)
+            return self._staged.finish_loads(results)
         except Exception:
             logger.exception("loads did not get from host memory")
             return replace(results, failed_recving=results.finished_recving)
@@ -186,19 +186,19 @@ class WorkerConnector:
     def stats(self) -> ConnectorStats:
         return self._stats.snapshot()
 
-    def inspect(self, asked: str | None = None, seconds: float = 1.0) -> Inspection:
-        """What it holds and waits for, as the owner thread sees it between two steps; leases and
-        quarantine of request `asked` only, if one is named. Any thread may ask.
+    def inspect(self, request_id: str | None = None, seconds: float = 1.0) -> Inspection:
+        """Return leases, quarantine and transfers as they are between two steps of the owner
+        thread; leases and quarantine of one request only, if one is named. Any thread may call it.
 
-        Raises TimeoutError where the owner thread does not come to it.
+        Raises TimeoutError.
         """
-        question = InspectionRequest(asked, Future())
-        self._questions.append(question)
+        inspection = InspectionRequest(request_id, Future())
+        self._inspections.append(inspection)
         self._wake.set()
-        return question.answer.result(seconds)
+        return inspection.answer.result(seconds)
 
     def shutdown(self) -> None:
-        """Tells other engines what they must know, for two seconds at most, and ends the thread."""
+        """Send other engines their last messages, for two seconds at most, and end the thread."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -217,26 +217,26 @@ class WorkerConnector:
             else:
                 self._wake.wait(wait)
                 self._wake.clear()
-        self._say_farewell(loop)
+        self._send_last_messages(loop)
         self._close(loop)
 
     def _step(self, loop: TransferLoop) -> float:
         now = self._clock()
         while self._inbox:
             loop.apply(self._inbox.popleft(), now)
-        while self._questions:
-            self._answer(loop, self._questions.popleft(), now)
+        while self._inspections:
+            self._answer(loop, self._inspections.popleft(), now)
         return loop.step(now)
 
     @staticmethod
-    def _answer(loop: TransferLoop, question: InspectionRequest, now: float) -> None:
+    def _answer(loop: TransferLoop, inspection: InspectionRequest, now: float) -> None:
         try:
-            question.answer.set_result(loop.inspect(now, question.asked))
+            inspection.answer.set_result(loop.inspect(now, inspection.request_id))
         except Exception as error:
-            question.answer.set_exception(error)
+            inspection.answer.set_exception(error)
 
-    def _say_farewell(self, loop: TransferLoop) -> None:
-        deadline = self._clock() + FAREWELL_SECONDS
+    def _send_last_messages(self, loop: TransferLoop) -> None:
+        deadline = self._clock() + LAST_MESSAGES_SECONDS
         try:
             self._step(loop)
             was_unsent = loop.has_unsent
@@ -249,7 +249,7 @@ class WorkerConnector:
                 self._step(loop)
             loop.revoke_all(self._clock())
         except Exception:
-            logger.exception("farewell to other engines")
+            logger.exception("last messages to other engines")
 
     def _close(self, loop: TransferLoop) -> None:
         try:

@@ -228,7 +228,7 @@ class Network:
         transfer.agent.on_wake()
 
     def _spoil(self, transfer: SimTransfer) -> None:
-        """What NIXL calls done is not what the holder had. Only between engines that would see it:
+        """What NIXL calls done is not what the source had. Only between engines that would see it:
         of the others nothing can be expected."""
         weather, agent = self.weather, transfer.agent
         compares = agent.compares_checksums and self.agents[transfer.remote_name].compares_checksums

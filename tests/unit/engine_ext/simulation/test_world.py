@@ -9,6 +9,7 @@ import pytest
 
 from engine_ext.common.types import (
     FinishDecision,
+    LoadProblem,
     PeerAddress,
     StepMetadata,
     TrackOrder,
@@ -275,7 +276,7 @@ def report_sent_again(pair: Pair) -> None:
 
 
 def report_never(pair: Pair) -> None:
-    def forget(request_id: str, *, ok: bool) -> None:
+    def forget(request_id: str, *, ok: bool, problem: LoadProblem | None = None) -> None:
         pass
 
     pair.decoder.results.received = forget  # type: ignore[method-assign] # planted

@@ -156,7 +156,7 @@ def test_sums_of_other_blocks_prove_nothing(spoil: Callable[[Any], tuple[bytes, 
     memory = Memory()
     sums = memory.sums(((3, 1),))
     order = order_of(((3, 1),), ((3, 1),), 0, 8)
-    assert memory.problem(order, spoil(sums)) == "the holder's checksums are of other blocks"
+    assert memory.problem(order, spoil(sums)) == "the source's checksums are of other blocks"
     assert not memory.checksums.is_busy
 
 

@@ -141,7 +141,7 @@ def test_what_was_read_is_told_with_whose_it_was_and_nobodys_name(
 def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
     report = TransferLog(lambda: 5.0)
     for number in range(2 * MOST_ENGINES):
-        report.note(
+        report.record(
             "READ",
             f"d-{number}",
             f"p-{number}",

@@ -106,14 +106,14 @@ def test_what_came_is_loaded_once_and_only_what_came(
     results = TransferResults(
         finished_recving=frozenset({"a", "b"}), failed_recving=frozenset({"b"})
     )
-    assert staged.arrived(results) == results
+    assert staged.finish_loads(results) == results
     assert staging.loaded == [((11, 12), (21, 22))]
 
 
 def test_what_cannot_be_loaded_has_failed(staged: StagedTransfers, staging: FakeStaging) -> None:
     staged.begin(StepMetadata(pulls=(pull("a", 0, 10),)))
     staging.is_broken = True
-    results = staged.arrived(TransferResults(finished_recving=frozenset({"a"})))
+    results = staged.finish_loads(TransferResults(finished_recving=frozenset({"a"})))
     assert results.failed_recving == {"a"}
 
 
