@@ -77,11 +77,11 @@ class ConnectorConfig:
     transfer_timeout: float = 120.0
     """The timeout of one READ or WRITE."""
     confirm_timeout: float = 2.0
-    """The timeout of the holder's answer to a READ."""
+    """The timeout of the source's answer to a READ."""
     revoke_grace: float = 0.5
     """How long the blocks of a revoked lease stay for a READ in progress."""
     checksums: bool = False
-    """Make a checksum of each leased block, and compare READs with the holder's checksums."""
+    """Make a checksum of each leased block, and compare READs with the source's checksums."""
     engine_ttl: float = 3600.0
     """An engine that was not used for so long is forgotten."""
     access: Access = OPEN

@@ -241,7 +241,7 @@ class TrackOrder:
     request_id: str
     address: PeerAddress
     remote_id: str
-    """The holder's name of the request."""
+    """The source's name of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class StepMetadata:
     `finished_recving` and `failed_recving` exactly once."""
 
     def without_loads(self) -> "StepMetadata":
-        """Return the same orders, with every load failed and every holder notified."""
+        """Return the same orders, with every load failed and every source notified."""
         pushes = self.registrations
         failed = [order.request_id for orders in (self.pulls, pushes) for order in orders]
         withdrawn = [PushWithdrawal(order.request_id, order.target) for order in pushes]
@@ -548,12 +548,12 @@ class ConnectorStats:
     """Loads that did not begin, because another engine with this engine's id has the KV. Counted by
     the scheduler half."""
     loads_verified: int = 0
-    """READs whose blocks matched the holder's checksums."""
+    """READs whose blocks matched the source's checksums."""
     loads_unverified: int = 0
-    """With `kv_checksum`: READs that were used without checksums, because the holder makes none or
+    """With `kv_checksum`: READs that were used without checksums, because the source makes none or
     has another block layout."""
     loads_corrupted: int = 0
-    """READs that failed because a block's checksum was not the holder's."""
+    """READs that failed because a block's checksum was not the source's."""
     heartbeats_sent: int = 0
     heartbeats_received: int = 0
     notifications_unknown: int = 0

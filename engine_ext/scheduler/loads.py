@@ -2,7 +2,7 @@
 
     OFFERED --(blocks allocated, tokens to load)--> LOADING --(reported)--> USED
        |                                               +------(reported as failed)--> FAILED
-       +------(allocated, nothing to load; finished; not worth it)--> USED, the holder is notified
+       +------(allocated, nothing to load; finished; not worth it)--> USED, the source is notified
 
 `engine_ext.scheduler.block_pressure` limits the blocks of pushes whose prompts P has not computed
 yet. A push whose blocks were given back becomes OFFERED again.
@@ -13,7 +13,7 @@ touches them. Reports about the load that arrive in the meantime are not passed 
 
 Several answers to one prompt (`n`): hosts make one request of each answer, `0_cmpl-x`, `1_cmpl-x`,
 all with the same params. The first one loads the remote KV and the others wait for it, because a
-holder frees its blocks when a reader is done. The others then find the KV in the host's own prefix
+source frees its blocks when a reader is done. The others then find the KV in the host's own prefix
 cache. They compute if there is none, or if the first request ended before.
 """
 

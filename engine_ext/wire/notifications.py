@@ -52,20 +52,20 @@ class UnknownMessage:
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Reader to holder, once per pair: the NIXL agent that answers go to."""
+    """Reader to source, once per pair: the NIXL agent that answers go to."""
 
     metadata: AgentBlob
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Reader to holder: extend these leases. Answered by `Renewed`."""
+    """Reader to source: extend these leases. Answered by `Renewed`."""
 
     sequence: int
     request_ids: Names
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    """Holder to reader: the leases of that heartbeat hold for `seconds` from its arrival, those in
+    """Source to reader: the leases of that heartbeat hold for `seconds` from its arrival, those in
     `shorter` for less, and those in `gone` are not extended for this reader."""
 
     sequence: int
@@ -73,18 +73,18 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     gone: tuple[Name, ...] = ()
     shorter: dict[Name, Seconds] = {}
     clock: Instant = 0.0
-    """The holder's clock when the heartbeat arrived."""
+    """The source's clock when the heartbeat arrived."""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Reader to holder: this reader is done, because the data has arrived or will not be read.
+    """Reader to source: this reader is done, because the data has arrived or will not be read.
     Answered by `ReadAck`, unless `sequence` is 0."""
 
     request_id: Name
     readers: int = 1
     sequence: int = 0
     wants_sums: bool = False
-    """The reader compares checksums. A holder without checksums answers without them."""
+    """The reader compares checksums. A source without checksums answers without them."""
 
 
 class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
@@ -97,8 +97,8 @@ class ReadAck(msgspec.Struct, frozen=True, tag="ack"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Holder to reader: these leases are not extended any more. The reader confirms each lease with
-    `Read` when it is done. The holder keeps the blocks until then, or until the reader's
+    """Source to reader: these leases are not extended any more. The reader confirms each lease with
+    `Read` when it is done. The source keeps the blocks until then, or until the reader's
     horizon."""
 
     request_ids: Names

@@ -161,8 +161,8 @@ class WorkerConnector:
             self._wake.set()
 
     def fail_loads(self, meta: StepMetadata) -> None:
-        """`start_load_kv` raised. Unless it had handed over `meta`, its loads have failed; all other
-        orders are carried out."""
+        """`start_load_kv` raised. Unless it had handed over `meta`, fail its loads, and carry out
+        its other orders."""
         if meta and meta is not self._accepted:
             self._inbox.append(meta.without_loads())
             self._accepted = meta
