@@ -181,7 +181,7 @@ def parse_keys(content: bytes) -> KeysByDigest:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" in line {mark.line + 1}"
         problem = getattr(error, "problem", None) or type(error).__name__
-        raise ValueError(f"is not YAML: {_one_line(problem)}{where}") from None
+        raise ValueError(f"is not YAML: {textwrap.shorten(str(problem), 300)}{where}") from None
     keys: dict[bytes, ApiKey] = {}
     names: set[str] = set()
     for number, entry in enumerate(entries, 1):
@@ -204,13 +204,9 @@ def _parse_entry(entry: object) -> ApiKey:
     try:
         return msgspec.convert(entry, ApiKey)
     except msgspec.ValidationError as error:
-        raise ValueError(_one_line(error)) from None
+        raise ValueError(textwrap.shorten(str(error), 300)) from None
 
 
 def _quoted(text: str) -> str:
     """Quote names such as `no` or `123`, which YAML would not read as text."""
     return text if yaml.safe_load(text) == text else f'"{text}"'
-
-
-def _one_line(what: object) -> str:
-    return textwrap.shorten(" ".join(str(what).split()), 300)

@@ -27,7 +27,7 @@ def parse_yaml_list(content: bytes, name: str) -> list[object]:
         raise nothing
     entries = found.pop(name)
     if found:
-        other = textwrap.shorten(" ".join(repr(next(iter(found))).split()), 300)
+        other = textwrap.shorten(repr(next(iter(found))), 300)
         raise ValueError(f"{other} is not known beside {name}")
     if not isinstance(entries, list):
         raise nothing

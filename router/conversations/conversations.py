@@ -20,7 +20,7 @@ import orjson
 from msgspec import Struct
 
 from router.common.exact_json import number
-from router.conversations.entry import Entry, Prompt, prompt_of
+from router.conversations.entry import MAX_UNIX_TIME_S, Entry, Prompt, prompt_of
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
@@ -33,8 +33,6 @@ NUM_OPENING_MESSAGES = 2  # the same in all turns: the system prompt and the fir
 EXPIRED_ENTRY_RETENTION_S = 300.0
 # An entry expires this share of the lease before the decode engine releases the KV.
 LEASE_MARGIN_SHARE = 1 / 16
-# The latest Unix time, in seconds, that the router accepts from an engine.
-MAX_UNIX_TIME_S = 1e11
 
 
 class RecallOutcome(StrEnum):

@@ -30,9 +30,11 @@ DIGEST_BYTES = 16
 SCOPE_DIGEST_BYTES = 8
 MAX_COUNT = 2**53
 MAX_PREFIXES = 16
+# The latest time that the router accepts from an engine or a store.
+MAX_UNIX_TIME_S = 1e11
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=512)]
-UnixTime = Annotated[float, Meta(ge=0, le=1e11)]
+UnixTime = Annotated[float, Meta(ge=0, le=MAX_UNIX_TIME_S)]
 InexactReason = Literal["", "reasoning", "rendering"]
 Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
