@@ -159,7 +159,7 @@ def _leaves(kind: type[Exception]) -> list[type[Exception]]:
 @pytest.mark.parametrize(
     "kind",
     [k for k in _leaves(upstream.UpstreamError) + _leaves(errors.RequestError)
-     if k not in (errors.EngineRejectedError, errors.RequestError)],
+     if k not in (errors.EngineRejectedError, errors.OperatorError, errors.RequestError)],
 )  # fmt: skip
 def test_every_failure_has_a_status_of_its_own_and_a_body(kind: type[Exception]) -> None:
     error = kind("why")
