@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 router = APIRouter(tags=["Operations"])
-METHODS = ("get", "post", "put", "patch", "delete")
 PAGE = """\
 <!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{title}</title><style>
@@ -62,10 +61,8 @@ async def docs(request: Request) -> Response:
 
 def _operations(schema: Mapping[str, Any]) -> Iterator[Operation]:
     for path, methods in schema.get("paths", {}).items():
-        for method in METHODS:
-            if method in methods:
-                content = methods[method]
-                yield Operation(method.upper(), path, content.get("summary", ""), content)
+        for method, content in methods.items():
+            yield Operation(method.upper(), path, content.get("summary", ""), content)
 
 
 def _section(one: Operation) -> str:
