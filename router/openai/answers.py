@@ -161,12 +161,10 @@ def _ids(value: object) -> tuple[int, ...] | None:
 
 def can_stream(content: Json) -> bool:
     """Return True if the content is a chat completion or a completion with choices."""
-    choices = content.get("choices")
-    if not isinstance(choices, list) or not choices:
+    kind, choices = content.get("object"), content.get("choices")
+    if not isinstance(kind, str) or not isinstance(choices, list) or not choices:
         return False
-    return content.get("object") in CHUNK_OBJECTS and all(
-        isinstance(choice, dict) for choice in choices
-    )
+    return kind in CHUNK_OBJECTS and all(isinstance(choice, dict) for choice in choices)
 
 
 def stream_events(answer: Json, request: Json) -> bytes:
