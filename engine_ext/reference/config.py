@@ -49,20 +49,12 @@ class EngineConfig:
         return min(bound, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
-        least = {
-            "block_size": 1,
-            "kv_cache_bytes": 1,
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-            "max_model_len": 1,
-            "num_threads": 1,
-            "max_prefill_tokens_per_step": 1,
-            "num_blocks": 2,
-        }
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"{name} must be at least {bound}, not {value}")
+        sizes = ("block_size", "kv_cache_bytes", "num_blocks", "num_threads", "max_model_len")
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step")
+        for name in (*sizes, *limits):
+            least, value = 2 if name == "num_blocks" else 1, getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         parse_threshold(self.global_cache_hit_threshold)
 
 

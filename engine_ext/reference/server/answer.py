@@ -57,7 +57,7 @@ class AnswerProgress:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; a prompt counts once, however many choices it has."""
         prompt = sum(len(prompt) for prompt in self._job.prompts)
-        cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._job.n])
+        cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._job.request.n])
         usage = _usage(prompt, sum(choice.num_tokens for choice in self.choices))
         return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
 
@@ -106,6 +106,7 @@ async def streamed(dialect: AnswerFormat, outputs: Outputs) -> AsyncGenerator[by
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
     job, progress = dialect.job, AnswerProgress(dialect.job)
+    usage = job.request.stream_options
     # With several choices no other engine could continue the answer.
     must_tell = job.tell_token_ids is not None and job.num_choices == 1
     is_opened, is_first = job.num_sent > 0, True
@@ -126,13 +127,14 @@ async def streamed(dialect: AnswerFormat, outputs: Outputs) -> AsyncGenerator[by
             entry = dialect.chunk_choice(choice, output, first=is_start)
             progress.add(choice, output)
             rest: dict[str, Any] = {}
-            if job.include_usage:
-                rest["usage"] = progress.usage_of(choice) if job.continuous_usage else None
+            if usage.include_usage:
+                is_continuous = usage.continuous_usage_stats
+                rest["usage"] = progress.usage_of(choice) if is_continuous else None
             elif progress.is_complete:
                 rest = _last_fields(progress)
             yield b"".join([*parts, event(dialect.chunk([entry], **rest))])
     progress.check_complete()
-    if job.include_usage:
+    if usage.include_usage:
         last = dialect.chunk([], usage=progress.usage(), **_last_fields(progress))
         yield event(last) + DONE
     else:

@@ -98,7 +98,7 @@ def build_app(
         dialect = dialect_of(job, model.tokenizer)
         outputs = generation.run(engine, job)
         try:
-            if not job.stream:
+            if not job.request.stream:
                 body = await until_disconnect(request.receive, answer.whole(dialect, outputs))
                 if await request.is_disconnected():
                     raise ClientGoneError

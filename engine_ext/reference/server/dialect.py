@@ -44,15 +44,15 @@ class AnswerFormat(ABC):
         return self._name_bytes(token_id).decode(errors="replace")
 
     def _name_bytes(self, token_id: int) -> bytes:
-        if self.job.tokens_as_ids:
+        if self.job.request.return_tokens_as_token_ids:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
     def _token_ids(self, output: RequestOutput) -> list[int] | None:
-        return list(output.token_ids) if self.job.return_token_ids else None
+        return list(output.token_ids) if self.job.request.return_token_ids else None
 
     def _prompt_token_ids(self, choice: int) -> list[int] | None:
-        return list(self.job.prompt_of(choice)) if self.job.return_token_ids else None
+        return list(self.job.prompt_of(choice)) if self.job.request.return_token_ids else None
 
 
 class CompletionDialect(AnswerFormat):
@@ -84,7 +84,7 @@ class CompletionDialect(AnswerFormat):
         return {**entry, "prompt_logprobs": None}
 
     def _logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.logprobs is None:
+        if self.job.sampling.logprobs is None:
             return None
         tokens = [self._name(entry.token_id) for entry in output.logprobs]
         offsets = []
@@ -175,7 +175,7 @@ class ChatDialect(AnswerFormat):
         return "tool_calls"
 
     def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.logprobs is None:
+        if self.job.sampling.logprobs is None:
             return None
         content = []
         for entry in output.logprobs:

@@ -56,19 +56,12 @@ class Job:
     engine_ids: tuple[str, ...]
     """One for each prompt."""
     sampling: SamplingParams
-    n: int = 1
+    request: GenerationBody
+    """For the form of the answer."""
     kv_transfer_params: dict[str, Any] | None = None
     """For the connector."""
-    cache_hit_threshold: float | None = None
     resumed: ResumedAnswer | None = None
     """The only choice of this job continues an answer that another engine began."""
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    logprobs: int | None = None
-    tokens_as_ids: bool = False
-    """Logprobs name tokens `token_id:<id>`."""
     role: str = "assistant"
     forced: Forced | None = None
     """The answer consists of tool calls."""
@@ -82,10 +75,10 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.n
+        return len(self.prompts) * self.request.n
 
     def prompt_of(self, choice: int) -> TokenIds:
-        return self.prompts[choice // self.n]
+        return self.prompts[choice // self.request.n]
 
     def engine_requests(self) -> Iterator[GenerateRequest]:
         """One for each choice, in the order of their indices.
@@ -95,17 +88,17 @@ class Job:
         """
         loads = (self.kv_transfer_params or {}).get("do_remote_prefill") is True
         for choice in range(self.num_choices):
-            prompt, child = divmod(choice, self.n)
+            prompt, child = divmod(choice, self.request.n)
             own_id, sampling = self.engine_ids[prompt], self.sampling
             if sampling.seed is not None and child:
                 sampling = replace(sampling, seed=sampling.seed + child)
             has_params = choice == 0 or (prompt == 0 and loads)
             yield GenerateRequest(
-                request_id=f"{child}_{own_id}" if self.n > 1 else own_id,
+                request_id=f"{child}_{own_id}" if self.request.n > 1 else own_id,
                 prompt_token_ids=self.prompts[prompt],
                 sampling=sampling,
                 kv_transfer_params=self.kv_transfer_params if has_params else None,
-                cache_hit_threshold=self.cache_hit_threshold,
+                cache_hit_threshold=self.request.cache_hit_threshold,
                 is_only=self.num_choices == 1,
             )
 
@@ -173,7 +166,6 @@ def _job(
     names = [job_id] if prefix == "chatcmpl" else [f"{job_id}-{i}" for i in range(len(prompts))]
     rooms = [transfer.max_tokens(_room(len(prompt), asked, model), model) for prompt in prompts]
     sampling = _sampling(request, model, rooms, logprobs, forced)
-    options = request.stream_options
     return Job(
         id=job_id,
         created=int(time.time()),
@@ -182,16 +174,9 @@ def _job(
         # Unique even if a client sends the same id twice.
         engine_ids=tuple(f"{name}-{uuid.uuid4().hex[:8]}" for name in names),
         sampling=sampling,
-        n=request.n,
+        request=request,
         kv_transfer_params=transfer.params,
-        cache_hit_threshold=request.cache_hit_threshold,
         resumed=transfer.resume(sampling, model),
-        stream=request.stream,
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
-        return_token_ids=request.return_token_ids,
-        logprobs=logprobs,
-        tokens_as_ids=request.return_tokens_as_token_ids,
         forced=forced,
         tell_token_ids=transfer.tell_token_ids,
     )
