@@ -1,21 +1,18 @@
 """What the connector costs vLLM's scheduler process, beside stock vLLM's NixlConnector.
 
-It runs in a Python that has vLLM, on this process's CPU alone, with vLLM's own scheduler and no
-model:
+It needs a Python with vLLM (scripts/install_vllm prints the path of one):
 
-    make test-vllm ARGS=--collect-only      installs such a Python
     VLLM_PYTHON scripts/bench.py vllm-scheduler
 
-Contestants take turns within one process, and figures are medians of CPU time:
+Three contestants take turns in one process, with vLLM's scheduler and without a model:
 
 * stock: vLLM's scheduler with NixlConnector.
 * connector: vLLM's scheduler with DisaggConnector.
 * scheduler: DisaggScheduler with DisaggConnector.
 
-`step` is one engine step (`schedule` and `update_from_output`) of a batch of decoding requests.
-`prompt` is a decode leg from `add_request` to the end of the step that orders its load. Without
-prefix caching, so that vLLM hashes no blocks; the params are those of a prefill engine with the
-same connector.
+Figures are medians of CPU time. A step is `schedule` and `update_from_output` for a batch of
+decoding requests. A prompt is a decode leg from `add_request` to the end of the step that orders
+its load, without prefix caching, so that vLLM hashes no blocks.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ import gc
 import itertools
 import logging
 import os
-import socket
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from scripts.benchmarks.common import Sample, free_ports, positive
 
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
@@ -44,9 +41,10 @@ CONTESTANTS = {
 
 
 class Contestant:
-    """One vLLM scheduler with a connector. `serial` makes request ids unique."""
+    """One vLLM scheduler with a connector."""
 
     def __init__(self, name: str, model: Path, num_blocks: int, max_model_len: int) -> None:
+        import torch
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -54,7 +52,7 @@ class Contestant:
 
         connector, scheduler_cls = CONTESTANTS[name]
         module = {} if name == "stock" else {"kv_connector_module_path": "engine_ext.vllm"}
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(*free_ports(1))
         config = EngineArgs(
             model=str(model),
             block_size=BLOCK,
@@ -68,8 +66,6 @@ class Contestant:
             ),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
-        import torch
-
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec([LAYER], spec)])
         cls = config.scheduler_config.get_scheduler_cls()
@@ -77,49 +73,34 @@ class Contestant:
         self.scheduler: Any = cls(config, cache, StructuredOutputManager(config), BLOCK)
         self._serial = itertools.count()
 
-    def add(self, num_tokens: int, params: dict[str, Any] | None = None) -> str:
+    def request(self, num_tokens: int, **extra: Any) -> Any:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        extra = {} if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(max_tokens=1 << 20, ignore_eos=True, extra_args=extra)
         sampling.update_from_generation_config({}, 1)
-        request = Request(f"{self.name}-{next(self._serial)}", _prompt(num_tokens), sampling, None)
-        self.scheduler.add_request(request)
-        return str(request.request_id)
+        return Request(f"{self.name}-{next(self._serial)}", _prompt(num_tokens), sampling, None)
 
-    def step(self) -> Any:
-        """Run one engine step. Every scheduled request whose prompt is computed gets a token."""
+    def step(self, **transfers: Any) -> None:
+        """Run one engine step, in which each scheduled request gets a token. `transfers` are the
+        fields of the workers' report."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
         names = list(scheduled.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            names,
-            {name: index for index, name in enumerate(names)},
-            [[1]] * len(names),
-            kv_connector_output=KVConnectorOutput(),
-        )
+        places = {name: place for place, name in enumerate(names)}
+        report = KVConnectorOutput(**transfers)
+        output = ModelRunnerOutput(names, places, [[1]] * len(names), kv_connector_output=report)
         self.scheduler.update_from_output(scheduled, output)
-        return scheduled
 
     def end(self, name: str) -> None:
-        """End a request, and its load if one is in progress, so that its blocks are free again."""
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        """Abort a request, and end its load, so that its blocks are free again."""
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        scheduled = self.scheduler.schedule()
-        # Stock reports the end of the load; our connector reports the fence of the blocks.
-        field = "finished_recving" if self.name == "stock" else "finished_sending"
-        done = KVConnectorOutput(**{field: {name}})
-        names = list(scheduled.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            names, {one: i for i, one in enumerate(names)}, [[1]] * len(names)
-        )
-        if name in self.scheduler.requests:
-            output.kv_connector_output = done
-        self.scheduler.update_from_output(scheduled, output)
+        # Stock's workers report the end of the load, ours the end of the blocks' fence.
+        ended = "finished_recving" if self.name == "stock" else "finished_sending"
+        self.step(**({ended: {name}} if name in self.scheduler.requests else {}))
 
 
 def _prompt(num_tokens: int) -> list[int]:
@@ -127,7 +108,7 @@ def _prompt(num_tokens: int) -> list[int]:
 
 
 def _params(name: str, num_tokens: int) -> dict[str, Any]:
-    """The kv_transfer_params of a prefill engine's answer, with blocks scattered over its cache."""
+    """Return the kv_transfer_params of a prefill engine with the same connector."""
     params: dict[str, Any] = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -150,72 +131,51 @@ def _params(name: str, num_tokens: int) -> dict[str, Any]:
     return params
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _cpu(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
-
-
-def _measure_steps(contestant: Contestant, batch: int, steps: int) -> float:
-    """Return the CPU seconds of one step with `batch` decoding requests."""
-    names = [contestant.add(BLOCK) for _ in range(batch)]
+def _step_seconds(contestant: Contestant, batch: int, steps: int) -> float:
+    requests = [contestant.request(BLOCK) for _ in range(batch)]
+    for request in requests:
+        contestant.scheduler.add_request(request)
     for _ in range(4):
         contestant.step()
-    seconds = _cpu(lambda: [contestant.step() for _ in range(steps)]) / steps
-    for name in names:
-        contestant.end(name)
-    return seconds
-
-
-def _measure_prompt(contestant: Contestant, num_tokens: int) -> float:
-    """Return the CPU seconds from a decode leg's arrival to the end of the step that orders its
-    load. What stays constant per process, such as the prompt's list, is made before."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    extra = {"kv_transfer_params": _params(contestant.name, num_tokens)}
-    sampling = SamplingParams(max_tokens=4, ignore_eos=True, extra_args=extra)
-    sampling.update_from_generation_config({}, 1)
-    name = f"{contestant.name}-p{time.monotonic_ns()}"
-    request = Request(name, _prompt(num_tokens), sampling, None)
-
-    def arrive() -> None:
-        contestant.scheduler.add_request(request)
+    began = time.process_time()
+    for _ in range(steps):
         contestant.step()
-
-    seconds = _cpu(arrive)
-    assert str(request.status) == "WAITING_FOR_REMOTE_KVS", request.status
-    contestant.end(name)
+    seconds = (time.process_time() - began) / steps
+    for request in requests:
+        contestant.end(request.request_id)
     return seconds
 
 
-def _rounds(
+def _prompt_seconds(contestant: Contestant, num_tokens: int) -> float:
+    params = _params(contestant.name, num_tokens)
+    request = contestant.request(num_tokens, kv_transfer_params=params)
+    began = time.process_time()
+    contestant.scheduler.add_request(request)
+    contestant.step()
+    seconds = time.process_time() - began
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS", request.status
+    contestant.end(request.request_id)
+    return seconds
+
+
+def _compare(
     contestants: list[Contestant], rounds: int, measure: Callable[[Contestant], float]
-) -> dict[str, list[float]]:
+) -> None:
+    """Measure in turns, after a round that warms up, and print each contestant's CPU time."""
     found: dict[str, list[float]] = {one.name: [] for one in contestants}
     for number in range(rounds + 1):
         for one in contestants:
             gc.collect()
             seconds = measure(one)
-            if number:  # the first round warms up
-                found[one.name].append(seconds)
+            if number:
+                found[one.name].append(seconds * 1e6)
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return found
-
-
-def _lines(found: dict[str, list[float]], unit: str, factor: float) -> Iterator[str]:
-    stock = statistics.median(found["stock"])
     for name, values in found.items():
-        median = statistics.median(values)
-        low, high = min(values) * factor, max(values) * factor
-        ratio = f"{median / stock:.2f} of stock"
-        yield f"  {name:10} {median * factor:8.2f} {unit}  ({low:.2f} to {high:.2f})  {ratio}"
+        ratio = Sample(values).median / Sample(found["stock"]).median
+        low, high = min(values), max(values)
+        median = Sample(values).median
+        print(f"  {name:10}{median:9.1f} us  ({low:.1f} to {high:.1f})  {ratio:.2f} of stock")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -224,10 +184,10 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each figure (15)")
-    parser.add_argument("--batch", type=int, default=16, help="decoding requests of a step (16)")
-    parser.add_argument("--steps", type=int, default=300, help="steps of one measurement (300)")
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the prompt (131072)")
+    parser.add_argument("--rounds", type=positive, default=15, help="of each figure (15)")
+    parser.add_argument("--batch", type=positive, default=16, help="decoding requests (16)")
+    parser.add_argument("--steps", type=positive, default=300, help="of one measurement (300)")
+    parser.add_argument("--tokens", type=positive, default=131_072, help="of the prompt (131072)")
     options = parser.parse_args(arguments)
     try:
         import vllm
@@ -237,31 +197,17 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     from engine_ext.reference.tiny_model import write_tiny_model
 
-    length = options.tokens + 64
-    num_blocks = 2 * -(-length // BLOCK) + options.batch * (options.steps // BLOCK + 8)
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    length = options.tokens + BLOCK
+    num_blocks = 2 * length // BLOCK + options.batch * (options.steps // BLOCK + 8)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         model = write_tiny_model(Path(folder))
         contestants = [Contestant(name, model, num_blocks, length) for name in CONTESTANTS]
-        try:
-            steps = _rounds(
-                contestants,
-                options.rounds,
-                lambda one: _measure_steps(one, options.batch, options.steps),
-            )
-            prompts = _rounds(
-                contestants, options.rounds, lambda one: _measure_prompt(one, options.tokens)
-            )
-        finally:
-            for one in contestants:
-                one.scheduler.shutdown()
-    print(f"vLLM {vllm.__version__}, CPU time, median of {options.rounds} (least to most)")
-    print(f"one step of {options.batch} decoding requests")
-    print(*_lines(steps, "us", 1e6), sep="\n")
-    print(f"a decode leg of {options.tokens} tokens, from its arrival to the order of its load")
-    print(*_lines(prompts, "ms", 1e3), sep="\n")
+        print(f"vLLM {vllm.__version__}: a step of {options.batch} decoding requests")
+        rounds, batch, steps = options.rounds, options.batch, options.steps
+        _compare(contestants, rounds, lambda one: _step_seconds(one, batch, steps))
+        print(f"the arrival of a prompt of {options.tokens} tokens at a decode engine")
+        _compare(contestants, rounds, lambda one: _prompt_seconds(one, options.tokens))
+        for one in contestants:
+            one.scheduler.shutdown()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
