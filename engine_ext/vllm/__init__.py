@@ -10,13 +10,14 @@ CONNECTORS = ("DisaggConnector", "DisaggPushConnector")
 
 
 def __getattr__(name: str) -> Any:
-    """The connectors, when vLLM asks for one: where they do not fit, their very import might fail,
-    in less than clear words. Raises RuntimeError there."""
+    """Import the connectors when vLLM asks for one. If they do not fit this vLLM, the import itself
+    might fail with a message that explains nothing, so RuntimeError is raised first."""
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from engine_ext.vllm.compat import features, support
+    from engine_ext.vllm.compat import support
+    from engine_ext.vllm.compat.vllm_symbols import REQUIRED
 
-    support.require(*features.REQUIRED)
+    support.require(*REQUIRED)
     from engine_ext.vllm import connector
 
     return getattr(connector, name)

@@ -7,7 +7,7 @@ vLLM calls while it starts may raise: then it does not start.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.lora.utils import get_adapter_absolute_path
@@ -44,14 +45,15 @@ from engine_ext.connector import build_worker
 from engine_ext.http import leases
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.vllm import describe
-from engine_ext.vllm.changes import Differences, of_scheduler, of_worker
-from engine_ext.vllm.compat import features, support
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.compat.vllm_symbols import METRICS
 from engine_ext.vllm.guard import guarded, nothing
-from engine_ext.vllm.log import speak_as_vllm
-from engine_ext.vllm.news import NewsListener, NewsSender
-from engine_ext.vllm.owed import Owed
-from engine_ext.vllm.prompts import Prompts
-from engine_ext.vllm.request import RequestView, back_off
+from engine_ext.vllm.metric_deltas import MetricDeltas, scheduler_values, worker_values
+from engine_ext.vllm.optional import EARLY_EXIT, EARLY_WRITES, IDLE_REST, LOAD_FAILURES
+from engine_ext.vllm.pending_reports import PendingReports
+from engine_ext.vllm.prompt_progress import PromptProgress
+from engine_ext.vllm.request_view import RequestView, back_off
+from engine_ext.vllm.wakeup_socket import WakeupListener, WakeupSender
 from engine_ext.vllm.weights import Adapter, Weights
 from engine_ext.worker.worker import WorkerConnector
 
@@ -68,6 +70,18 @@ class DisaggHandshake(KVConnectorHandshakeMetadata):
     """What the listener answers for one worker."""
 
     payload: bytes
+
+
+@dataclass
+class LoadProblems(KVConnectorWorkerMetadata):
+    """Why loads have failed: from vLLM's workers to its scheduler, with a step's output."""
+
+    by_request: Mapping[str, LoadProblem]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadProblems":
+        """Of several ranks: one of them has the request's problem, or each has one."""
+        others = other.by_request if isinstance(other, LoadProblems) else {}
+        return LoadProblems({**others, **self.by_request})
 
 
 Matched = tuple[int | None, bool]
@@ -92,29 +106,29 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        speak_as_vllm()
-        support.say()
+        support.log_where_vllm_logs()
+        support.log_what_is_off()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
         self._windows = describe.windows(kv_cache_config)
         self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
-        self._news: NewsListener | None = None
-        self._differences = Differences()
-        self._owed = Owed()
-        self._prompts = Prompts()
+        self._wakeups: WakeupListener | None = None
+        self._metric_deltas = MetricDeltas()
+        self._pending_reports = PendingReports()
+        self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
         self._weights = Weights(get_adapter_absolute_path, is_pushed)
         self._problems: dict[str, LoadProblem] = {}
-        """Of loads that have failed: not told to the scheduler yet, or not needed by it yet."""
-        self._unheard = NO_RESULTS
-        """What our half was told while it raised; it is told once more."""
+        """Why loads have failed, until the scheduler half is told that they have."""
+        self._unprocessed = NO_RESULTS
+        """Results that our half was given when it raised; it gets them once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
             if not describe.may_load(vllm_config):
                 logger.warning(LOADS_NOTHING)
-            _install_seams()
+            _install_engine_patches()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -122,17 +136,17 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        if not support.is_on(features.METRICS):
+        if not support.is_on(METRICS):
             return None
-        from engine_ext.vllm.stats import DisaggStats
+        from engine_ext.vllm.metrics import DisaggStats
 
         return DisaggStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> Any:
-        if not support.is_on(features.METRICS):
+        if not support.is_on(METRICS):
             return None
-        from engine_ext.vllm.stats import DisaggPromMetrics
+        from engine_ext.vllm.metrics import DisaggPromMetrics
 
         return DisaggPromMetrics(*args)
 
@@ -141,9 +155,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Of this half, since the last call."""
         changed: dict[str, float] = {}
         if self._scheduler is not None:
-            changed = self._differences.take(of_scheduler(self._scheduler))
+            changed = self._metric_deltas.take(scheduler_values(self._scheduler))
         elif self._worker is not None:
-            changed = self._differences.take(of_worker(self._worker.stats()))
+            changed = self._metric_deltas.take(worker_values(self._worker.stats()))
         return self.build_kv_connector_stats(changed) if changed else None
 
     # Scheduler side.
@@ -183,8 +197,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if num_left is not None:
             back_off(request, num_left)
         self.scheduler.on_new_request(view)
-        if self.scheduler.wants_steps_of(view.request_id) and support.is_on(features.EARLY_WRITES):
-            self._prompts.follow(view)
+        if self.scheduler.wants_steps_of(view.request_id) and support.is_on(EARLY_WRITES):
+            self._prompt_progress.follow(view)
 
     @guarded(lambda: NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
@@ -210,7 +224,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if num_external_tokens > 0:
-            self._owed.load(str(request.request_id))
+            self._pending_reports.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
         block_ids = self._by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
@@ -218,16 +232,16 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What cannot be built goes with a later step."""
-        self._tell_prompts(scheduler_output)
+        self._report_prompts(scheduler_output)
         return DisaggMetadata(self.scheduler.build_connector_meta())
 
     @guarded(nothing)
-    def _tell_prompts(self, scheduler_output: SchedulerOutput) -> None:
-        """What cannot be told is written later."""
-        self._prompts.preempted(scheduler_output)
+    def _report_prompts(self, scheduler_output: SchedulerOutput) -> None:
+        """Tokens that cannot be reported now are written later."""
+        self._prompt_progress.preempted(scheduler_output)
         for name in scheduler_output.preempted_req_ids or ():
             self.scheduler.on_preempted(name)
-        for step in self._prompts.computed(scheduler_output):
+        for step in self._prompt_progress.computed(scheduler_output):
             self.scheduler.on_step(*step)
 
     @guarded(nothing)
@@ -235,9 +249,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM frees what it finds in `finished_recving` after this call, whatever
         `request_finished` has answered: what is kept is taken out, and comes in
         `finished_sending`."""
-        told = getattr(connector_output.kv_connector_worker_meta, "by_request", {})
-        # A rank may have told before the last one is done.
-        self._problems.update(told)
+        problems = connector_output.kv_connector_worker_meta
+        if isinstance(problems, LoadProblems):
+            # A rank may report its own before the last one is done.
+            self._problems.update(problems.by_request)
         failed = connector_output.failed_recving
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
@@ -250,10 +265,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             ready,
             given_back,
         )
-        self._owed.settle(connector_output)
-        unheard, self._unheard = self._unheard, results
-        self.scheduler.update_connector_output(unheard | results)
-        self._unheard = NO_RESULTS
+        self._pending_reports.settle(connector_output)
+        unprocessed, self._unprocessed = self._unprocessed, results
+        self.scheduler.update_connector_output(unprocessed | results)
+        self._unprocessed = NO_RESULTS
 
     @guarded(lambda: NOT_KEPT)
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
@@ -267,7 +282,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
         view = self._view(request)
-        self._prompts.forget(view.request_id)
+        self._prompt_progress.forget(view.request_id)
         decision = self.scheduler.request_finished(
             view, self._by_group(block_ids), view.finish_status
         )
@@ -275,7 +290,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _kept(self, request: Request, decision: FinishDecision) -> Finished:
         if decision.delay_free:
-            self._owed.free(str(request.request_id))
+            self._pending_reports.free(str(request.request_id))
         return decision.delay_free, decision.kv_transfer_params
 
     @guarded(nothing)
@@ -304,7 +319,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(bool)
     def awaits_prompt(self, request: Request) -> bool:
-        """Until a worker has news, it is passed over."""
+        """It is passed over until a worker wakes the engine."""
         return self.scheduler.loads.is_passed_over(str(request.request_id))
 
     @guarded(nothing)
@@ -317,7 +332,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """The model's weights are others now, say. False: some turns stay, see `end_turns`."""
         return self.scheduler.end_turns()
 
-    # Weights that change; see weights.py and compat/weight_changes.py.
+    # Weights that change; see weights.py and compat/patch_weights.py.
 
     @guarded(nothing)
     def look_at_adapter(self, lora: Any) -> Adapter | None:
@@ -370,9 +385,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.release(engine_id, request_id)
 
     @guarded(bool)
-    def listen_for_news(self, on_news: Callable[[], None]) -> bool:
-        """`on_news` is called when a worker has results, from another thread. False: it is not."""
-        self._news = NewsListener(describe.news_name(self._vllm_config, self._config), on_news)
+    def listen_for_wakeups(self, on_wakeup: Callable[[], None]) -> bool:
+        """`on_wakeup` is called, from another thread, when a worker has results. False: never."""
+        name = describe.wakeup_name(self._vllm_config, self._config)
+        self._wakeups = WakeupListener(name, on_wakeup)
         return True
 
     @guarded(lambda: True)
@@ -391,7 +407,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = build_worker(self._config, geometry, identity)
-        self._worker.set_wake(NewsSender(describe.news_name(self._vllm_config, self._config)))
+        wakeup_name = describe.wakeup_name(self._vllm_config, self._config)
+        self._worker.set_wake(WakeupSender(wakeup_name))
         self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
     def unregister_kv_caches(self) -> None:
@@ -455,11 +472,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """With a step's results, after `get_transfer_results`."""
         problems, self._problems = self._problems, {}
-        if not problems or not support.is_on(features.LOAD_FAILURES):
-            return None
-        from engine_ext.vllm.problems import LoadProblems
-
-        return LoadProblems(problems)
+        return LoadProblems(problems) if problems and support.is_on(LOAD_FAILURES) else None
 
     @guarded(nothing)
     def shutdown(self) -> None:
@@ -469,8 +482,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self._worker.shutdown)
             if self._scheduler is not None:
                 stack.callback(self._scheduler.shutdown)
-            if self._news is not None:
-                stack.callback(self._news.close)
+            if self._wakeups is not None:
+                stack.callback(self._wakeups.close)
 
     def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
         """Where vLLM caches prefixes, it lists states of earlier tokens, or holes, before the
@@ -494,21 +507,21 @@ def _adapter_name(request: Request) -> str | None:
 
 
 def _note_loading(request: Request, num_tokens: int) -> None:
-    """For prefill_stats.py, where our scheduler class has put it on the request."""
+    """For resume.py, where our scheduler class has put its statistics on the request."""
     note = getattr(getattr(request, "prefill_stats", None), "note_loading", None)
     if note is not None:
         note(num_tokens)
 
 
-def _install_seams() -> None:
-    """Into vLLM's engine, in whose process this is."""
-    from engine_ext.vllm.compat import weight_changes
+def _install_engine_patches() -> None:
+    """This process is the engine's."""
+    from engine_ext.vllm.compat import patch_weights
 
-    weight_changes.install()
-    if support.is_on(features.LEAVING):
-        from engine_ext.vllm.compat import engine_loop
+    patch_weights.install()
+    if support.is_on(EARLY_EXIT) or support.is_on(IDLE_REST):
+        from engine_ext.vllm.optional import patch_engine_loop
 
-        engine_loop.install()
+        patch_engine_loop.install()
 
 
 def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:

@@ -1,4 +1,4 @@
-"""vLLM's configuration and memory, in the core's words."""
+"""vLLM's configuration and memory as the records of the engine half."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,19 @@ from engine_ext.common.access import OPEN
 from engine_ext.common.config import CONNECTORS, ConnectorConfig
 from engine_ext.common.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region, chunked
 from engine_ext.http import identity
-from engine_ext.vllm.compat import features, support
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.compat.probe import Feature
+from engine_ext.vllm.optional import (
+    LOAD_FAILURES,
+    LOOKAHEAD,
+    PREEMPTION_RETURN,
+    RESUME,
+    SCHEDULER,
+    STATE_LAYERS,
+    STOCK_PEERS,
+    STREAMS,
+    THRESHOLD,
+)
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
@@ -129,7 +141,7 @@ def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
         is_sparse = hasattr(model.hf_text_config, "index_topk") or spec.tokens_per_state != 1
         return bool(model.use_mla) and not is_sparse
     if type(spec) is MambaSpec:
-        return support.is_on(features.STATE_LAYERS)
+        return support.is_on(STATE_LAYERS)
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
@@ -160,7 +172,7 @@ def _window(spec: KVCacheSpec) -> int | None:
     if not isinstance(spec, SlidingWindowSpec):
         return None
     # Where layers that guess look ahead, vLLM keeps as many tokens more.
-    more = spec.extra_retained_tokens if support.is_on(features.LOOKAHEAD) else 0
+    more = spec.extra_retained_tokens if support.is_on(LOOKAHEAD) else 0
     return int(spec.sliding_window + more)
 
 
@@ -173,7 +185,7 @@ def lets_hits_diverge(kv_cache_config: KVCacheConfig) -> bool:
 
 def _has_state(model: ModelConfig) -> bool:
     """Some of its layers keep a state instead of tokens. Known before there is a cache."""
-    is_known = support.is_on(features.STATE_LAYERS)
+    is_known = support.is_on(STATE_LAYERS)
     return is_known and bool(model.is_hybrid or model.is_attention_free)
 
 
@@ -197,7 +209,7 @@ def may_load(vllm_config: VllmConfig) -> bool:
 
 
 def _lookahead(vllm_config: VllmConfig) -> int:
-    if not support.is_on(features.LOOKAHEAD):
+    if not support.is_on(LOOKAHEAD):
         return 0
     return int(vllm_config.num_prefill_lookahead_tokens)
 
@@ -259,7 +271,7 @@ def engine_identity(
 
 def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
     """What stock engines compare with their own."""
-    if not support.is_on(features.STOCK_PEERS):
+    if not support.is_on(STOCK_PEERS):
         return None
     # Stock moves a state piece by piece. And where guesses look further ahead, it leaves out a
     # prompt's end: as it pairs blocks from the end, it would take each for its neighbour.
@@ -274,7 +286,7 @@ def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
 
 def stock_version() -> dict[str, str]:
     """Of this release's own protocol, which its hash contains."""
-    if not support.is_on(features.STOCK_PEERS):
+    if not support.is_on(STOCK_PEERS):
         return {}
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
 
@@ -283,7 +295,7 @@ def stock_version() -> dict[str, str]:
 
 def _looks_further(vllm_config: VllmConfig) -> bool:
     """Than to the next token: as far as is known."""
-    if not support.is_on(features.LOOKAHEAD):
+    if not support.is_on(LOOKAHEAD):
         return vllm_config.speculative_config is not None
     return _lookahead(vllm_config) > 1
 
@@ -293,7 +305,7 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
     return envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + rank
 
 
-def news_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
+def wakeup_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
     """What an engine's processes know each other by on their machine. Another engine there has
     another port, whatever its engine_id."""
     return f"{config.engine_id}-{side_channel(vllm_config)[1]}"
@@ -334,7 +346,7 @@ def _speculation(config: Any) -> str | None:
 
 
 def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
-    """What this server says of itself, whichever connector it has, if any. Raises ValueError where
+    """Describe this server, whichever connector it has, if any. Raises ValueError where
     our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
     transfer = transfer_config(vllm_config)
@@ -376,21 +388,21 @@ def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
     return _config_in(transfer)
 
 
-def begins(vllm_config: VllmConfig) -> bool:
-    """Whether answers can begin in the middle: our scheduler class counts what was given, and our
-    plugin says it, in this process, and shows it to the workers, in theirs."""
-    if not _schedules(vllm_config) or not support.is_on(features.BEGUN):
-        return False
-    if _has_state(vllm_config.model_config):
-        return False
-    from engine_ext.vllm.compat import begun_answer, begun_worker
+def resumes(vllm_config: VllmConfig) -> bool:
+    """Return True if answers can be resumed: our scheduler class counts the payload's tokens, and
+    our plugin replays them in this process and shows them to the workers in theirs."""
+    return _offers(vllm_config, RESUME)
 
-    return begun_answer.is_installed() and begun_worker.is_installed()
+
+def _offers(vllm_config: VllmConfig, feature: Feature) -> bool:
+    """The feature needs our scheduler class and plugin, and a model that keeps no state."""
+    is_there = support.is_on(feature) and support.is_installed(feature)
+    return is_there and _schedules(vllm_config) and not _has_state(vllm_config.model_config)
 
 
 def _schedules(vllm_config: VllmConfig) -> bool:
     """It is our scheduler class."""
-    if not support.is_on(features.SCHEDULER):
+    if not support.is_on(SCHEDULER):
         return False
     named = vllm_config.scheduler_config.scheduler_cls
     name = named if isinstance(named, str) else getattr(named, "__module__", "")
@@ -399,9 +411,10 @@ def _schedules(vllm_config: VllmConfig) -> bool:
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
     has_state = _has_state(vllm_config.model_config)
-    judges = _schedules(vllm_config) and support.is_on(features.THRESHOLD)
+    judges = _schedules(vllm_config) and support.is_on(THRESHOLD)
     threshold = ("cache_hit_threshold",) if judges else ()
-    begun = ("begun", "hand_back") if begins(vllm_config) else ()
+    resume = ("begun",) if resumes(vllm_config) else ()
+    returns = ("hand_back",) if _offers(vllm_config, PREEMPTION_RETURN) else ()
     hands_over = () if config is None or has_state else ("hand_over",)
     # Ranks know nothing of each other: each would read for its own ones of several answers.
     is_one = vllm_config.parallel_config.data_parallel_size == 1
@@ -409,13 +422,11 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
     if config is not None and has_state:
         config = replace(config, bidirectional=False)  # a state is of no turn
     ours = identity.capabilities_of(config)
-    says_more = support.is_on(features.STREAMS)
+    says_more = support.is_on(STREAMS)
     streams = ("streamed_kv_transfer_params", "tell_token_ids") if says_more else ()
     names_failures = config is not None and _schedules(vllm_config)
-    failures = (
-        ("load_failures",) if names_failures and support.is_on(features.LOAD_FAILURES) else ()
-    )
-    named = (*threshold, *begun, *hands_over, *shares, *streams, *failures, *ours)
+    failures = ("load_failures",) if names_failures and support.is_on(LOAD_FAILURES) else ()
+    named = (*threshold, *resume, *returns, *hands_over, *shares, *streams, *failures, *ours)
     return tuple(dict.fromkeys(named))
 
 

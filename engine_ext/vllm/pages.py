@@ -1,12 +1,14 @@
-"""What our plugin adds to vLLM's HTTP server: `GET /disagg/identity`, `POST /disagg/release` and
-`GET /disagg/leases`.
+"""The pages that our plugin adds to vLLM's HTTP server: `GET /disagg/identity`, `POST
+/disagg/release` and `GET /disagg/leases`.
 
-vLLM's own place for pages, `vllm.endpoint_plugins`, wants to be named in VLLM_PLUGINS, which would
-switch off every plugin that is not; so the hook that calls those plugins is wrapped instead.
+vLLM builds its FastAPI application and then calls `attach_endpoint_plugins(app)`, which adds the
+pages of plugins of the group `vllm.endpoint_plugins`. These must be named in VLLM_PLUGINS, which
+would switch off every plugin that is not; so we wrap the function itself. The pages call the
+engine's process as vLLM's own do (`call_utility_all_async`), a method that we add to EngineCore. If
+vLLM calls the function no more, the pages are missing, and the router treats this engine as stock.
 """
 
 import asyncio
-import functools
 import json
 from dataclasses import replace
 from http import HTTPStatus
@@ -21,15 +23,15 @@ from vllm.v1.engine.core import EngineCore
 
 from engine_ext.http import identity, leases, release
 from engine_ext.vllm import describe
-from engine_ext.vllm.compat import features, support
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector import inspect_worker, ours_in
+from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
 from engine_ext.vllm.renders import renders
 
-MARK = "_disagg_pages"
-RELEASE = "disagg_release"
-LEASES = "disagg_leases"
-"""Methods of vLLM's engine process that its HTTP server calls."""
-RENDERS = "disagg_renders"
+CALL = "disagg_call"
+"""A method that we add to vLLM's EngineCore, for its HTTP server to call by name."""
+RENDERED = "disagg_renders"
 """Found out once."""
 KEY = leases.new_key()
 """Of this process; the engine's is used."""
@@ -37,25 +39,25 @@ KEY = leases.new_key()
 
 def install() -> None:
     """Idempotent."""
-    setattr(EngineCore, RELEASE, _release_in_engine)
-    setattr(EngineCore, LEASES, _leases_in_engine)
-    if not hasattr(launcher.attach_endpoint_plugins, MARK):
-        launcher.attach_endpoint_plugins = _attaching(launcher.attach_endpoint_plugins)
+    setattr(EngineCore, CALL, _call_in_engine)
+    wrap(launcher, "attach_endpoint_plugins", _attaching)
 
 
 def _attaching(original: Any) -> Any:
-    @functools.wraps(original)
     def attach(app: FastAPI, *args: Any, **kwargs: Any) -> None:
         original(app, *args, **kwargs)
-        app.add_api_route(identity.PATH, tell_identity, methods=["GET"])
+        app.add_api_route(identity.PATH, get_identity, methods=["GET"])
         app.add_api_route(release.PATH, release_kv, methods=["POST"])
-        app.add_api_route(leases.PATH, tell_leases, methods=["GET"])
+        app.add_api_route(leases.PATH, get_leases, methods=["GET"])
+        if support.is_on(LOAD_FAILURES):
+            from engine_ext.vllm.optional import patch_load_errors
 
-    setattr(attach, MARK, True)
+            patch_load_errors.add_handler(app)
+
     return attach
 
 
-async def tell_identity(request: Request) -> JSONResponse:
+async def get_identity(request: Request) -> JSONResponse:
     try:
         return JSONResponse(await run_in_threadpool(_identity, request.app.state))
     except (identity.IdentityError, ValueError) as error:
@@ -64,10 +66,10 @@ async def tell_identity(request: Request) -> JSONResponse:
 
 def _identity(state: Any) -> dict[str, Any]:
     """Blocks. Raises as `identity` does."""
-    known = getattr(state, RENDERS, None)
+    known = getattr(state, RENDERED, None)
     if known is None:
-        known = renders(state) if support.is_on(features.RENDERS) else {}
-        setattr(state, RENDERS, known)
+        known = renders(state) if support.is_on(RENDERS) else {}
+        setattr(state, RENDERED, known)
     return identity.identity(replace(describe.engine(state.vllm_config), renders=known))
 
 
@@ -81,15 +83,15 @@ async def release_kv(request: Request) -> JSONResponse:
         names = release.parse(json.loads(body))
     except (ValueError, RecursionError) as error:  # JSON's own included
         return _error(str(error), HTTPStatus.BAD_REQUEST)
-    answers = await _core(request.app.state).call_utility_all_async(RELEASE, *names)
+    answers = await _core(request.app.state).call_utility_all_async(CALL, "release", *names)
     return JSONResponse({"released": any(answers)})
 
 
-async def tell_leases(request: Request) -> JSONResponse:
+async def get_leases(request: Request) -> JSONResponse:
     asked = request.query_params.get(leases.ASKED)
     try:
         async with asyncio.timeout(leases.ANSWER_SECONDS):
-            answers = await _core(request.app.state).call_utility_all_async(LEASES, asked)
+            answers = await _core(request.app.state).call_utility_all_async(CALL, "leases", asked)
     except TimeoutError:
         return _error("the engine's step takes too long", HTTPStatus.SERVICE_UNAVAILABLE)
     ranks = [
@@ -105,6 +107,10 @@ async def tell_leases(request: Request) -> JSONResponse:
 
 def _core(state: Any) -> Any:
     return state.engine_client.engine_core
+
+
+def _call_in_engine(core: Any, what: str, *args: Any) -> Any:
+    return (_release_in_engine if what == "release" else _leases_in_engine)(core, *args)
 
 
 def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:

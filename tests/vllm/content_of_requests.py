@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from engine_ext.common.prefix_hashes import PrefixHashes
-from engine_ext.vllm.request import RequestView
+from engine_ext.vllm.request_view import RequestView
 
 TOKENS = [7] * 32
 BLOCK = 16

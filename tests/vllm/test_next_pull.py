@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine_ext.vllm.compat import features
+from engine_ext.vllm.compat.vllm_symbols import PROMISED
+from engine_ext.vllm.optional import TIER_2
 from tests.integration.legs import decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
@@ -28,7 +29,7 @@ from tests.vllm.test_threshold import (  # noqa: F401
     test_prefill_legs_are_not_measured_by_the_threshold,
 )
 
-OPTIONAL = [each.name for each in features.OPTIONAL]
+OPTIONAL = [each.name for each in PROMISED + TIER_2]
 
 
 @pytest.fixture(scope="module")

@@ -1,2 +1,1 @@
-"""What we touch of vLLM that it does not offer: its engine's loop, its HTTP models and
-streams, its finish reasons. What our scheduler class overrides is in vllm/scheduler.py."""
+"""What every feature shares: probes of vLLM's names, which features are on, and patching."""

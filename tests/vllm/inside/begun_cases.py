@@ -14,10 +14,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from engine_ext.common.resume_payload import KEY, ResumePayload
-from engine_ext.vllm import given
-from engine_ext.vllm.compat import begun_answer, begun_hand_over
-from engine_ext.vllm.compat.streams import StreamResults
-from engine_ext.vllm.compat.told import GivenTokenResults
+from engine_ext.vllm.optional import patch_outputs, patch_replay, resumed_request
+from engine_ext.vllm.optional.patch_streams import StreamResults
+from engine_ext.vllm.optional.replayed_output import ReplayedOutput
 
 OTHER = 1
 Part = tuple[str, bool, str | None]
@@ -35,14 +34,14 @@ class Asked:
         """The engine's."""
         for token in text.encode():
             state = self.processor.request_states["r"]
-            scores = begun_answer._scores(state, [(token, -0.5), (OTHER, -0.1)])
+            scores = patch_replay._logprobs(state, [(token, -0.5), (OTHER, -0.1)])
             self.processor.process_outputs(
                 [EngineCoreOutput("r", [token], new_logprobs=scores, **output)]
             )
 
     def parts(self, one_by_one: bool = False) -> list[Part]:
         told: Any = self.queue.output
-        assert isinstance(told, GivenTokenResults)
+        assert isinstance(told, ReplayedOutput)
         found = [(part.outputs[0], silent) for part, silent in told.unrolled(one_by_one)]
         return [(output.text, silent, output.finish_reason) for output, silent in found]
 
@@ -50,14 +49,16 @@ class Asked:
 def ask(
     model: Path, text: str, spoken: int = 0, stream: bool = True, interval: int = 1, **params: Any
 ) -> Asked:
-    begun_answer.install()
-    begun_hand_over.install()
+    patch_replay.install()
+    patch_outputs.install()
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     tokens = tuple(text.encode())
     entries = tuple(((token, -0.5), (OTHER, -0.1)) for token in tokens[spoken:])
-    carried = given.carried(ResumePayload((1, 2, 3), tokens, spoken, entries))
+    carried = resumed_request.carried(ResumePayload((1, 2, 3), tokens, spoken, entries))
     params = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1, **params}
-    sampling = SamplingParams(output_kind=kind, extra_args={given.FIELD: carried}, **params)
+    sampling = SamplingParams(
+        output_kind=kind, extra_args={resumed_request.FIELD: carried}, **params
+    )
     sampling.update_from_generation_config({}, 1)
     whom = {"lora_request": None, "cache_salt": None, "data_parallel_rank": None}
     request = EngineCoreRequest(
@@ -114,7 +115,7 @@ def given_tokens_are_told_whatever_the_interval(model: Path) -> None:
 def what_is_not_streamed_ends_whole(model: Path) -> None:
     asked = ask(model, "abcd", stream=False, max_tokens=3)
     output: Any = asked.queue.output
-    assert not isinstance(output, GivenTokenResults)
+    assert not isinstance(output, ReplayedOutput)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abc", "length")
     assert len(output.outputs[0].logprobs) == 3
     assert asked.request.abort_immediately
@@ -153,7 +154,7 @@ def nothing_is_said_while_what_was_spoken_passes_but_errors(model: Path) -> None
 def log_probabilities_name_a_token_once(model: Path) -> None:
     asked = ask(model, "ab")
     state = asked.processor.request_states["r"]
-    rows = begun_answer._scores(state, [(5, -2.0), (7, -1.0), (5, -2.0), (8, -3.0)])
+    rows = patch_replay._logprobs(state, [(5, -2.0), (7, -1.0), (5, -2.0), (8, -3.0)])
     assert isinstance(rows, LogprobsLists)
     assert rows.logprob_token_ids.tolist() == [[5, 7, 8]]
     assert rows.sampled_token_ranks.tolist() == [2]

@@ -19,7 +19,6 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -36,12 +35,13 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.support import refuse_unsupported_memory
 from engine_ext.common.types import CacheGeometry, Region
-from engine_ext.vllm import describe
-from engine_ext.vllm.compat import finish_reason
+from engine_ext.vllm import describe, plugin
+from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
-from engine_ext.vllm.given import FIELD as GIVEN
 from engine_ext.vllm.guard import is_guarded
-from engine_ext.vllm.owed import Owed
+from engine_ext.vllm.optional import THRESHOLD as THRESHOLD_FEATURE
+from engine_ext.vllm.optional.resumed_request import FIELD as GIVEN
+from engine_ext.vllm.pending_reports import PendingReports
 from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside import (
     begun_cases,
@@ -156,14 +156,14 @@ def reports_that_nobody_waits_for_end_no_engine(num_ranks: int, model: Path) -> 
 
 
 def blocks_that_we_keep_of_a_failed_load_are_freed_when_we_say_so(model: Path) -> None:
-    owed = Owed()
-    owed.load("d")
-    owed.free("d")
+    pending = PendingReports()
+    pending.load("d")
+    pending.free("d")
     output = KVConnectorOutput(finished_recving={"d"})
-    owed.settle(output)
+    pending.settle(output)
     assert not output.finished_recving
     output = KVConnectorOutput(finished_sending={"d"})
-    owed.settle(output)
+    pending.settle(output)
     assert output.finished_sending == {"d"}
 
 
@@ -306,7 +306,6 @@ def what_was_given_too_much_ends_no_engine(model: Path) -> None:
 
 def what_has_begun_is_not_refused_for_want_of_kv(model: Path) -> None:
     """Its beginning has been said."""
-    finish_reason.install()
     engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
     engine.add("begun", 40, None, 4, **{GIVEN: {"token_ids": [5]}})
     assert engine.run("begun").reason == "length"
@@ -349,12 +348,11 @@ def a_prompt_below_the_threshold_is_refused_once(model: Path) -> None:
 
 
 def a_global_threshold_without_the_plugin_is_refused_at_start(model: Path) -> None:
-    reasons: Any = FinishReason
-    member = reasons._member_map_.pop(finish_reason.MEMBER)
+    support._installed.remove(THRESHOLD_FEATURE.name)
     try:
         problem = refusal(lambda: Engine(model, scheduler_cls=OURS, extra=THRESHOLD))
     finally:
-        reasons._member_map_[finish_reason.MEMBER] = member
+        support.install(THRESHOLD_FEATURE)
     assert "global_cache_hit_threshold" in problem
     engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
     engine.add("cold", 40)
@@ -578,6 +576,6 @@ def run(case: Case, model: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    finish_reason.install()
+    plugin.register()
     results = {name: run(case, Path(sys.argv[1])) for name, case in cases()}
     Path(sys.argv[2]).write_text(json.dumps(results))

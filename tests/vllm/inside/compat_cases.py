@@ -10,22 +10,40 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.vllm import describe, scheduler
-from engine_ext.vllm.compat import features, support
-from engine_ext.vllm.compat.features import Feature
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.optional import (
+    FAILURE_POLICY,
+    IDLE_REST,
+    LOAD_FAILURES,
+    PREEMPTION_RETURN,
+    RESUME,
+    SCHEDULER,
+    STREAMS,
+    THRESHOLD,
+)
 from tests.vllm.inside.in_process import Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
+IN_STREAMS = {"cache_hit_threshold", "begun", "hand_back", "load_failures"}
+"""Capabilities that need them."""
 OVERRIDES = {
-    "add_request": (features.BEGUN,),
-    "schedule": (features.REST, features.THRESHOLD, features.BEGUN),
-    "update_from_output": (features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES),
-    "has_requests": (features.THRESHOLD, features.BEGUN),
-    "has_finished_requests": (features.REST,),
-    "_handle_failed_recving": (features.FAILURE_POLICY,),
-    "_handle_blocked_waiting_request": (features.THRESHOLD, features.BEGUN),
+    "add_request": (RESUME,),
+    "schedule": (IDLE_REST, THRESHOLD, RESUME, PREEMPTION_RETURN),
+    "update_from_output": (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES),
+    "has_requests": (IDLE_REST, THRESHOLD, PREEMPTION_RETURN),
+    "has_finished_requests": (IDLE_REST,),
+    "_handle_failed_recving": (FAILURE_POLICY,),
+    "_handle_blocked_waiting_request": (THRESHOLD, RESUME),
 }
 """What each is for."""
+
+
+def overridden() -> set[str]:
+    """By the parts of our scheduler class."""
+    ours = [cls for cls in scheduler.DisaggScheduler.__mro__ if cls.__module__.startswith("engine")]
+    return {name for cls in ours for name in vars(cls)}
 
 
 @contextmanager
@@ -52,7 +70,7 @@ def answers(model: Path) -> None:
     engine.step()
     engine.read_all()
     engine.add("low", 40, cache_hit_threshold=0.9)
-    is_judged = support.is_on(features.THRESHOLD)
+    is_judged = support.is_on(THRESHOLD)
     assert engine.run("low").reason == ("cache_threshold" if is_judged else "length")
     engine.scheduler.connector.drain()
     engine.step_until(engine.is_empty)
@@ -60,17 +78,18 @@ def answers(model: Path) -> None:
 
 def a_feature_that_is_off_is_off_alone(feature: Feature, model: Path) -> None:
     with without(feature):
-        assert support.missing() == {feature.name: "planted"}
-        ours = vars(scheduler.DisaggMixin)
+        depends = {each.name for each in support.OPTIONAL if feature in each.requires}
+        by_it = dict.fromkeys(depends, f"{feature.name} is off")
+        assert support.missing() == {feature.name: "planted", **by_it}
         for name, wanted in OVERRIDES.items():
-            assert (name in ours) is any(map(support.is_on, wanted)), name
+            assert (name in overridden()) is any(map(support.is_on, wanted)), name
         answers(model)
 
 
 def with_everything_off_vllm_serves(model: Path) -> None:
-    off = [each for each in features.OPTIONAL if each is not features.SCHEDULER]
+    off = [each for each in support.OPTIONAL if each is not SCHEDULER]
     with without(*off):
-        assert not set(OVERRIDES) & set(vars(scheduler.DisaggMixin))
+        assert not set(OVERRIDES) & overridden()
         answers(model)
         assert DisaggConnector.build_kv_connector_stats({"pulls_ok": 1}) is None
         assert DisaggConnector.build_prom_metrics() is None
@@ -93,12 +112,12 @@ def a_name_that_vllm_changed_is_found(model: Path) -> None:
 def an_attribute_that_vllm_dropped_is_found(model: Path) -> None:
     """It is set by `Scheduler.__init__`, and nowhere before that."""
     assert not hasattr(Scheduler, "recompute_kv_load_failures")
-    assert support.is_on(features.FAILURE_POLICY)
+    assert support.is_on(FAILURE_POLICY)
     support._problem.cache_clear()
     original = Scheduler.__init__
     Scheduler.__init__ = lambda self: None
     try:
-        why = support.reason(features.FAILURE_POLICY)
+        why = support.reason(FAILURE_POLICY)
     finally:
         Scheduler.__init__ = original
         support._problem.cache_clear()
@@ -107,9 +126,9 @@ def an_attribute_that_vllm_dropped_is_found(model: Path) -> None:
 
 def what_is_asked_for_and_off_is_refused_by_name(model: Path) -> None:
     for feature, extra in (
-        (features.THRESHOLD, {"global_cache_hit_threshold": 0.5}),
-        (features.BEGUN, {"hand_back": True}),
-        (features.SCHEDULER, {}),
+        (THRESHOLD, {"global_cache_hit_threshold": 0.5}),
+        (PREEMPTION_RETURN, {"hand_back": True}),
+        (SCHEDULER, {}),
     ):
         with without(feature):
             words = refusal(partial(Engine, model, scheduler_cls=OURS, extra=extra))
@@ -131,9 +150,11 @@ def what_is_off_is_not_promised(model: Path) -> None:
     ours: ConnectorConfig = describe.connector_config(config)
     every = {*describe._capabilities(config, ours), *describe._capabilities(config, None)}
     for feature, promised in (
-        (features.THRESHOLD, {"cache_hit_threshold"}),
-        (features.STREAMS, {"streamed_kv_transfer_params", "tell_token_ids"}),
-        (features.LOAD_FAILURES, {"load_failures"}),
+        (THRESHOLD, {"cache_hit_threshold"}),
+        (RESUME, {"begun"}),
+        (PREEMPTION_RETURN, {"hand_back"}),
+        (STREAMS, {"streamed_kv_transfer_params", "tell_token_ids", *IN_STREAMS}),
+        (LOAD_FAILURES, {"load_failures"}),
     ):
         assert promised <= every
         with without(feature):
@@ -152,6 +173,6 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         what_is_off_is_not_promised,
     ):
         yield case.__name__, case
-    for feature in features.OPTIONAL:
-        if feature is not features.SCHEDULER:
+    for feature in support.OPTIONAL:
+        if feature is not SCHEDULER:
             yield f"without {feature.name}", partial(a_feature_that_is_off_is_off_alone, feature)

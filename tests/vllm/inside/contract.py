@@ -5,6 +5,8 @@ reason, and for each case its traceback where it fails: most are of bytes that w
 write and must read alike.
 """
 
+import ast
+import importlib
 import json
 import sys
 import traceback
@@ -17,9 +19,13 @@ import msgspec
 from vllm import __version__
 
 from engine_ext.scheduler.admission import FINISH_REASON
+from engine_ext.vllm import __file__ as connector_file
 from engine_ext.vllm import describe
-from engine_ext.vllm.compat import finish_reason, support
-from engine_ext.vllm.compat.features import OPTIONAL, REQUIRED
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.compat.support import OPTIONAL
+from engine_ext.vllm.compat.vllm_symbols import REQUIRED
+from engine_ext.vllm.optional import patch_outputs
+from engine_ext.vllm.optional.early_ends import MARK
 from engine_ext.wire.handshake import GET_METADATA, AgentMetadata, HandshakePayload
 from engine_ext.wire.notifications import REGISTRATION_PREFIX
 from tests.vllm.inside import stock_notifications
@@ -63,14 +69,36 @@ def a_handshake_is_read_alike() -> None:
 
 
 def our_finish_reason_passes_between_vllms_processes() -> None:
-    from vllm.v1.engine import FINISH_REASON_STRINGS, EngineCoreOutput, FinishReason
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-    assert sorted(FinishReason) == list(range(len(FINISH_REASON_STRINGS)))
-    finish_reason.install()
-    said = EngineCoreOutput("r", [], finish_reason=finish_reason.cache_threshold_reason())
-    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=EngineCoreOutput)
-    assert str(heard.finish_reason) == FINISH_REASON
-    assert heard.finish_reason is said.finish_reason
+    sent = EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT, stop_reason=f"{MARK}why")
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineCoreOutput)
+    assert patch_outputs.translated(got.finish_reason, got.stop_reason) == (FINISH_REASON, "why")
+    plain = FinishReason.STOP, f"{MARK}why"
+    assert patch_outputs.translated(*plain) == plain
+
+
+def every_name_that_we_import_is_there() -> None:
+    """In a release that lacks nothing; in another, the features' reasons name the first one."""
+    if support.missing():
+        return
+    missing = {
+        f"{node.module}.{one.name}"
+        for path in Path(connector_file).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for one in node.names
+        if not is_importable(str(node.module), one.name)
+    }
+    assert missing == set()
+
+
+def is_importable(module: str, name: str) -> bool:
+    try:
+        found = importlib.import_module(module)
+        return hasattr(found, name) or bool(importlib.import_module(f"{module}.{name}"))
+    except ImportError:
+        return False
 
 
 def nothing_of_our_connectors_is_left_abstract() -> None:
@@ -81,17 +109,18 @@ def nothing_of_our_connectors_is_left_abstract() -> None:
 
 
 def what_we_override_is_probed() -> None:
-    from engine_ext.vllm import connector, prefill_stats, scheduler, stats
-    from engine_ext.vllm.compat import told
+    from engine_ext.vllm import connector, metrics, scheduler
+    from engine_ext.vllm.optional import replayed_output, resume
 
     classes = (
         connector.DisaggConnector,
-        prefill_stats.BegunPrefillStats,
+        connector.LoadProblems,
+        resume.ResumedPrefillStats,
         scheduler.DisaggAsyncScheduler,
         scheduler.DisaggScheduler,
-        stats.DisaggPromMetrics,
-        stats.DisaggStats,
-        told.GivenTokenResults,
+        metrics.DisaggPromMetrics,
+        metrics.DisaggStats,
+        replayed_output.ReplayedOutput,
     )
     lacking = {cls.__name__: {*_overrides(cls)} - {*_probed(cls)} for cls in classes}
     assert not any(lacking.values()), lacking
@@ -112,10 +141,10 @@ def _theirs(cls: type) -> set[str]:
 def _probed(cls: type) -> Iterator[str]:
     """Of vLLM's that it derives from."""
     theirs = {f"{each.__module__}:{each.__qualname__}" for each in filter(_is_theirs, cls.__mro__)}
-    for name in (name for feature in REQUIRED + OPTIONAL for name in feature.needs):
+    for name in (name for feature in REQUIRED + OPTIONAL for name in feature.symbols):
         owner, _, attribute = name.at.rpartition(".")
         if name.at in theirs:
-            yield from name.has
+            yield from name.has.split()
         elif owner in theirs:
             yield attribute
 
@@ -137,6 +166,7 @@ if __name__ == "__main__":
         a_handshake_is_read_alike,
         *stock_notifications.CASES,
         our_finish_reason_passes_between_vllms_processes,
+        every_name_that_we_import_is_there,
         nothing_of_our_connectors_is_left_abstract,
         what_we_override_is_probed,
     )

@@ -8,12 +8,13 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from engine_ext.common.resume_payload import MAX_LOGPROBS, read_resume_payload
-from engine_ext.vllm.compat import finish_reason, request_field
-from engine_ext.vllm.given import STAYS, stays
+from engine_ext.vllm.compat import support
+from engine_ext.vllm.optional import PREEMPTION_RETURN
+from engine_ext.vllm.optional.patch_requests import prepare
+from engine_ext.vllm.optional.resumed_request import CANNOT_RESUME, cannot_resume
 from tests.vllm.inside.in_process import Ended, Engine
 
 SCHEDULERS = tuple(
@@ -106,12 +107,11 @@ def a_request_that_cannot_be_told_is_preempted_as_ever(model: Path) -> None:
 
 
 def what_the_engine_cannot_keep_is_refused_at_start(model: Path) -> None:
-    reasons: Any = FinishReason
-    member = reasons._member_map_.pop(finish_reason.MEMBER)
+    support._installed.remove(PREEMPTION_RETURN.name)
     try:
         problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra=ASKED))
     finally:
-        reasons._member_map_[finish_reason.MEMBER] = member
+        support.install(PREEMPTION_RETURN)
     assert "hand_back" in problem
     problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra={"hand_back": 1}))
     assert "hand_back" in problem
@@ -126,19 +126,24 @@ def refusal(start: Callable[[], object]) -> str:
 
 
 def requests_that_go_on_nowhere_else_say_so(model: Path) -> None:
-    request_field.install()
     asked = {"model": "m", "kv_transfer_params": ASKED}
     chat = {**asked, "messages": [{"role": "user", "content": "x"}]}
     for fields, is_to_stay in (({}, False), ({"n": 2}, True), ({"prompt_logprobs": 1}, True)):
         for made in (
-            ChatCompletionRequest(**chat, **fields).to_sampling_params(5, {}),
-            CompletionRequest(**asked, prompt="x", **fields).to_sampling_params(5, {}),
+            sampled(ChatCompletionRequest(**chat, **fields)),
+            sampled(CompletionRequest(**asked, prompt="x", **fields)),
         ):
-            assert stays(made) is is_to_stay, fields
-    several = CompletionRequest(**asked, prompt=["x", "y"]).to_sampling_params(5, {})
-    assert stays(several)
-    forged = ChatCompletionRequest(**chat, vllm_xargs={STAYS: 1}).to_sampling_params(5, {})
-    assert STAYS not in forged.extra_args
+            assert cannot_resume(made) is is_to_stay, fields
+    assert cannot_resume(sampled(CompletionRequest(**asked, prompt=["x", "y"])))
+    forged = sampled(ChatCompletionRequest(**chat, vllm_xargs={CANNOT_RESUME: 1, "other": 2}))
+    assert CANNOT_RESUME not in forged.extra_args
+    assert forged.extra_args["other"] == 2
+
+
+def sampled(request: Any) -> Any:
+    """As the HTTP server does it."""
+    prepare(request, None, None)
+    return request.to_sampling_params(5, {})
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
@@ -157,6 +162,6 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
             yield f"{back.func.__name__}, {scheduler}, {params}", back
         told = partial(a_stream_has_told_its_tokens, scheduler)
         yield f"{told.func.__name__}, {scheduler}", told
-        for asks, more in (({"hand_back": False}, {}), (None, {STAYS: True})):
+        for asks, more in (({"hand_back": False}, {}), (None, {CANNOT_RESUME: True})):
             stayed = partial(what_stays_is_preempted_as_ever, scheduler, asks, more)
             yield f"{stayed.func.__name__}, {scheduler}, {asks}", stayed

@@ -24,6 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_ext.common.types import CacheGeometry, EngineIdentity, StepMetadata
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.optional.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector
 from tests.vllm.inside.planted import Fault, Planted
 
@@ -210,7 +211,7 @@ class Engine:
     def _note(self, output: EngineCoreOutput) -> None:
         if output.finish_reason is not None:
             assert output.request_id not in self.ended, "an output after the last one"
-            reason = str(output.finish_reason)
+            reason, _ = translated(output.finish_reason, output.stop_reason)
             self.ended[output.request_id] = Ended(
-                reason, len(output.new_token_ids), output.kv_transfer_params
+                str(reason), len(output.new_token_ids), output.kv_transfer_params
             )

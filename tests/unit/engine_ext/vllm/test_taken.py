@@ -4,55 +4,36 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.vllm.compat import features
+from engine_ext.vllm import optional
+from engine_ext.vllm.compat.probe import Feature
+from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
 from tests.unit.engine_ext.vllm.taken import taken
 
 OURS = Path(__file__).parents[4] / "engine_ext" / "vllm"
-BEGUN = {
-    f"compat/begun_{name}": (features.BEGUN,)
-    for name in ("answer", "hand_over", "prompt", "worker")
-}
-FEATURES = {
-    **BEGUN,
-    "compat/by_name": (features.SEVERAL,),
-    "compat/engine_loop": (features.LEAVING,),
-    "compat/finish_reason": (features.THRESHOLD,),
-    "compat/grammar": (features.BEGUN,),
-    "compat/load_failures": (features.LOAD_FAILURES,),
-    "compat/request_field": (features.THRESHOLD,),
-    # Parsers are asked for the sake of what begun_answer.py says.
-    "compat/streams": (features.STREAMS, features.BEGUN),
-    "compat/told": (features.BEGUN,),
-    "connector": (features.BEGUN, features.LOAD_FAILURES),
+FEATURES = PROMISED + optional.TIER_2
+BESIDE = {
+    "connector": (optional.RESUME, optional.LOAD_FAILURES, optional.EARLY_WRITES),
     "describe": (
-        features.STOCK_PEERS,
-        features.SCHEDULER,
-        features.STATE_LAYERS,
-        features.LOOKAHEAD,
+        optional.STOCK_PEERS,
+        optional.SCHEDULER,
+        optional.STATE_LAYERS,
+        optional.LOOKAHEAD,
     ),
-    "fit": (features.BEGUN,),
-    "given": (features.BEGUN,),
-    "pages": (features.PAGES,),
-    "prefill_stats": (features.BEGUN,),
-    "problems": (features.LOAD_FAILURES,),
-    "prompts": (features.EARLY_WRITES,),
-    "renders": (features.RENDERS,),
-    "request": (features.STATE_LAYERS,),
-    "scheduler": (
-        features.SCHEDULER,
-        features.FAILURE_POLICY,
-        features.REST,
-        features.LAST_WINDOW,
-        features.THRESHOLD,
-        features.BEGUN,
-        features.LOAD_FAILURES,
-    ),
-    "stats": (features.METRICS,),
+    "optional/connector_names": (optional.SEVERAL,),
+    # Of a request with a payload, which is refused where it cannot be resumed.
+    "optional/patch_requests": (optional.RESUME,),
+    "optional/resume_limits": (optional.RESUME,),
+    "optional/resumed_request": (optional.RESUME,),
+    "request_view": (optional.STATE_LAYERS, optional.PREEMPTION_RETURN),
+    "scheduler": (optional.FAILURE_POLICY, optional.LAST_WINDOW, optional.LOAD_FAILURES),
+    # Parsers are asked for the sake of replayed tokens.
+    "optional/early_ends": (optional.THRESHOLD,),
 }
-"""Without which a module's code does not run; others depend on what KV does, alone."""
+"""Features that a module's code runs for, beside those that it is a module of. Of these each must
+have a probe of what it takes: they are on one by one."""
 
 NOT_VLLMS = {
-    "of Python's": {"name", "put_nowait", "_member_map_", "_member_names_", "_value2member_map_"},
+    "of Python's": {"name", "put_nowait"},
     "of torch's generators": {"device", "get_offset", "set_offset", "type"},
     "of pydantic's models": {"model_dump"},
     "of transformers'": {
@@ -64,11 +45,11 @@ NOT_VLLMS = {
         "to_str",
     },
     "of our own classes": {
+        "_ended",
         "by_request",
         "disagg_is_leaving",
         "failure",
         "note_loading",
-        "num_loading",
         "payload",
         "set_wake",
     },
@@ -78,7 +59,10 @@ MODULES = [str(path.relative_to(OURS).with_suffix("")) for path in sorted(OURS.r
 
 @pytest.mark.parametrize("module", MODULES)
 def test_what_a_module_takes_is_in_its_features(module: str) -> None:
-    probed = _probed(features.REQUIRED + FEATURES.get(module, ()))
+    dotted = module.replace("/", ".")
+    always = _probed((*REQUIRED, *BESIDE.get(module, ())))
+    of_each = [_probed((each,)) for each in FEATURES if dotted in each.modules]
+    probed = always | set.intersection(*of_each) if of_each else always
     found = taken((OURS / module).with_suffix(".py"))
     assert found - probed - set().union(*NOT_VLLMS.values()) == set()
 
@@ -86,7 +70,7 @@ def test_what_a_module_takes_is_in_its_features(module: str) -> None:
 def test_what_need_not_be_probed_is_taken_somewhere() -> None:
     found = set().union(*(taken((OURS / module).with_suffix(".py")) for module in MODULES))
     assert set().union(*NOT_VLLMS.values()) <= found
-    assert set(FEATURES) <= set(MODULES)
+    assert set(BESIDE) <= set(MODULES)
 
 
 EXAMPLE = """
@@ -138,8 +122,10 @@ def test_what_is_taken_is_found_and_nothing_else(tmp_path: Path) -> None:
     }
 
 
-def _probed(wanted: tuple[features.Feature, ...]) -> set[str]:
+def _probed(wanted: tuple[Feature, ...]) -> set[str]:
     found: set[str] = set()
-    for name in (name for feature in wanted for name in feature.needs):
-        found |= {*name.at.partition(":")[2].split("."), *name.has}
+    for symbol in (symbol for feature in wanted for symbol in feature.symbols):
+        found |= {*symbol.at.partition(":")[2].split("."), *symbol.has.split()}
+    for each in wanted:
+        found |= _probed(each.requires)
     return found

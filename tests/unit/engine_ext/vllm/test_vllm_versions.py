@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.vllm.compat import features
-from engine_ext.vllm.compat.names import ANY, Name, problem
+from engine_ext.vllm import optional
+from engine_ext.vllm.compat.probe import ANY, Feature, Symbol, problem
+from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
+from engine_ext.vllm.optional import LOAD_FAILURES, PREEMPTION_RETURN, RESUME, STREAMS, THRESHOLD
 
 ROOT = Path(__file__).parents[4]
 REFUSAL = (
@@ -29,11 +31,11 @@ def other_vllm(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(program: str, beside: Path) -> "subprocess.CompletedProcess[str]":
+def run(program: str, beside: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     path = os.pathsep.join([str(beside), str(ROOT)])
     return subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -58,14 +60,14 @@ def test_the_plugin_changes_nothing_and_says_so(other_vllm: Path) -> None:
 
 
 def test_what_is_off_is_said_once_in_a_family_of_processes(other_vllm: Path) -> None:
-    say = "from engine_ext.vllm.compat import support; support.say()"
+    say = "from engine_ext.vllm.compat import support; support.log_what_is_off()"
     program = f"import subprocess, sys; {say}; subprocess.run([sys.executable, '-c', {say!r}])"
     unknown, *lines = run(program, other_vllm).stderr.splitlines()
     known = r"(\d\.\d+ and )+\d\.\d+"
     untested = rf"vLLM 0\.31\.1 was not tested, {known} were: what it names as they do is on"
     assert re.fullmatch(untested, unknown)
-    assert len(lines) == len(features.OPTIONAL)
-    for feature, line in zip(features.OPTIONAL, lines, strict=True):
+    assert len(lines) == len(OPTIONAL)
+    for feature, line in zip(OPTIONAL, lines, strict=True):
         assert line.startswith(f"{feature.name} is off with vLLM 0.31.1 ({feature.lost}): vllm.")
 
 
@@ -89,130 +91,116 @@ def fill(example: Example) -> None:
     example.kept = 3
 
 
-BEGUN = ("worker", "hand_over", "prompt", "answer")
 AT = f"{__name__}:Example"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        Name(AT, has=("shared", "kept", "call")),
-        Name(f"{AT}.call", ("self", "one", "two")),
-        Name(f"{AT}.call", ("self", "one", ANY)),
-        Name(f"{AT}.call", uses=("abs", "kept")),
-        Name(f"{__name__}:fill", has=("kept",)),
-        Name(f"{__name__}:Asking", asks=("call", "told")),
-        Name(f"{AT}.shared", values=(0, 1)),
+        Symbol(AT, has="shared kept call"),
+        Symbol(f"{AT}.call", takes="self one two"),
+        Symbol(f"{AT}.call", takes=f"self one {ANY}"),
+        Symbol(f"{AT}.call", uses="abs kept"),
+        Symbol(f"{__name__}:fill", has="kept"),
+        Symbol(f"{__name__}:Asking", asks="call told"),
+        Symbol(f"{AT}.shared", values=(0, 1)),
     ],
 )
-def test_a_name_that_is_as_we_know_it_is_no_problem(name: Name) -> None:
+def test_a_name_that_is_as_we_know_it_is_no_problem(name: Symbol) -> None:
     assert problem(name) is None
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (Name("vllm_of_nobody:A"), "vllm_of_nobody:A: No module named 'vllm_of_nobody'"),
-        (Name(f"{AT}.gone"), "Example.gone: type object 'Example' has no attribute 'gone'"),
-        (Name(AT, has=("shared", "gone", "lost")), "Example has no gone, lost"),
-        (Name(AT, has=("kept", "merely_read")), "Example has no merely_read"),
+        (Symbol("vllm_of_nobody:A"), "vllm_of_nobody:A: No module named 'vllm_of_nobody'"),
+        (Symbol(f"{AT}.gone"), "Example.gone: type object 'Example' has no attribute 'gone'"),
+        (Symbol(AT, has="shared gone lost"), "Example has no gone, lost"),
+        (Symbol(AT, has="kept merely_read"), "Example has no merely_read"),
         (
-            Name(f"{AT}.call", ("self", "two")),
+            Symbol(f"{AT}.call", takes="self two"),
             "Example.call takes (self, one, two, three), not (self, two)",
         ),
         (
-            Name(f"{AT}.call", ("self", "one")),
+            Symbol(f"{AT}.call", takes="self one"),
             "Example.call takes (self, one, two, three), not (self, one)",
         ),
-        (Name(f"{AT}.call", uses=("abs",)), "Example.call uses abs, kept, not abs"),
-        (Name(f"{__name__}:fill", has=("kept", "gone")), "fill has no gone"),
-        (Name(f"{__name__}:Asking", asks=("told",)), "Asking asks for call, too"),
-        (Name(f"{AT}.shared", values=(2, 3)), "Example.shared is 1, not 2 or 3"),
+        (Symbol(f"{AT}.call", uses="abs"), "Example.call uses abs, kept, not abs"),
+        (Symbol(f"{__name__}:fill", has="kept gone"), "fill has no gone"),
+        (Symbol(f"{__name__}:Asking", asks="told"), "Asking asks for call, too"),
+        (Symbol(f"{AT}.shared", values=(2, 3)), "Example.shared is 1, not 2 or 3"),
     ],
 )
-def test_a_name_that_is_another_is_named_with_what_it_is(name: Name, words: str) -> None:
+def test_a_name_that_is_another_is_named_with_what_it_is(name: Symbol, words: str) -> None:
     assert str(problem(name)).endswith(words)
 
 
 OURS = "engine_ext.vllm"
+OPTIONAL = PROMISED + optional.TIER_2
+ALL = REQUIRED + OPTIONAL
 
 
-@pytest.mark.parametrize(
-    ("module", "wanted"),
-    [
-        ("connector", []),
-        ("stats", [features.METRICS]),
-        ("compat.engine_loop", [features.LEAVING]),
-        ("compat.by_name", [features.SEVERAL]),
-        ("pages", [features.PAGES]),
-        ("compat.streams", [features.STREAMS]),
-        ("compat.load_failures", [features.LOAD_FAILURES]),
-        ("problems", [features.LOAD_FAILURES]),
-        ("scheduler", [features.SCHEDULER]),
-        ("compat.finish_reason", [features.SCHEDULER]),
-        ("compat.finish_reason", [features.THRESHOLD]),
-        ("compat.request_field", [features.THRESHOLD]),
-        ("compat.request_field", [features.BEGUN]),
-        *((f"compat.begun_{name}", [features.BEGUN]) for name in BEGUN),
-    ],
-)
-def test_a_feature_can_be_imported_where_its_names_are(
-    module: str, wanted: list[features.Feature]
-) -> None:
-    """And those that KV depends on: of nothing else is anything imported."""
-    probed = _probed(features.REQUIRED + tuple(wanted))
-    assert {one for one in _imported(f"{OURS}.{module}") if one not in probed} == set()
+@pytest.mark.parametrize("feature", OPTIONAL, ids=[each.name for each in OPTIONAL])
+def test_a_module_that_only_a_feature_uses_imports_no_module_of_another(feature: Feature) -> None:
+    """Else a name that the one lacks turns the other off."""
+    own = {f"{OURS}.{module}" for each in _with_required(feature) for module in each.modules}
+    others = {f"{OURS}.{module}" for each in OPTIONAL for module in each.modules} - own
+    others -= {f"{OURS}.renders", f"{OURS}.prompt_progress"}  # these import nothing of vLLM
+    for module in feature.modules:
+        assert _imported(f"{OURS}.{module}") & others == set(), module
 
 
-@pytest.mark.parametrize("speaks", [features.THRESHOLD, features.BEGUN, features.LOAD_FAILURES])
-def test_what_speaks_in_streams_is_off_with_them(speaks: features.Feature) -> None:
-    """Else a refusal would be a stream without an end, and what a client has be said again."""
-    assert set(features.STREAMS.needs) <= set(speaks.needs)
+@pytest.mark.parametrize("sender", [THRESHOLD, RESUME, PREEMPTION_RETURN, LOAD_FAILURES])
+def test_what_is_sent_in_streams_is_off_with_them(sender: Feature) -> None:
+    """Else a refusal would be a stream without an end, and what a client has be sent again."""
+    assert STREAMS in sender.requires
 
 
-def test_every_name_of_vllms_that_we_import_has_a_probe() -> None:
-    found = {one for path in (ROOT / "engine_ext/vllm").rglob("*.py") for one in _names(path)[0]}
-    assert len(found) > 40
-    assert found - _probed(ALL) == set()
+def test_every_module_that_imports_vllm_is_a_features_or_everybodys() -> None:
+    """So that an import that fails turns a feature off, and names what is missing."""
+    modules = {f"{OURS}.{module}" for each in ALL for module in each.modules}
+    always = {*_imported(f"{OURS}.connector"), f"{OURS}.compat.patch_weights"}
+    for path in (ROOT / "engine_ext/vllm").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if _names(path)[0]:
+            assert module in modules | always | {f"{OURS}.optional.connector_names"}
+
+
+@pytest.mark.parametrize("name", ["begun", "rest", "hand_back", "leaving", "cache_hit_threshold"])
+def test_the_operator_can_turn_a_feature_off(other_vllm: Path, name: str) -> None:
+    program = (
+        "from engine_ext.vllm.compat import support; support.log_what_is_off();"
+        f"print(support.missing()[{name!r}])"
+    )
+    result = run(program, other_vllm, DISAGG_VLLM_DISABLE=f"metrics, {name},begum")
+    assert result.stdout == "DISAGG_VLLM_DISABLE turns it off\n"
+    assert "DISAGG_VLLM_DISABLE: no feature begum; did you mean begun?" in result.stderr
 
 
 def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     section = text.partition("## Versions of vLLM")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
-    assert named == [each.name for each in features.OPTIONAL]
+    assert named == [each.name for each in OPTIONAL]
 
 
-ALL = features.REQUIRED + features.OPTIONAL
-PUBLIC = {"vllm.__version__"}
-
-
-def _probed(wanted: tuple[features.Feature, ...]) -> set[str]:
-    """Dotted, with the classes and modules that they are in."""
-    found = set(PUBLIC)
-    for each in (name for feature in wanted for name in feature.needs):
-        module, _, path = each.at.partition(":")
-        parts = [module, *path.split(".")] if path else [module]
-        found |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-        found |= {".".join([*parts, name]) for name in each.has}
-    return found
+def _with_required(feature: Feature) -> set[Feature]:
+    return {feature}.union(*map(_with_required, feature.requires))
 
 
 def _imported(module: str) -> set[str]:
-    """Of vLLM, while `module` and what of ours it needs are imported."""
-    found: set[str] = set()
-    seen, todo = set(), [module]
+    """Return the modules of our adapter that are imported with `module`."""
+    seen: set[str] = set()
+    todo = [module]
     while todo:
         if (each := todo.pop()) in seen:
             continue
-        seen.add(each)
         path = ROOT / each.replace(".", "/")
         path = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
         if path.exists():
-            theirs, ours = _names(path, deep=False)
-            found |= theirs
-            todo += ours
-    return found
+            seen.add(each)
+            todo += _names(path, deep=False)[1]
+    return seen
 
 
 def _names(path: Path, deep: bool = True) -> tuple[set[str], set[str]]:

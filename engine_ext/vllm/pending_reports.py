@@ -1,4 +1,5 @@
-"""What vLLM's scheduler waits for. It dies of a report about anything else, and of a second one."""
+"""The reports that vLLM's scheduler waits for. It raises, and the engine ends, if a request is
+reported twice or was never pending."""
 
 import logging
 
@@ -7,7 +8,7 @@ from vllm.v1.outputs import KVConnectorOutput
 logger = logging.getLogger(__name__)
 
 
-class Owed:
+class PendingReports:
     def __init__(self) -> None:
         self._loads: set[str] = set()
         self._unwanted: set[str] = set()
@@ -27,7 +28,7 @@ class Owed:
             self._unwanted.add(request_id)
 
     def settle(self, output: KVConnectorOutput) -> None:
-        """Of all ranks, before vLLM reads it: what nobody waits for is taken out."""
+        """Remove from the results of all ranks, before vLLM reads them, what it does not expect."""
         ended = (output.finished_recving or set()) & self._unwanted
         if output.finished_recving and ended:
             self._unwanted -= ended
@@ -36,11 +37,13 @@ class Owed:
         output.finished_sending = _expected(output.finished_sending, self._frees)
 
 
-def _expected(reported: set[str] | None, owed: set[str]) -> set[str] | None:
+def _expected(reported: set[str] | None, pending: set[str]) -> set[str] | None:
     if not reported:
         return reported
-    if not reported <= owed:
-        logger.warning("KV connector: reports that nobody waits for: %s", sorted(reported - owed))
-    found = reported & owed
-    owed -= found
+    if not reported <= pending:
+        logger.warning(
+            "KV connector: reports that nobody waits for: %s", sorted(reported - pending)
+        )
+    found = reported & pending
+    pending -= found
     return found

@@ -1,4 +1,4 @@
-"""What the connector counts (see changes.py) on its way to vLLM's `/metrics`."""
+"""What the connector counts (see metric_deltas.py) on its way to vLLM's `/metrics`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
-from engine_ext.vllm.changes import told
+from engine_ext.vllm.metric_deltas import histogram_buckets
 
 
 class DisaggStats(KVConnectorStats):
@@ -28,12 +28,12 @@ class DisaggStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: changes, and means of what is distributed."""
         counted = [each.field for each in COUNTED if self.data.get(each.field)]
-        said: dict[str, int | float] = {f.replace("_", " "): self.data[f] for f in counted}
+        values: dict[str, int | float] = {f.replace("_", " "): self.data[f] for f in counted}
         for each in DISTRIBUTED:
-            count, total = map(sum, zip(*told(self.data, each), strict=True))
+            count, total = map(sum, zip(*histogram_buckets(self.data, each), strict=True))
             if count:
-                said[f"mean {each.field.replace('_', ' ')}"] = round(total / count, 6)
-        return said
+                values[f"mean {each.field.replace('_', ' ')}"] = round(total / count, 6)
+        return values
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -68,7 +68,7 @@ class DisaggPromMetrics(KVConnectorPromMetrics):
                 for metric in metrics:
                     metric[engine_idx].inc(change)
         for each, histogram in self._histograms:
-            for place, (count, total) in enumerate(told(transfer_stats_data, each)):
+            for place, (count, total) in enumerate(histogram_buckets(transfer_stats_data, each)):
                 for _ in range(count):
                     histogram[engine_idx].observe(_mean(each, place, total / count))
 

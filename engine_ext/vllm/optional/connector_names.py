@@ -1,5 +1,8 @@
-"""Our connectors, where vLLM looks for them by their names: MultiConnector does so for what one of
-its several counts, wherever that one's module is."""
+"""The names of our connectors in vLLM's factory.
+
+MultiConnector looks for the statistics class of each of its connectors by name alone, whatever its
+`kv_connector_module_path`. If it does so elsewhere, it cannot have ours among its connectors.
+"""
 
 import contextlib
 

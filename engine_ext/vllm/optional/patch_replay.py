@@ -1,13 +1,17 @@
-"""What a begun request was given is said before any step of the engine: by vLLM's own detokenizer,
-log-probabilities, parsers and streams, token by token, as if the engine had made it.
+"""The tokens of a resume payload are replayed in the HTTP server before the engine's first step.
 
-What the client has already is fed to them too, but said by nobody: streams.py lets it pass through
-the parsers and keeps back what comes of it. Where what was given already ends the answer, it ends
-here; the engine hears of the request, for the sake of who holds its KV, and does nothing for it.
+vLLM's `OutputProcessor.add_request` registers a request with its detokenizer, log-probabilities and
+queue; `process_outputs` feeds the engine's outputs to them. When it has registered a request with a
+payload, we feed the payload's tokens to `process_outputs` one by one, as steps of the engine would
+bring them. So vLLM's own detokenizer, parsers and streams see them; patch_streams keeps back what
+comes of tokens that the client has. If the tokens already end the answer, it ends here, and the
+engine hears of the request only to release the KV of its prefill engine.
+
+If an output of the engine needs more than the fields that `_output` fills in, or a request's state
+is fed in another way, resumed answers lack text or fail. `_end` repeats the stop rules of vLLM's
+scheduler by its own `check_stop`; if these move, an answer may run past its end by some tokens.
 """
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,19 +26,16 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.common.resume_payload import Logprob
-from engine_ext.vllm.compat.begun_hand_over import SPOKEN, SentCounts
-from engine_ext.vllm.compat.told import GivenTokenResults
-from engine_ext.vllm.given import Given, given_in
-
-logger = logging.getLogger(__name__)
-
-MARK = "_disagg_begun"
+from engine_ext.vllm.compat.patching import wrap
+from engine_ext.vllm.optional.patch_outputs import SENT, SentCounts
+from engine_ext.vllm.optional.replayed_output import ReplayedOutput
+from engine_ext.vllm.optional.resumed_request import Replay, replay_in
 
 
 @dataclass(frozen=True)
 class End:
-    """Where given tokens end the answer, by the engine's own rules; stop strings are found by the
-    detokenizer."""
+    """Where replayed tokens end the answer, by the engine's own rules; stop strings are found by
+    the detokenizer."""
 
     num_tokens: int
     finish_reason: Any = None
@@ -46,16 +47,10 @@ NO_END = End(0)
 
 def install() -> None:
     """Idempotent."""
-    if not is_installed():
-        OutputProcessor.add_request = _saying(OutputProcessor.add_request)
+    wrap(OutputProcessor, "add_request", _replaying)
 
 
-def is_installed() -> bool:
-    return hasattr(OutputProcessor.add_request, MARK)
-
-
-def _saying(original: Any) -> Any:
-    @functools.wraps(original)
+def _replaying(original: Any) -> Any:
     def add_request(
         self: Any,
         request: Any,
@@ -65,52 +60,50 @@ def _saying(original: Any) -> Any:
         queue: Any = None,
     ) -> None:
         original(self, request, prompt, parent_req, request_index, queue)
-        given = given_in(request.sampling_params)
-        if given is None or parent_req is not None or queue is None:
+        replay = replay_in(request.sampling_params)
+        if replay is None or parent_req is not None or queue is None:
             return
         try:
-            _say(self, request, given, queue)
+            _replay(self, request, replay, queue)
         except BaseException:
             self.abort_requests([request.request_id], internal=True)
             raise
-        # What has ended is not known any more.
+        # An answer that has ended is not known any more.
         request.abort_immediately = not self.has_request(request.request_id)
 
-    setattr(add_request, MARK, True)
     return add_request
 
 
-def _say(processor: Any, request: Any, given: Given, queue: Any) -> None:
-    """One by one, as steps of the engine would bring them."""
+def _replay(processor: Any, request: Any, replay: Replay, queue: Any) -> None:
     state = processor.request_states[request.request_id]
-    end, interval = _end(request, given.token_ids), state.stream_interval
+    end, interval = _end(request, replay.token_ids), state.stream_interval
     state.queue, state.stream_interval = None, 1
     parts: list[RequestOutput] = []
-    num_silent = 0
-    for number, token in enumerate(given.token_ids[: end.num_tokens]):
+    num_sent = 0
+    for number, token in enumerate(replay.token_ids[: end.num_tokens]):
         if not processor.has_request(request.request_id):
             break  # A stop string.
         is_last = number + 1 == end.num_tokens
-        output = _output(state, token, given.logprobs_of(number), end if is_last else NO_END)
+        output = _output(state, token, replay.logprobs_of(number), end if is_last else NO_END)
         parts += processor.process_outputs([output]).request_outputs
-        if number < given.spoken:
-            num_silent = len(parts)
-            told = state.detokenizer.get_next_output_text(False, False)
-            setattr(state, SPOKEN, SentCounts(number + 1, len(told)))
+        if number < replay.num_sent:
+            num_sent = len(parts)
+            text = state.detokenizer.get_next_output_text(False, False)
+            setattr(state, SENT, SentCounts(number + 1, len(text)))
     state.queue, state.stream_interval = queue, interval
     state.sent_tokens_offset = state.detokenizer.num_output_tokens() if interval > 1 else 0
     # The prompt's statistics come with the engine's first token.
     state.is_prefilling = True
     if parts:
         is_streamed = state.output_kind is RequestOutputKind.DELTA
-        queue.put(GivenTokenResults.of(parts, num_silent) if is_streamed else parts[-1])
+        queue.put(ReplayedOutput.of(parts, num_sent) if is_streamed else parts[-1])
 
 
 def _output(state: Any, token: int, logprobs: Sequence[Logprob], end: End) -> EngineCoreOutput:
     return EngineCoreOutput(
         state.request_id,
         [token],
-        new_logprobs=_scores(state, logprobs),
+        new_logprobs=_logprobs(state, logprobs),
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
     )
@@ -135,15 +128,12 @@ def _end(request: Any, token_ids: Sequence[int]) -> End:
     return End(len(token_ids))
 
 
-def _scores(state: Any, logprobs: Sequence[Logprob]) -> LogprobsLists | None:
-    """Of one token, as a step of the engine brings them: its own first."""
+def _logprobs(state: Any, logprobs: Sequence[Logprob]) -> LogprobsLists | None:
+    """Those of one token, as a step of the engine brings them: its own first."""
     if state.logprobs_processor.num_logprobs is None:
         return None
     # The token's own may be named again among the likeliest, and vLLM takes as many as are asked.
     row = dict(logprobs)
     values = [*row.values()]
-    return LogprobsLists(np.array([[*row]]), np.array([values]), np.array([_rank(values)]))
-
-
-def _rank(values: Sequence[float]) -> int:
-    return 1 + sum(value > values[0] for value in values)
+    rank = 1 + sum(value > values[0] for value in values)
+    return LogprobsLists(np.array([[*row]]), np.array([values]), np.array([rank]))

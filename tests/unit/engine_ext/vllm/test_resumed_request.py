@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 
 from engine_ext.common.resume_payload import MAX_ID, ResumePayload
-from engine_ext.vllm.fit import RequestDemands, refusal
-from engine_ext.vllm.given import FIELD, STAYS, Given, carried, given_in, stays, token_ids_in
+from engine_ext.vllm.optional.resume_limits import ResumeLimits, refusal
+from engine_ext.vllm.optional.resumed_request import (
+    CANNOT_RESUME,
+    FIELD,
+    Replay,
+    cannot_resume,
+    carried,
+    replay_in,
+    token_ids_in,
+)
 
 
 @dataclass
@@ -21,11 +29,11 @@ def test_what_was_given_is_found_where_it_was_put() -> None:
     begun = ResumePayload((1, 2), (3, 4), num_sent=1, logprobs=(((4, -0.5), (7, -1.5)),))
     params = Params({FIELD: carried(begun), "other": 1})
     assert token_ids_in(params) == [3, 4]
-    assert given_in(params) == Given([3, 4], 1, [[(4, -0.5), (7, -1.5)]])
+    assert replay_in(params) == Replay([3, 4], 1, [[(4, -0.5), (7, -1.5)]])
 
 
 def test_a_prompt_alone_gives_nothing_of_an_answer() -> None:
-    assert given_in(Params({FIELD: carried(ResumePayload((1, 2)))})) is None
+    assert replay_in(Params({FIELD: carried(ResumePayload((1, 2)))})) is None
 
 
 @pytest.mark.parametrize(
@@ -48,11 +56,11 @@ def test_a_prompt_alone_gives_nothing_of_an_answer() -> None:
 )
 def test_what_makes_no_sense_is_nothing_and_raises_nothing(extra: Any) -> None:
     assert token_ids_in(Params(extra)) == []
-    assert given_in(Params(extra)) is None
+    assert replay_in(Params(extra)) is None
     assert token_ids_in(None) == []
 
 
-FITS = RequestDemands(vocab_size=100, max_model_len=10, says_only_the_rest=True)
+FITS = ResumeLimits(vocab_size=100, max_model_len=10, sends_only_the_rest=True)
 
 
 def test_a_request_can_begin_up_to_the_contexts_end() -> None:
@@ -74,14 +82,14 @@ def test_what_the_model_cannot_read_is_refused_by_name(begun: ResumePayload, wor
 
 
 def test_fields_that_need_a_rendered_prompt_are_named() -> None:
-    asked = RequestDemands(
-        vocab_size=9, max_model_len=9, says_only_the_rest=True, unfit=("echo", "n")
+    asked = ResumeLimits(
+        vocab_size=9, max_model_len=9, sends_only_the_rest=True, unfit=("echo", "n")
     )
     assert refusal(ResumePayload((1,)), asked) == "begun does not go with echo, n"
 
 
 def test_only_a_stream_leaves_out_what_the_client_has() -> None:
-    asked = RequestDemands(vocab_size=9, max_model_len=9, says_only_the_rest=False)
+    asked = ResumeLimits(vocab_size=9, max_model_len=9, sends_only_the_rest=False)
     assert "spoken" in str(refusal(ResumePayload((1,), (2,), num_sent=1), asked))
     assert refusal(ResumePayload((1,), (2,)), asked) is None
 
@@ -105,15 +113,21 @@ ENTRY = ((2, -0.5), (3, -1.0))
 def test_log_probabilities_that_are_asked_for_must_be_given(
     wanted: int | None, begun: ResumePayload, is_refused: bool
 ) -> None:
-    asked = RequestDemands(
-        vocab_size=9, max_model_len=9, says_only_the_rest=True, num_logprobs=wanted
+    asked = ResumeLimits(
+        vocab_size=9, max_model_len=9, sends_only_the_rest=True, num_logprobs=wanted
     )
     assert (refusal(begun, asked) is not None) is is_refused
 
 
 @pytest.mark.parametrize(
     ("extra", "is_to_stay"),
-    [(None, False), (7, False), ({}, False), ({STAYS: 1}, False), ({STAYS: True}, True)],
+    [
+        (None, False),
+        (7, False),
+        ({}, False),
+        ({CANNOT_RESUME: 1}, False),
+        ({CANNOT_RESUME: True}, True),
+    ],
 )
-def test_who_stays(extra: Any, is_to_stay: bool) -> None:
-    assert stays(Params(extra)) is is_to_stay
+def test_only_true_marks_an_answer_that_cannot_be_resumed(extra: Any, is_to_stay: bool) -> None:
+    assert cannot_resume(Params(extra)) is is_to_stay

@@ -1,19 +1,27 @@
 """Every way to change the weights of a running vLLM engine, so that our connector hears of it.
 
-vLLM tells its KV connectors nothing of this. `EngineCore` is where all ways meet: its methods are
-what an HTTP server or `LLM` calls, in the thread that runs the engine's steps, between two of them.
+vLLM does not notify its KV connectors. All ways meet in `EngineCore`: its methods are what an HTTP
+server or `LLM` calls, in the thread that runs the engine's steps, between two of them. We wrap
+those that load an adapter (`add_lora`), call the workers (`collective_rpc`), discard weights or
+move the KV cache (`sleep`, `release_kv_cache_memory`) and name the weights (`set_weight_version`).
+`Scheduler.update_from_output` reads which loads have failed before it asks the connector, so loads
+that were under way when the weights changed are put among the failed ones there.
+
+If a release changes weights in another way, KV of old weights may be used with new ones, which no
+later check finds. So this is tier 1: a release is supported when each method of its EngineCore and
+of its workers has been looked at (HARMLESS below names those that leave weights alone; an unknown
+one counts as a change).
 
 Installed by the connector itself while the engine is being built, with the plugin or without.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from engine_ext.vllm.compat.wrapped import wrap
+from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector import NO_SLEEP, DisaggConnector, ours_in
 
 HARMLESS = frozenset(
@@ -74,7 +82,6 @@ def _loading_adapter(original: Any) -> Any:
     """vLLM's workers load an adapter that they do not have, or that is to be loaded in place; then
     they read its files now."""
 
-    @functools.wraps(original)
     def add_lora(self: Any, lora_request: Any) -> Any:
         ours = _ours(self)
         if ours is None:
@@ -94,7 +101,6 @@ def _loading_adapter(original: Any) -> Any:
 
 
 def _calling_workers(original: Any) -> Any:
-    @functools.wraps(original)
     def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kw: Any) -> Any:
         name = method if isinstance(method, str) else None
         ours = None if name in HARMLESS else _ours(self)
@@ -109,7 +115,6 @@ def _calling_workers(original: Any) -> Any:
 
 
 def _sleeping(original: Any) -> Any:
-    @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **kw: Any) -> Any:
         ours = _ours(self)
         if ours is not None and level > PAUSING:
@@ -122,7 +127,6 @@ def _sleeping(original: Any) -> Any:
 
 
 def _releasing_memory(original: Any) -> Any:
-    @functools.wraps(original)
     def release_kv_cache_memory(self: Any) -> None:
         if _ours(self) is not None:
             _refuse_to_move_memory(self)
@@ -143,7 +147,6 @@ def _changed(core: Any, ours: DisaggConnector, by: str, keeps_adapters: bool) ->
 
 
 def _naming_weights(original: Any) -> Any:
-    @functools.wraps(original)
     def set_weight_version(self: Any, weight_version: str) -> None:
         original(self, weight_version)
         ours = _ours(self)
@@ -156,7 +159,6 @@ def _naming_weights(original: Any) -> Any:
 def _failing_stale_loads(original: Any) -> Any:
     """vLLM takes from a step's output first which loads have failed."""
 
-    @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         loads = model_runner_output.kv_connector_output
         ours = ours_in(self.connector) if loads and loads.finished_recving else None

@@ -1,17 +1,22 @@
 """Methods of vLLM's that are wrapped where they are, once."""
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-MARK = "_disagg_seam"
+Host: Any = object
+"""The base of a part of our scheduler class: vLLM's Scheduler comes behind it."""
+
+MARK = "_disagg_patch"
 
 
 def wrap(owner: type | ModuleType, name: str, wrapping: Callable[[Any], Any]) -> None:
-    """Idempotent. A class that does not define the method itself is left alone."""
+    """Replace a method by `wrapping(method)`. Idempotent. A class that does not define the method
+    itself is left alone."""
     original = vars(owner).get(name)
     if original is not None and not hasattr(original, MARK):
-        wrapper = wrapping(original)
+        wrapper = functools.wraps(original)(wrapping(original))
         setattr(wrapper, MARK, True)
         setattr(owner, name, wrapper)
 
@@ -21,3 +26,7 @@ def wrap_in(module: ModuleType, name: str, wrapping: Callable[[Any], Any]) -> No
     for owner in vars(module).values():
         if isinstance(owner, type):
             wrap(owner, name, wrapping)
+
+
+def is_wrapped(method: Any) -> bool:
+    return hasattr(method, MARK)

@@ -1,6 +1,6 @@
 """How far vLLM has come with prompts that are pushed while they are computed.
 
-vLLM tells a request's blocks whole when it is admitted, and what is new with each step. A prefix
+vLLM lists a request's blocks when it is admitted, and the new ones with each step. A prefix
 that it finds in its cache may be computed by another request in the very same step: it counts when
 a step of the request's own has come back. Imports no vLLM.
 """
@@ -40,7 +40,7 @@ class _AdmittedPrompt:
             group += fresh
 
 
-class Prompts:
+class PromptProgress:
     def __init__(self) -> None:
         self._prompts: dict[str, _AdmittedPrompt] = {}
 
@@ -74,8 +74,8 @@ class Prompts:
             if new.req_id in self._prompts:
                 self._prompts[new.req_id].admit(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        told = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for name, block_ids, num_tokens in told:
+        steps = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for name, block_ids, num_tokens in steps:
             prompt = self._prompts.get(name)
             if prompt is None:
                 continue

@@ -1,6 +1,6 @@
 """What the connector counts, as changes since the last step, under the reference engine's names.
 
-Workers count, vLLM's API server tells: what travels with each step is the difference since the
+Workers count, vLLM's API server shows: what travels with each step is the difference since the
 last one. Differences add up, over ranks and over steps, for gauges as for counters and for the
 buckets of a histogram.
 """
@@ -13,7 +13,7 @@ from engine_ext.scheduler.scheduler import SchedulerConnector
 
 OF_SCHEDULER = ("leases_active", "proofs_unreadable", "engine_id_clashes")
 """Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
-while its blocks are read takes no step that could tell."""
+while its blocks are read takes no step that could report it."""
 
 BUCKETS = {
     each.field: tuple(
@@ -25,19 +25,19 @@ BUCKETS = {
 """Under which names a histogram's buckets travel: their counts and their sums."""
 
 
-class Differences:
+class MetricDeltas:
     """What has changed since the last call."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     def take(self, values: dict[str, float]) -> dict[str, float]:
-        changes = {name: value - self._told.get(name, 0) for name, value in values.items()}
-        self._told = values
+        changes = {name: value - self._last.get(name, 0) for name, value in values.items()}
+        self._last = values
         return {name: change for name, change in changes.items() if change}
 
 
-def of_worker(stats: ConnectorStats) -> dict[str, float]:
+def worker_values(stats: ConnectorStats) -> dict[str, float]:
     values: dict[str, float] = {
         each.field: getattr(stats, each.field) for each in COUNTED if each.field not in OF_SCHEDULER
     }
@@ -49,10 +49,10 @@ def of_worker(stats: ConnectorStats) -> dict[str, float]:
     return values
 
 
-def of_scheduler(half: SchedulerConnector) -> dict[str, float]:
+def scheduler_values(half: SchedulerConnector) -> dict[str, float]:
     counts = (half.num_leased, half.proofs_unreadable, half.engine_id_clashes)
     return dict(zip(OF_SCHEDULER, counts, strict=True))
 
 
-def told(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:
+def histogram_buckets(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:
     return [(int(data.get(c, 0)), data.get(t, 0.0)) for c, t in BUCKETS[each.field]]

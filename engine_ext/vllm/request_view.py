@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.common.prefix_hashes import ContentKey, Keys
@@ -87,6 +88,11 @@ class RequestView:
     @property
     def finish_status(self) -> FinishStatus:
         return _STATUS.get(self._request.status, FinishStatus.ERROR)
+
+
+def is_streamed(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and params.output_kind is RequestOutputKind.DELTA
 
 
 def back_off(request: Request, num_left: int) -> None:

@@ -1,4 +1,4 @@
-"""The results of given tokens on their way from begun_answer.py to streams.py."""
+"""The results of replayed tokens on their way from patch_replay to patch_streams."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -7,25 +7,25 @@ from typing import Any
 from vllm.outputs import RequestOutput
 
 
-class GivenTokenResults(RequestOutput):
-    """The results of given tokens, and behind them what has come since: vLLM adds results to one
-    that nobody has fetched yet, and parsers want them one by one."""
+class ReplayedOutput(RequestOutput):
+    """The results of replayed tokens, and behind them what has come since: vLLM adds results to one
+    that has not been fetched yet, and parsers want them one by one."""
 
     parts: Sequence[RequestOutput] = ()
-    num_silent: int = 0
-    """Of the parts, the first, which the client has."""
+    num_sent: int = 0
+    """How many of the first parts the client has."""
     rest: RequestOutput | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[RequestOutput], num_silent: int) -> "GivenTokenResults":
-        given = cls(**vars(parts[-1]))
-        given.parts, given.num_silent = parts, num_silent
-        if num_silent == len(parts) and given.finished:
-            # That it ends is still to be said.
+    def of(cls, parts: Sequence[RequestOutput], num_sent: int) -> "ReplayedOutput":
+        replayed = cls(**vars(parts[-1]))
+        replayed.parts, replayed.num_sent = parts, num_sent
+        if num_sent == len(parts) and replayed.finished:
+            # The client does not know that the answer ends.
             (last,) = parts[-1].outputs
-            given.rest = _without_content(parts[-1], last)
+            replayed.rest = _without_content(parts[-1], last)
             last.finish_reason = last.stop_reason = None
-        return given
+        return replayed
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         if self.rest is None:
@@ -35,12 +35,14 @@ class GivenTokenResults(RequestOutput):
         self.finished |= next_output.finished
 
     def unrolled(self, one_by_one: bool) -> Iterator[tuple[RequestOutput, bool]]:
-        """Each with whether it is silent; neighbours are made one where nobody needs to see them
-        apart."""
-        silent, aloud = self.parts[: self.num_silent], self.parts[self.num_silent :]
-        for parts, is_silent in ((silent, True), (aloud, False)):
+        """Yield each result and whether the client has it. Neighbours are merged unless
+        `one_by_one`."""
+        for parts, is_sent in (
+            (self.parts[: self.num_sent], True),
+            (self.parts[self.num_sent :], False),
+        ):
             for part in parts if one_by_one else _merged(parts):
-                yield part, is_silent
+                yield part, is_sent
         if self.rest is not None:
             yield self.rest, False
 

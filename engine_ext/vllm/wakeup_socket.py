@@ -1,4 +1,4 @@
-"""How a worker tells the engine's process that a transfer has ended.
+"""How a worker wakes the engine's process when a transfer has ended.
 
 vLLM asks its workers once per step, and steps all the time while a finished request's blocks wait
 for a reader: that keeps two processes busy. Here the worker sends a datagram, and the engine sleeps
@@ -15,19 +15,19 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
-PATIENCE_SECONDS = 60.0
-"""News are assumed after this long, in case a datagram was lost. Each look costs a second of a
+IDLE_TIMEOUT_SECONDS = 60.0
+"""The engine is woken after this long, in case a datagram was lost. Each time costs a second of a
 core: vLLM's workers spin for so long after every step."""
 STOP_SECONDS = 5.0
-FAULT_SECONDS = 1.0
-"""After a socket's error, before it is asked again; news are assumed."""
+RETRY_SECONDS = 1.0
+"""After a socket's error, before it is read again; the engine is woken."""
 
 
 def _address(name: str) -> str:
-    return f"\0disagg-news-{name}"
+    return f"\0disagg-wakeup-{name}"
 
 
-class NewsSender:
+class WakeupSender:
     """Called from the worker's owner thread; never blocks, never raises."""
 
     def __init__(self, name: str) -> None:
@@ -44,16 +44,16 @@ class NewsSender:
             logger.debug("the engine was not woken: %s", error)
 
 
-class NewsListener:
-    """Calls `on_news` from a thread of its own. Raises OSError when the address is taken."""
+class WakeupListener:
+    """Calls `on_wakeup` from a thread of its own. Raises OSError when the address is taken."""
 
-    def __init__(self, name: str, on_news: Callable[[], None]) -> None:
-        self._on_news = on_news
+    def __init__(self, name: str, on_wakeup: Callable[[], None]) -> None:
+        self._on_wakeup = on_wakeup
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(name))
-        self._socket.settimeout(PATIENCE_SECONDS)
+        self._socket.settimeout(IDLE_TIMEOUT_SECONDS)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-wakeup", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class NewsListener:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            logger.debug("news: %s", error)
+            logger.debug("wake-ups: %s", error)
         self._thread.join(timeout=STOP_SECONDS)
         self._socket.close()
 
@@ -70,9 +70,9 @@ class NewsListener:
             try:
                 self._socket.recv(16)
             except TimeoutError:
-                pass  # Look all the same.
+                pass  # The engine looks all the same.
             except OSError as error:
-                if self._stopping.wait(FAULT_SECONDS):
+                if self._stopping.wait(RETRY_SECONDS):
                     return
-                logger.warning("news of transfers: %s", error)
-            self._on_news()
+                logger.warning("wake-ups by transfers: %s", error)
+            self._on_wakeup()

@@ -1,10 +1,20 @@
-"""What vLLM's streams leave out: in 0.32 `kv_transfer_params`, and a refusal without any text.
+"""What vLLM's streams leave out.
 
-Both generators get their results from an async iterator, which is watched on its way in; what it
-brought and the chunks did not say is said in one chunk before `[DONE]`. What a begun answer's
-client has already goes in like all results, and the chunks that come of it are kept back. Who asks
-for it is told the ids of the tokens that a chunk says, in comments (see
-engine_ext.common.resume_payload).
+vLLM's stream generators (chat, completion) get results from an async iterator and yield chunks of
+text. We wrap both: results are watched on their way in, and what they brought and the chunks do not
+have is added to what goes out:
+
+* `kv_transfer_params`, and an early end without any text, which 0.32 leaves out: one chunk before
+  `[DONE]`. 0.33 sends them itself.
+* The ids of a chunk's tokens, for a router that asks for them, in a comment before the chunk (see
+  engine_ext.common.resume_payload).
+* A load failure, in the error that came of it, else in a comment before the first chunk.
+* The chunks that come of replayed tokens which the client has are kept back. The generator asks for
+  the next result when it has yielded all chunks of one, so chunks and results can be told apart.
+
+If the generator fetched results ahead, ids would stand before the wrong chunk and resumed streams
+would repeat or lack text. Chunks are recognised by strings in vLLM's JSON (DONE to REFUSED below);
+if vLLM writes them otherwise, a chunk is doubled or a field missing.
 """
 
 import asyncio
@@ -22,8 +32,8 @@ from vllm.entrypoints.openai.completion import serving as completion
 from engine_ext.common import load_failure
 from engine_ext.common.resume_payload import ALL, OUTPUT, TELL_TOKEN_IDS, token_id_comment
 from engine_ext.scheduler.admission import FINISH_REASON
-from engine_ext.vllm.compat.told import GivenTokenResults
-from engine_ext.vllm.compat.wrapped import wrap_in
+from engine_ext.vllm.compat.patching import wrap_in
+from engine_ext.vllm.optional.replayed_output import ReplayedOutput
 
 DONE = "data: [DONE]"
 ERROR = 'data: {"error"'
@@ -31,7 +41,7 @@ ROLE = '"role":'
 PARAMS = '"kv_transfer_params":{'
 NO_PARAMS = ',"kv_transfer_params":null'
 REFUSED = f'"finish_reason":"{FINISH_REASON}"'
-"""As vLLM writes them. In what a chunk says, quotes are escaped."""
+"""As vLLM writes them. In a chunk's text, quotes are escaped."""
 AT_ONCE = 64
 CHAT = "chat.completion.chunk"
 TEXT = "text_completion"
@@ -39,27 +49,25 @@ TEXT = "text_completion"
 
 @dataclass
 class StreamResults:
-    """Of the results that went into a stream."""
+    """What the results that went into a stream have and its chunks lack."""
 
     kv_transfer_params: dict[str, Any] | None = None
     load_failure: dict[str, Any] | None = None
-    """That no chunk has said yet."""
+    """Not sent yet."""
     has_failed: bool = False
     """The request has ended by it: an error comes, behind a chat's role perhaps."""
     refused: list[tuple[int, Any]] = field(default_factory=list)
-    """(choice, stop reason), of those that have said nothing, whose end vLLM does not say."""
-    begun: set[int] = field(default_factory=set)
+    """(choice, stop reason) of those without a token, whose end vLLM does not send."""
+    started: set[int] = field(default_factory=set)
     """Choices that have tokens."""
     one_by_one: bool = False
-    """A parser wants given tokens as steps of the engine bring them."""
-    is_silent: bool = False
-    """The generator is at work on what the client has. It asks for the next result when it has
-    said all that comes of one."""
-
-    tell: str | None = None
-    """Of the output's ids, or of all."""
+    """A parser wants replayed tokens as steps of the engine bring them."""
+    is_sent: bool = False
+    """The generator is at work on what the client has."""
+    token_id_scope: str | None = None
+    """Whose ids are sent: OUTPUT, ALL or None."""
     token_ids: list[int] = field(default_factory=list)
-    """That no chunk has said yet."""
+    """Not sent yet."""
     prompt_token_ids: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -68,29 +76,28 @@ class StreamResults:
     async def watch(self, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for item in results:
             result = item[1] if isinstance(item, tuple) else item
-            if not isinstance(result, GivenTokenResults):
+            if not isinstance(result, ReplayedOutput):
                 self._look_at(result)
                 yield item
                 continue
-            for number, (part, is_silent) in enumerate(result.unrolled(self.one_by_one)):
-                self.is_silent = is_silent
+            for number, (part, is_sent) in enumerate(result.unrolled(self.one_by_one)):
+                self.is_sent = is_sent
                 if number % AT_ONCE == AT_ONCE - 1:
                     await asyncio.sleep(0)  # Other requests have their turn.
                 self._look_at(part)
                 yield (item[0], part) if isinstance(item, tuple) else part
-            self.is_silent = False
+            self.is_sent = False
 
-    def hear(self, chunk: str) -> None:
-        """What vLLM says by itself, as from 0.33 on, is not said again."""
+    def note_sent(self, chunk: str) -> None:
+        """What vLLM sends by itself, as from 0.33 on, is not sent again."""
         if self.kv_transfer_params is not None and PARAMS in chunk:
             self.kv_transfer_params = None
         if self.refused and REFUSED in chunk:
-            said = {each["index"] for each in json.loads(chunk.removeprefix("data: "))["choices"]}
-            self.refused = [each for each in self.refused if each[0] not in said]
+            sent = {each["index"] for each in json.loads(chunk.removeprefix("data: "))["choices"]}
+            self.refused = [each for each in self.refused if each[0] not in sent]
 
     def failure_of(self, chunk: str) -> str:
-        """With what is to be said of a load that failed: in the error that came of it, else in a
-        comment before the chunk."""
+        """Return the chunk with the load failure, if this is where it belongs."""
         failure, is_error = self.load_failure, chunk.startswith(ERROR)
         if failure is None or is_error is not self.has_failed:
             return chunk
@@ -102,10 +109,10 @@ class StreamResults:
         return f"data: {json.dumps(body)}\n\n"
 
     def keeps_back(self, chunk: str) -> bool:
-        return self.is_silent and not chunk.startswith((DONE, ERROR))
+        return self.is_sent and not chunk.startswith((DONE, ERROR))
 
     def ids_of(self, chunk: str) -> str:
-        """A chat's first chunk has a role and says nothing."""
+        """Return the comment before the chunk. A chat's first chunk has a role and no text."""
         if not self.token_ids or ROLE in chunk or chunk.startswith((DONE, ERROR)):
             return ""
         ids, self.token_ids = self.token_ids, []
@@ -134,32 +141,32 @@ class StreamResults:
             result.kv_transfer_params = params or None
         if params:
             self.kv_transfer_params = params
-        if self.tell is not None and not self.is_silent:
+        if self.token_id_scope is not None and not self.is_sent:
             self._note_ids(result)
         for output in result.outputs:
             if output.token_ids:
-                self.begun.add(output.index)
-            if output.finish_reason == FINISH_REASON and output.index not in self.begun:
+                self.started.add(output.index)
+            if output.finish_reason == FINISH_REASON and output.index not in self.started:
                 self.refused.append((output.index, output.stop_reason))
 
     def _note_ids(self, result: Any) -> None:
-        if self.tell == ALL:
-            self.prompt_token_ids, self.tell = list(result.prompt_token_ids or ()), OUTPUT
+        if self.token_id_scope == ALL:
+            self.prompt_token_ids = list(result.prompt_token_ids or ())
+            self.token_id_scope = OUTPUT
         for output in result.outputs:
             self.token_ids += output.token_ids
 
 
 def install() -> None:
     """Idempotent."""
-    wrap_in(chat, "chat_completion_stream_generator", functools.partial(_saying_more, CHAT))
-    wrap_in(completion, "completion_stream_generator", functools.partial(_saying_more, TEXT))
+    wrap_in(chat, "chat_completion_stream_generator", functools.partial(_completing, CHAT))
+    wrap_in(completion, "completion_stream_generator", functools.partial(_completing, TEXT))
 
 
-def _saying_more(kind: str, original: Any) -> Any:
-    @functools.wraps(original)
+def _completing(kind: str, original: Any) -> Any:
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         has_parser = getattr(self, "parser_cls", None) is not None
-        seen = StreamResults(one_by_one=has_parser, tell=_told_to(request))
+        seen = StreamResults(one_by_one=has_parser, token_id_scope=_token_id_scope(request))
         watched = [seen.watch(each) if _is_results(each) else each for each in args]
         if "result_generator" in kwargs:
             kwargs["result_generator"] = seen.watch(kwargs["result_generator"])
@@ -168,15 +175,15 @@ def _saying_more(kind: str, original: Any) -> Any:
                 if seen and chunk.startswith(DONE):
                     yield seen.chunk(_request_id(args, kwargs), request.model, kind)
                 if not seen.keeps_back(chunk):
-                    seen.hear(chunk)
-                    # In each chunk of 0.33. A router would have to look into every one.
+                    seen.note_sent(chunk)
+                    # 0.33 writes the null into each chunk; a router would have to parse them all.
                     yield seen.failure_of(seen.ids_of(chunk) + chunk.replace(NO_PARAMS, ""))
 
     return generator
 
 
-def _told_to(request: Any) -> str | None:
-    """Of one choice: where there are more, nobody could go on."""
+def _token_id_scope(request: Any) -> str | None:
+    """Only an answer of one choice can be resumed."""
     asked = (getattr(request, "kv_transfer_params", None) or {}).get(TELL_TOKEN_IDS)
     return asked if asked in (OUTPUT, ALL) and (request.n or 1) == 1 else None
 
@@ -187,15 +194,15 @@ def _is_results(value: Any) -> bool:
 
 def _request_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The first string among the arguments, as both generators are declared."""
-    given = kwargs.get("request_id")
-    return str(given or next((each for each in args if isinstance(each, str)), ""))
+    named = kwargs.get("request_id")
+    return str(named or next((each for each in args if isinstance(each, str)), ""))
 
 
 def _choice(kind: str, index: int, stop_reason: Any) -> dict[str, Any]:
-    said: dict[str, Any] = {"delta": {}} if kind == CHAT else {"text": ""}
+    content: dict[str, Any] = {"delta": {}} if kind == CHAT else {"text": ""}
     return {
         "index": index,
-        **said,
+        **content,
         "logprobs": None,
         "finish_reason": FINISH_REASON,
         "stop_reason": stop_reason,

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from engine_ext.vllm.prompts import Computed, Prompts
+from engine_ext.vllm.prompt_progress import Computed, PromptProgress
 
 
 class Following:
@@ -11,7 +11,7 @@ class Following:
 
     def __init__(self) -> None:
         self.view: Any = SimpleNamespace(request_id="x", num_computed_tokens=0)
-        self.prompts = Prompts()
+        self.prompts = PromptProgress()
         self.prompts.follow(self.view)
 
     def admitted(self, block_ids: tuple[list[int], ...], num_found: int = 0) -> list[Computed]:
