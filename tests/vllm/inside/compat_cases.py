@@ -121,7 +121,7 @@ def an_attribute_that_vllm_dropped_is_found(model: Path) -> None:
     finally:
         Scheduler.__init__ = original
         support._problem.cache_clear()
-    assert str(why).endswith("Scheduler has no recompute_kv_load_failures")
+    assert str(why).endswith("recompute_kv_load_failures")
 
 
 def what_is_asked_for_and_off_is_refused_by_name(model: Path) -> None:
