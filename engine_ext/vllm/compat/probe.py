@@ -55,6 +55,25 @@ class Feature:
     """Those of its modules, or of another feature's, that the plugin calls `install` of."""
 
 
+def symbols(table: str) -> tuple[Symbol, ...]:
+    """Read a table of symbols. A row is an object of vLLM's, which begins with `vllm.`, then
+    perhaps the name of a field of Symbol (`is` for values) and what it lists; a row may be wrapped
+    anywhere."""
+    rows: list[list[str]] = []
+    for word in table.split():
+        if word.startswith("vllm."):
+            rows.append([])
+        rows[-1].append(word)
+    return tuple(_symbol(*row) for row in rows)
+
+
+def _symbol(at: str, kind: str = "has", *names: str) -> Symbol:
+    if kind == "is":
+        return Symbol(at, values=tuple(map(int, names)))
+    listed: dict[str, Any] = {kind: " ".join(names)}
+    return Symbol(at, **listed)
+
+
 def problem(symbol: Symbol) -> str | None:
     """Return one line that says how the symbol differs; None if it is as expected."""
     try:

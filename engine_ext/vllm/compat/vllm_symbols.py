@@ -6,7 +6,7 @@ its feature off. Tests find every attribute that a module takes of vLLM's object
 the tables.
 """
 
-from engine_ext.vllm.compat.probe import ANY, Feature, Symbol
+from engine_ext.vllm.compat.probe import ANY, Feature, symbols
 
 CONFIG = "vllm.config"
 KV = "vllm.distributed.kv_transfer.kv_connector"
@@ -20,58 +20,41 @@ APP_STATE = "vllm.entrypoints.launchers.api_server.app_state:init_app_state"
 CONNECTOR = Feature(
     "connector",
     "no KV moves",
-    (
-        Symbol(
-            f"{BASE}:KVConnectorBase_V1",
-            has="""build_connector_meta build_connector_worker_meta get_finished
-            get_handshake_metadata get_loaded_kv_cache_group_ids get_num_new_matched_tokens
-            get_required_kvcache_layout get_transfer_results has_pending_push_work on_new_request
-            register_kv_caches request_finished requires_kv_delivery reset_cache save_kv_layer
-            set_xfer_handshake_metadata_pp_aware shutdown start_load_kv
-            supports_divergent_local_hybrid_hits update_connector_output update_state_after_alloc
-            wait_for_layer_load wait_for_save _kv_cache_config _vllm_config""",
-            asks="""build_connector_meta get_num_new_matched_tokens save_kv_layer start_load_kv
-            update_state_after_alloc wait_for_layer_load wait_for_save""",
-        ),
-        Symbol(
-            f"{BASE}:KVConnectorBase_V1.__init__", takes="self vllm_config role kv_cache_config"
-        ),
-        Symbol(
-            f"{BASE}:KVConnectorBase_V1.get_num_new_matched_tokens",
-            takes="self request num_computed_tokens",
-        ),
-        Symbol(
-            f"{BASE}:KVConnectorBase_V1.update_state_after_alloc",
-            takes="self request blocks num_external_tokens",
-        ),
-        Symbol(f"{BASE}:KVConnectorBase_V1.get_transfer_results", takes="self finished_req_ids"),
-        Symbol(f"{BASE}:KVConnectorBase_V1._get_connector_metadata", takes="self"),
-        Symbol(f"{BASE}:KVConnectorWorkerMetadata", has="aggregate"),
-        Symbol(f"{BASE}:SupportsHMA", asks="request_finished_all_groups"),
-        Symbol(f"{BASE}:SupportsHMA.request_finished_all_groups", takes="self request block_ids"),
-        Symbol(
-            f"{BASE}:KVConnectorTransferResults",
-            takes="finished_sending finished_recving failed_recving",
-        ),
-        Symbol(f"{BASE}:KVConnectorRole", has="SCHEDULER WORKER"),
-        Symbol(
-            "vllm.v1.outputs:KVConnectorOutput",
-            has="failed_recving finished_recving finished_sending kv_connector_worker_meta",
-        ),
-        Symbol("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", takes="self"),
-        Symbol(
-            f"{CONFIG}:KVTransferConfig",
-            has="""enable_permute_local_kv engine_id is_kv_consumer kv_buffer_device kv_connector
-            kv_connector_extra_config kv_load_failure_policy kv_role""",
-        ),
-        Symbol(
-            f"{CONFIG}:ParallelConfig",
-            has="""data_parallel_index data_parallel_size data_parallel_size_local
-            decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size
-            tensor_parallel_size""",
-        ),
-        Symbol("vllm.envs", has="VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT"),
-    ),
+    symbols(f"""
+        {BASE}:KVConnectorBase_V1 has build_connector_meta build_connector_worker_meta
+            get_finished get_handshake_metadata get_loaded_kv_cache_group_ids
+            get_num_new_matched_tokens get_required_kvcache_layout get_transfer_results
+            has_pending_push_work on_new_request register_kv_caches request_finished
+            requires_kv_delivery reset_cache save_kv_layer set_xfer_handshake_metadata_pp_aware
+            shutdown start_load_kv supports_divergent_local_hybrid_hits update_connector_output
+            update_state_after_alloc wait_for_layer_load wait_for_save _kv_cache_config
+            _vllm_config
+        {BASE}:KVConnectorBase_V1 asks build_connector_meta get_num_new_matched_tokens
+            save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load
+            wait_for_save
+        {BASE}:KVConnectorBase_V1.__init__ takes self vllm_config role kv_cache_config
+        {BASE}:KVConnectorBase_V1.get_num_new_matched_tokens takes self request
+            num_computed_tokens
+        {BASE}:KVConnectorBase_V1.update_state_after_alloc takes self request blocks
+            num_external_tokens
+        {BASE}:KVConnectorBase_V1.get_transfer_results takes self finished_req_ids
+        {BASE}:KVConnectorBase_V1._get_connector_metadata takes self
+        {BASE}:KVConnectorWorkerMetadata has aggregate
+        {BASE}:SupportsHMA asks request_finished_all_groups
+        {BASE}:SupportsHMA.request_finished_all_groups takes self request block_ids
+        {BASE}:KVConnectorTransferResults takes finished_sending finished_recving failed_recving
+        {BASE}:KVConnectorRole has SCHEDULER WORKER
+        vllm.v1.outputs:KVConnectorOutput has failed_recving finished_recving finished_sending
+            kv_connector_worker_meta
+        vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids takes self
+        {CONFIG}:KVTransferConfig has enable_permute_local_kv engine_id is_kv_consumer
+            kv_buffer_device kv_connector kv_connector_extra_config kv_load_failure_policy
+            kv_role
+        {CONFIG}:ParallelConfig has data_parallel_index data_parallel_size
+            data_parallel_size_local decode_context_parallel_size pipeline_parallel_size
+            prefill_context_parallel_size tensor_parallel_size
+        vllm.envs has VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
+    """),
     modules=("connector",),
 )
 """The hooks that vLLM calls, when, and what it does with their answers."""
@@ -79,128 +62,96 @@ CONNECTOR = Feature(
 CACHE = Feature(
     "cache",
     "no KV moves",
-    (
-        Symbol(f"{CACHES}:KVCacheConfig", has="kv_cache_groups num_blocks transfer_group_ids"),
-        Symbol(f"{CACHES}:KVCacheGroupSpec", has="kv_cache_spec layer_names"),
-        Symbol(f"{CACHES}:KVCacheSpec", has="block_size"),
-        Symbol(
-            f"{CACHES}:AttentionSpec", has="num_kv_heads num_head_slots state_content_size_bytes"
-        ),
-        Symbol(f"{CACHES}:MLAAttentionSpec", has="tokens_per_state"),
-        Symbol(f"{CACHES}:SlidingWindowSpec", has="sliding_window"),
-        Symbol(f"{CACHES}:ChunkedLocalAttentionSpec", has="attention_chunk_size"),
-        Symbol(f"{CACHES}:UniformTypeKVCacheSpecs", has="kv_cache_specs"),
-        Symbol(
-            f"{CONFIG}:CacheConfig",
-            has="block_size cache_dtype enable_prefix_caching get_resolved_kv_cache_layout",
-        ),
-        Symbol(
-            f"{CONFIG}:ModelConfig",
-            has="""dtype enable_cumem_allocator enable_sleep_mode get_head_size
-            get_total_num_hidden_layers get_total_num_kv_heads hf_text_config max_model_len model
-            multimodal_config use_mla""",
-        ),
-        Symbol(f"{CONFIG}:SchedulerConfig", has="disable_hybrid_kv_cache_manager"),
-        Symbol(f"{CONFIG}:SpeculativeConfig", has="method num_speculative_tokens"),
-        Symbol(
-            f"{CONFIG}:VllmConfig",
-            has="""cache_config kv_transfer_config max_concurrent_batches model_config
-            parallel_config scheduler_config speculative_config""",
-        ),
-        Symbol("vllm.v1.attention.backend:AttentionBackend.get_name", takes=""),
-        Symbol("vllm.v1.kv_cache_layout:KVCacheLayout", has="LBHNC"),
-        Symbol(f"{KV}.utils:get_current_attn_backends", takes="vllm_config"),
-        Symbol("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", takes=""),
-        Symbol("vllm.distributed.parallel_state:get_pp_group", takes=""),
-        Symbol("vllm.distributed.parallel_state:GroupCoordinator", has="rank_in_group"),
-    ),
+    symbols(f"""
+        {CACHES}:KVCacheConfig has kv_cache_groups num_blocks transfer_group_ids
+        {CACHES}:KVCacheGroupSpec has kv_cache_spec layer_names
+        {CACHES}:KVCacheSpec has block_size
+        {CACHES}:AttentionSpec has num_kv_heads num_head_slots state_content_size_bytes
+        {CACHES}:MLAAttentionSpec has tokens_per_state
+        {CACHES}:SlidingWindowSpec has sliding_window
+        {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
+        {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs
+        {CONFIG}:CacheConfig has block_size cache_dtype enable_prefix_caching
+            get_resolved_kv_cache_layout
+        {CONFIG}:ModelConfig has dtype enable_cumem_allocator enable_sleep_mode get_head_size
+            get_total_num_hidden_layers get_total_num_kv_heads hf_text_config max_model_len
+            model multimodal_config use_mla
+        {CONFIG}:SchedulerConfig has disable_hybrid_kv_cache_manager
+        {CONFIG}:SpeculativeConfig has method num_speculative_tokens
+        {CONFIG}:VllmConfig has cache_config kv_transfer_config max_concurrent_batches
+            model_config parallel_config scheduler_config speculative_config
+        vllm.v1.attention.backend:AttentionBackend.get_name takes
+        vllm.v1.kv_cache_layout:KVCacheLayout has LBHNC
+        {KV}.utils:get_current_attn_backends takes vllm_config
+        vllm.distributed.parallel_state:get_tensor_model_parallel_rank takes
+        vllm.distributed.parallel_state:get_pp_group takes
+        vllm.distributed.parallel_state:GroupCoordinator has rank_in_group
+    """),
 )
 """Where a token's KV lies."""
 
 CONTENT = Feature(
     "content",
     "no KV moves",
-    (
-        Symbol(
-            "vllm.v1.request:Request",
-            has="""all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request
-            mm_features num_computed_tokens num_in_flight_tokens num_prompt_tokens num_tokens
-            prompt_embeds prompt_token_ids request_id status""",
-        ),
-        Symbol("vllm.v1.request:Request.update_block_hashes", takes="self"),
-        Symbol(
-            "vllm.v1.request:RequestStatus",
-            has="FINISHED_ABORTED FINISHED_LENGTH_CAPPED FINISHED_STOPPED",
-        ),
-        Symbol(f"{ENGINE}.core:EngineCore", has="list_loras scheduler vllm_config"),
-        Symbol(f"{ENGINE}.core:EngineCore.add_lora", takes="self lora_request"),
-        Symbol(f"{ENGINE}.core:EngineCore.collective_rpc", takes=f"self method {ANY}"),
-        Symbol(f"{ENGINE}.core:EngineCore.set_weight_version", takes="self weight_version"),
-        Symbol(f"{ENGINE}.core:EngineCore.sleep", takes=f"self level {ANY}"),
-        Symbol(f"{SCHED}.scheduler:Scheduler", has="connector requests"),
-        Symbol(
-            f"{SCHED}.scheduler:Scheduler.update_from_output",
-            takes="self scheduler_output model_runner_output",
-        ),
-        Symbol("vllm.v1.outputs:ModelRunnerOutput", has="kv_connector_output"),
-        Symbol(
-            "vllm.lora.request:LoRARequest",
-            has="is_3d_lora_weight load_inplace lora_int_id lora_name lora_path",
-        ),
-        Symbol("vllm.lora.utils:get_adapter_absolute_path", takes="lora_path"),
-        Symbol("vllm.multimodal.inputs:MultiModalFeatureSpec", has="identifier mm_position"),
-        Symbol(f"{CONFIG}:MultiModalConfig", has="mm_processor_cache_gb"),
-        Symbol("vllm.multimodal.inputs:PlaceholderRange", has="length offset"),
-        Symbol(
-            "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
-            uses="""_gen_lora_extra_hash_keys _gen_mm_extra_hash_keys
-            _gen_prompt_embeds_extra_hash_keys cache_salt tuple""",
-        ),
-    ),
+    symbols(f"""
+        vllm.v1.request:Request has all_token_ids block_hashes cache_salt is_finished
+            kv_transfer_params lora_request mm_features num_computed_tokens num_in_flight_tokens
+            num_prompt_tokens num_tokens prompt_embeds prompt_token_ids request_id status
+        vllm.v1.request:Request.update_block_hashes takes self
+        vllm.v1.request:RequestStatus has FINISHED_ABORTED FINISHED_LENGTH_CAPPED
+            FINISHED_STOPPED
+        {ENGINE}.core:EngineCore has list_loras scheduler vllm_config
+        {ENGINE}.core:EngineCore.add_lora takes self lora_request
+        {ENGINE}.core:EngineCore.collective_rpc takes self method {ANY}
+        {ENGINE}.core:EngineCore.set_weight_version takes self weight_version
+        {ENGINE}.core:EngineCore.sleep takes self level {ANY}
+        {SCHED}.scheduler:Scheduler has connector requests
+        {SCHED}.scheduler:Scheduler.update_from_output takes self scheduler_output
+            model_runner_output
+        vllm.v1.outputs:ModelRunnerOutput has kv_connector_output
+        vllm.lora.request:LoRARequest has is_3d_lora_weight load_inplace lora_int_id lora_name
+            lora_path
+        vllm.lora.utils:get_adapter_absolute_path takes lora_path
+        vllm.multimodal.inputs:MultiModalFeatureSpec has identifier mm_position
+        {CONFIG}:MultiModalConfig has mm_processor_cache_gb
+        vllm.multimodal.inputs:PlaceholderRange has length offset
+        vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys uses
+            _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys _gen_prompt_embeds_extra_hash_keys
+            cache_salt tuple
+    """),
 )
 """What a block's KV was computed of and with which weights, and how much of it is written."""
 
 METRICS = Feature(
     "metrics",
     "what moves is not counted in /metrics",
-    (
-        Symbol(
-            f"{BASE}:KVConnectorBase_V1",
-            has="build_kv_connector_stats build_prom_metrics get_kv_connector_stats",
-        ),
-        Symbol(f"{KV}.v1.metrics:KVConnectorStats", has="aggregate data is_empty reduce reset"),
-        Symbol(
-            f"{KV}.v1.metrics:KVConnectorPromMetrics.__init__",
-            takes="self vllm_config metric_types labelnames per_engine_labelvalues",
-        ),
-        Symbol(
-            f"{KV}.v1.metrics:KVConnectorPromMetrics.observe",
-            takes="self transfer_stats_data engine_idx",
-        ),
-        Symbol(
-            "vllm.v1.metrics.utils:create_metric_per_engine", takes="metric per_engine_labelvalues"
-        ),
-    ),
+    symbols(f"""
+        {BASE}:KVConnectorBase_V1 has build_kv_connector_stats build_prom_metrics
+            get_kv_connector_stats
+        {KV}.v1.metrics:KVConnectorStats has aggregate data is_empty reduce reset
+        {KV}.v1.metrics:KVConnectorPromMetrics.__init__ takes self vllm_config metric_types
+            labelnames per_engine_labelvalues
+        {KV}.v1.metrics:KVConnectorPromMetrics.observe takes self transfer_stats_data engine_idx
+        vllm.v1.metrics.utils:create_metric_per_engine takes metric per_engine_labelvalues
+    """),
     modules=("metrics",),
 )
 
 PAGES = Feature(
     "pages",
     "no /disagg/identity, /disagg/release and /disagg/leases",
-    (
-        Symbol("vllm.entrypoints.launchers.app:attach_endpoint_plugins"),
-        Symbol(APP_STATE, has="engine_client vllm_config"),
-        Symbol(f"{ENGINE}.async_llm:AsyncLLM", has="engine_core"),
-        Symbol(
-            "vllm.entrypoints.serve.exception_handling.error_response:create_error_response",
-            takes="message err_type status_code",
-        ),
-        Symbol(f"{ENGINE}.core:EngineCore", has="model_executor"),
-        Symbol("vllm.v1.executor:Executor.collective_rpc", takes="self method timeout args"),
-        Symbol(f"{ENGINE}.core_client:AsyncMPClient.call_utility_all_async", takes="self method"),
-        Symbol("vllm.distributed.kv_transfer:get_kv_transfer_group", takes=""),
-        Symbol("vllm.distributed.kv_transfer:has_kv_transfer_group", takes=""),
-    ),
+    symbols(f"""
+        vllm.entrypoints.launchers.app:attach_endpoint_plugins
+        {APP_STATE} has engine_client vllm_config
+        {ENGINE}.async_llm:AsyncLLM has engine_core
+        vllm.entrypoints.serve.exception_handling.error_response:create_error_response takes
+            message err_type status_code
+        {ENGINE}.core:EngineCore has model_executor
+        vllm.v1.executor:Executor.collective_rpc takes self method timeout args
+        {ENGINE}.core_client:AsyncMPClient.call_utility_all_async takes self method
+        vllm.distributed.kv_transfer:get_kv_transfer_group takes
+        vllm.distributed.kv_transfer:has_kv_transfer_group takes
+    """),
     modules=("pages",),
     patches=("pages",),
 )

@@ -12,7 +12,7 @@ Each has its probe (the symbols), its patch list and its off switch: its name in
 | `leaving` (early exit) | | `patch_engine_loop` |
 """
 
-from engine_ext.vllm.compat.probe import ANY, Feature, Symbol
+from engine_ext.vllm.compat.probe import ANY, Feature, symbols
 from engine_ext.vllm.compat.vllm_symbols import (
     APP_STATE,
     CACHES,
@@ -35,40 +35,38 @@ SCHEDULER_CLASS = f"{SCHED}.scheduler:Scheduler"
 STOCK_PEERS = Feature(
     "stock_peers",
     "this engine and stock ones read nothing from each other",
-    (
-        Symbol(
-            f"{KV}.v1.nixl.metadata:compute_nixl_compatibility_hash",
-            takes="vllm_config attn_backend_name transfer_mode",
-        ),
-        Symbol(f"{KV}.v1.nixl.metadata:NIXL_CONNECTOR_VERSION", values=(13, 14, 15)),
-    ),
+    symbols(f"""
+        {KV}.v1.nixl.metadata:compute_nixl_compatibility_hash takes vllm_config
+            attn_backend_name transfer_mode
+        {KV}.v1.nixl.metadata:NIXL_CONNECTOR_VERSION is 13 14 15
+    """),
 )
 
 SEVERAL = Feature(
     "several_connectors",
     "ours is not to be one of MultiConnector's, which looks for each by its name alone",
-    (
-        Symbol(
-            f"{KV}.factory:KVConnectorFactory.register_connector",
-            takes="name module_path class_name",
-        ),
-        Symbol(f"{KV}.v1.multi_connector:MultiConnector", has="sub_connectors"),
-    ),
+    symbols(f"""
+        {KV}.factory:KVConnectorFactory.register_connector takes name module_path class_name
+        {KV}.v1.multi_connector:MultiConnector has sub_connectors
+    """),
 )
 
-_ENGINE_LOOP = (
-    Symbol(f"{ENGINE}.core:EngineCoreProc._handle_shutdown", takes="self"),
-    Symbol(f"{ENGINE}.core:EngineCoreProc", has="input_queue scheduler shutdown_state vllm_config"),
-    Symbol(f"{ENGINE}.core:EngineShutdownState", has="REQUESTED"),
-    Symbol(f"{ENGINE}:EngineCoreRequestType", has="WAKEUP"),
-    Symbol(f"{CONFIG}:VllmConfig", has="shutdown_timeout"),
-    Symbol(f"{SCHED}.interface:PauseState", has="UNPAUSED"),
-)
+_ENGINE_LOOP = symbols(f"""
+    {ENGINE}.core:EngineCoreProc._handle_shutdown takes self
+    {ENGINE}.core:EngineCoreProc has input_queue scheduler shutdown_state vllm_config
+    {ENGINE}.core:EngineShutdownState has REQUESTED
+    {ENGINE}:EngineCoreRequestType has WAKEUP
+    {CONFIG}:VllmConfig has shutdown_timeout
+    {SCHED}.interface:PauseState has UNPAUSED
+""")
 
 EARLY_EXIT = Feature(
     "leaving",
     "an engine that leaves or pauses waits for turns that nobody reads, until they expire",
-    (*_ENGINE_LOOP, Symbol(f"{SCHEDULER_CLASS}.set_pause_state", takes="self pause_state")),
+    _ENGINE_LOOP
+    + symbols(f"""
+        {SCHEDULER_CLASS}.set_pause_state takes self pause_state
+    """),
     modules=("optional.patch_engine_loop",),
 )
 """The connector itself installs the patches of the engine's loop, with the plugin or without."""
@@ -76,28 +74,19 @@ EARLY_EXIT = Feature(
 STREAMS = Feature(
     "streams",
     "streams say no kv_transfer_params, nor the ids of their tokens",
-    (
-        Symbol(
-            f"{CHAT_SERVING}.chat_completion_stream_generator",
-            takes=f"self request result_generator request_id {ANY}",
-        ),
-        Symbol(
-            f"{COMPLETION_SERVING}.completion_stream_generator",
-            takes=f"self request engine_inputs result_generator request_id {ANY}",
-        ),
-        Symbol(CHAT_SERVING, has="parser_cls"),
-        Symbol(CHAT, has="kv_transfer_params model n"),
-        Symbol(COMPLETION, has="kv_transfer_params model n"),
-        Symbol("vllm.outputs:RequestOutput.add", takes="self next_output aggregate"),
-        Symbol(
-            "vllm.outputs:RequestOutput",
-            has="finished kv_transfer_params outputs prompt_token_ids",
-        ),
-        Symbol(
-            "vllm.outputs:CompletionOutput",
-            has="finish_reason index logprobs stop_reason text token_ids",
-        ),
-    ),
+    symbols(f"""
+        {CHAT_SERVING}.chat_completion_stream_generator takes self request result_generator
+            request_id {ANY}
+        {COMPLETION_SERVING}.completion_stream_generator takes self request engine_inputs
+            result_generator request_id {ANY}
+        {CHAT_SERVING} has parser_cls
+        {CHAT} has kv_transfer_params model n
+        {COMPLETION} has kv_transfer_params model n
+        vllm.outputs:RequestOutput.add takes self next_output aggregate
+        vllm.outputs:RequestOutput has finished kv_transfer_params outputs prompt_token_ids
+        vllm.outputs:CompletionOutput has finish_reason index logprobs stop_reason text
+            token_ids
+    """),
     modules=("optional.patch_streams", "optional.replayed_output"),
     patches=("optional.patch_streams",),
 )
@@ -105,25 +94,23 @@ STREAMS = Feature(
 RENDERS = Feature(
     "renders",
     "it is not known whether another engine renders messages as this one",
-    (
-        Symbol(APP_STATE, has="online_renderer vllm_config"),
-        Symbol(
-            "vllm.renderers.online_renderer:OnlineRenderer",
-            has="chat_template default_chat_template_kwargs renderer",
-        ),
-        Symbol("vllm.renderers.base:BaseRenderer", has="tokenizer"),
-        Symbol(f"{CONFIG}:ModelConfig", has="hf_config revision"),
-    ),
+    symbols(f"""
+        {APP_STATE} has online_renderer vllm_config
+        vllm.renderers.online_renderer:OnlineRenderer has chat_template
+            default_chat_template_kwargs renderer
+        vllm.renderers.base:BaseRenderer has tokenizer
+        {CONFIG}:ModelConfig has hf_config revision
+    """),
     modules=("renders",),
 )
 
 SCHEDULER = Feature(
     "scheduler",
     "no --scheduler-cls of ours",
-    (
-        Symbol(SCHEDULER_CLASS, has="defer_block_free kv_cache_manager vllm_config"),
-        Symbol(f"{CONFIG}:SchedulerConfig", has="scheduler_cls"),
-    ),
+    symbols(f"""
+        {SCHEDULER_CLASS} has defer_block_free kv_cache_manager vllm_config
+        {CONFIG}:SchedulerConfig has scheduler_cls
+    """),
     modules=("scheduler",),
 )
 """An engine that is started with the class where this is off is refused."""
@@ -131,19 +118,16 @@ SCHEDULER = Feature(
 LOAD_FAILURES = Feature(
     "load_failures",
     "answers do not say from which engine a prompt's KV could not be loaded",
-    (
-        Symbol(f"{ENGINE}:EngineCoreOutput", has="finish_reason kv_transfer_params request_id"),
-        Symbol(f"{ENGINE}:EngineCoreOutputs", has="outputs"),
-        Symbol(
-            f"{ENGINE}.async_llm:AsyncLLM.generate",
-            takes=f"self prompt sampling_params request_id {ANY}",
-        ),
-        Symbol("vllm.sampling_params:SamplingParams", has="output_kind"),
-        Symbol("vllm.sampling_params:RequestOutputKind", has="DELTA"),
-        Symbol("vllm.exceptions:GenerationError", has="status_code"),
-        Symbol("vllm.entrypoints.serve.engine.protocol:ErrorResponse", has="error"),
-        Symbol("vllm.entrypoints.serve.engine.protocol:ErrorInfo", has="code"),
-    ),
+    symbols(f"""
+        {ENGINE}:EngineCoreOutput has finish_reason kv_transfer_params request_id
+        {ENGINE}:EngineCoreOutputs has outputs
+        {ENGINE}.async_llm:AsyncLLM.generate takes self prompt sampling_params request_id {ANY}
+        vllm.sampling_params:SamplingParams has output_kind
+        vllm.sampling_params:RequestOutputKind has DELTA
+        vllm.exceptions:GenerationError has status_code
+        vllm.entrypoints.serve.engine.protocol:ErrorResponse has error
+        vllm.entrypoints.serve.engine.protocol:ErrorInfo has code
+    """),
     requires=(STREAMS, PAGES),
     modules=("optional.patch_load_errors",),
     patches=("optional.patch_streams", "optional.patch_load_errors"),
@@ -154,30 +138,28 @@ FAILURE_POLICY = Feature(
     "failure_policy",
     "a turn whose KV is lost ends by the engine's policy, as every request, and prompts are pushed "
     "early only where the longest one fits beside",
-    (
-        Symbol(f"{SCHEDULER_CLASS}._handle_failed_recving", takes="self failed_req_ids"),
-        Symbol(SCHEDULER_CLASS, has="recompute_kv_load_failures _inflight_prefills"),
-    ),
+    symbols(f"""
+        {SCHEDULER_CLASS}._handle_failed_recving takes self failed_req_ids
+        {SCHEDULER_CLASS} has recompute_kv_load_failures _inflight_prefills
+    """),
     requires=(SCHEDULER,),
 )
 
 IDLE_REST = Feature(
     "rest",
     "an engine steps all the time while it waits for readers, or for KV",
-    (
-        Symbol(f"{SCHEDULER_CLASS}.has_finished_requests", takes="self"),
-        Symbol(f"{SCHEDULER_CLASS}.get_request_counts", takes="self"),
-        Symbol(f"{SCHEDULER_CLASS}.has_requests", takes="self"),
-        Symbol(f"{SCHEDULER_CLASS}.schedule"),
-        Symbol(
-            SCHEDULER_CLASS,
-            has="""connector ec_connector failed_recving_kv_req_ids finished_recving_kv_req_ids
-            finished_req_ids kv_holding_waiting pause_state running waiting""",
-        ),
-        Symbol("vllm.v1.request:RequestStatus", has="WAITING_FOR_REMOTE_KVS"),
-        Symbol(f"{CONFIG}:ParallelConfig", has="distributed_executor_backend nnodes"),
-        *_ENGINE_LOOP,
-    ),
+    _ENGINE_LOOP
+    + symbols(f"""
+        {SCHEDULER_CLASS}.has_finished_requests takes self
+        {SCHEDULER_CLASS}.get_request_counts takes self
+        {SCHEDULER_CLASS}.has_requests takes self
+        {SCHEDULER_CLASS}.schedule
+        {SCHEDULER_CLASS} has connector ec_connector failed_recving_kv_req_ids
+            finished_recving_kv_req_ids finished_req_ids kv_holding_waiting pause_state running
+            waiting
+        vllm.v1.request:RequestStatus has WAITING_FOR_REMOTE_KVS
+        {CONFIG}:ParallelConfig has distributed_executor_backend nnodes
+    """),
     requires=(SCHEDULER,),
     modules=("optional.idle_rest", "optional.patch_engine_loop"),
 )
@@ -185,30 +167,23 @@ IDLE_REST = Feature(
 LAST_WINDOW = Feature(
     "last_window",
     "behind sliding windows, decode engines compute some prompts again",
-    (
-        Symbol(
-            "vllm.v1.core.kv_cache_manager:KVCacheManager.remove_skipped_blocks",
-            takes="self request_id processed_computed_tokens num_prompt_tokens",
-        ),
-    ),
+    symbols("""
+        vllm.v1.core.kv_cache_manager:KVCacheManager.remove_skipped_blocks takes self request_id
+            processed_computed_tokens num_prompt_tokens
+    """),
     requires=(SCHEDULER,),
 )
 
 EARLY_WRITES = Feature(
     "early_writes",
     "prompts are pushed when they are computed, not before",
-    (
-        Symbol(
-            f"{SCHED}.output:SchedulerOutput",
-            has="""num_scheduled_tokens preempted_req_ids scheduled_cached_reqs
-            scheduled_new_reqs""",
-        ),
-        Symbol(f"{SCHED}.output:NewRequestData", has="block_ids num_computed_tokens req_id"),
-        Symbol(
-            f"{SCHED}.output:CachedRequestData",
-            has="new_block_ids num_computed_tokens req_ids resumed_req_ids",
-        ),
-    ),
+    symbols(f"""
+        {SCHED}.output:SchedulerOutput has num_scheduled_tokens preempted_req_ids
+            scheduled_cached_reqs scheduled_new_reqs
+        {SCHED}.output:NewRequestData has block_ids num_computed_tokens req_id
+        {SCHED}.output:CachedRequestData has new_block_ids num_computed_tokens req_ids
+            resumed_req_ids
+    """),
     modules=("prompt_progress",),
 )
 """What a step computes, and into which blocks."""
@@ -216,75 +191,62 @@ EARLY_WRITES = Feature(
 STATE_LAYERS = Feature(
     "state_layers",
     "models with layers that keep a state (Mamba, linear attention) are refused",
-    (
-        Symbol(f"{CACHES}:MambaSpec", has="mamba_cache_mode num_speculative_blocks"),
-        Symbol(f"{CONFIG}:CacheConfig", has="mamba_cache_dtype mamba_ssm_cache_dtype"),
-        Symbol(f"{CONFIG}:ModelConfig", has="is_attention_free is_hybrid"),
-        Symbol("vllm.envs", has="VLLM_SSM_CONV_STATE_LAYOUT"),
-        Symbol(
-            "vllm.v1.request:Request",
-            has="_all_token_ids get_skip_reading_prefix_cache max_tokens",
-        ),
-    ),
+    symbols(f"""
+        {CACHES}:MambaSpec has mamba_cache_mode num_speculative_blocks
+        {CONFIG}:CacheConfig has mamba_cache_dtype mamba_ssm_cache_dtype
+        {CONFIG}:ModelConfig has is_attention_free is_hybrid
+        vllm.envs has VLLM_SSM_CONV_STATE_LAYOUT
+        vllm.v1.request:Request has _all_token_ids get_skip_reading_prefix_cache max_tokens
+    """),
 )
 """One block of each request is its state, and a prompt's last token can be left out."""
 
 LOOKAHEAD = Feature(
     "lookahead",
     "behind what was loaded, layers that guess (EAGLE's, MTP's) guess worse",
-    (
-        Symbol(f"{CONFIG}:VllmConfig", has="num_prefill_lookahead_tokens"),
-        Symbol(f"{CACHES}:SlidingWindowSpec", has="extra_retained_tokens"),
-    ),
+    symbols(f"""
+        {CONFIG}:VllmConfig has num_prefill_lookahead_tokens
+        {CACHES}:SlidingWindowSpec has extra_retained_tokens
+    """),
 )
 """Their keys and values depend on tokens to come; see CacheGeometry.lookahead."""
 
-_REQUESTS = (
-    Symbol("vllm.entrypoints.serve.engine.serving:BaseServing._check_model", takes="self request"),
-    Symbol(CHAT, has="kv_transfer_params model_extra n vllm_xargs to_sampling_params"),
-    Symbol(COMPLETION, has="kv_transfer_params model_extra n vllm_xargs to_sampling_params"),
-    Symbol("vllm.sampling_params:SamplingParams", has="extra_args"),
-    *(Symbol(at, has=" ".join(resume_limits.UNFIT)) for at in (CHAT, COMPLETION)),
-    Symbol(CHAT, has=" ".join(resume_limits.UNFIT_OF_CHATS)),
-    Symbol(COMPLETION, has=" ".join(resume_limits.UNFIT_OF_COMPLETIONS)),
-)
+_REQUESTS = symbols(f"""
+    vllm.entrypoints.serve.engine.serving:BaseServing._check_model takes self request
+    {CHAT} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
+    {COMPLETION} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
+    vllm.sampling_params:SamplingParams has extra_args
+    {CHAT} has {" ".join(resume_limits.UNFIT)}
+    {COMPLETION} has {" ".join(resume_limits.UNFIT)}
+    {CHAT} has {" ".join(resume_limits.UNFIT_OF_CHATS)}
+    {COMPLETION} has {" ".join(resume_limits.UNFIT_OF_COMPLETIONS)}
+""")
 """What the HTTP server passes on to our scheduler class."""
 
-_OUTPUTS = (
-    Symbol(
-        f"{OUTPUTS}:RequestState.make_request_output",
-        takes="self new_token_ids pooling_output finish_reason stop_reason kv_transfer_params",
-    ),
-    Symbol(f"{OUTPUTS}:RequestState", has="detokenizer logprobs_processor output_kind"),
-    Symbol(
-        f"{ENGINE}.detokenizer:IncrementalDetokenizer.get_next_output_text",
-        takes="self finished delta",
-    ),
-    Symbol(f"{ENGINE}.logprobs:LogprobsProcessor", has="logprobs"),
-    Symbol("vllm.logprobs:Logprob", has="logprob"),
-    Symbol(f"{ENGINE}:FinishReason", has="ABORT LENGTH"),
-    Symbol("vllm.sampling_params:RequestOutputKind", has="DELTA"),
-)
+_OUTPUTS = symbols(f"""
+    {OUTPUTS}:RequestState.make_request_output takes self new_token_ids pooling_output
+        finish_reason stop_reason kv_transfer_params
+    {OUTPUTS}:RequestState has detokenizer logprobs_processor output_kind
+    {ENGINE}.detokenizer:IncrementalDetokenizer.get_next_output_text takes self finished
+        delta
+    {ENGINE}.logprobs:LogprobsProcessor has logprobs
+    vllm.logprobs:Logprob has logprob
+    {ENGINE}:FinishReason has ABORT LENGTH
+    vllm.sampling_params:RequestOutputKind has DELTA
+""")
 """Where the engine's outputs become results."""
 
-_EARLY_ENDS = (
-    Symbol(f"{SCHEDULER_CLASS}.schedule"),
-    Symbol(f"{SCHEDULER_CLASS}.has_requests", takes="self"),
-    Symbol(f"{SCHEDULER_CLASS}.finish_requests", takes="self request_ids finished_status"),
-    Symbol(
-        f"{ENGINE}:EngineCoreOutput",
-        has="""events finish_reason kv_transfer_params new_token_ids request_id stop_reason
-        trace_headers""",
-    ),
-    Symbol(f"{ENGINE}:EngineCoreOutputs", has="outputs"),
-    Symbol(
-        "vllm.v1.request:Request",
-        has="""client_index num_output_tokens num_preemptions sampling_params take_events
-        trace_headers""",
-    ),
-    Symbol("vllm.v1.request:RequestStatus", has="PREEMPTED WAITING"),
-    *_OUTPUTS,
-)
+_EARLY_ENDS = _OUTPUTS + symbols(f"""
+    {SCHEDULER_CLASS}.schedule
+    {SCHEDULER_CLASS}.has_requests takes self
+    {SCHEDULER_CLASS}.finish_requests takes self request_ids finished_status
+    {ENGINE}:EngineCoreOutput has events finish_reason kv_transfer_params new_token_ids
+        request_id stop_reason trace_headers
+    {ENGINE}:EngineCoreOutputs has outputs
+    vllm.v1.request:Request has client_index num_output_tokens num_preemptions
+        sampling_params take_events trace_headers
+    vllm.v1.request:RequestStatus has PREEMPTED WAITING
+""")
 """Our scheduler class ends a request, with a finish reason that vLLM does not have."""
 
 _EARLY_END_PATCHES = (
@@ -298,14 +260,14 @@ _EARLY_END_MODULES = ("optional.early_ends", *_EARLY_END_PATCHES)
 THRESHOLD = Feature(
     "cache_hit_threshold",
     "no request is refused for its cache hits",
-    (
-        *_EARLY_ENDS,
-        *_REQUESTS,
-        Symbol(f"{SCHEDULER_CLASS}._handle_blocked_waiting_request", takes="self request"),
-        Symbol(f"{SCHEDULER_CLASS}._get_local_prefix_cache_hit", takes="self request"),
-        Symbol(SCHEDULER_CLASS, has="block_size"),
-        Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager", has="get_computed_blocks log_stats"),
-    ),
+    _EARLY_ENDS
+    + _REQUESTS
+    + symbols(f"""
+        {SCHEDULER_CLASS}._handle_blocked_waiting_request takes self request
+        {SCHEDULER_CLASS}._get_local_prefix_cache_hit takes self request
+        {SCHEDULER_CLASS} has block_size
+        vllm.v1.core.kv_cache_manager:KVCacheManager has get_computed_blocks log_stats
+    """),
     requires=(SCHEDULER, STREAMS),
     modules=("optional.threshold", *_EARLY_END_MODULES),
     patches=_EARLY_END_PATCHES,
@@ -314,13 +276,13 @@ THRESHOLD = Feature(
 PREEMPTION_RETURN = Feature(
     "hand_back",
     "no answer is handed back for lack of blocks: it is preempted, and computed again",
-    (
-        *_EARLY_ENDS,
-        *_REQUESTS,
-        Symbol(f"{SCHED}.output:SchedulerOutput", has="preempted_req_ids"),
-        Symbol("vllm.v1.request:Request", has="output_token_ids resumable"),
-        Symbol("vllm.sampling_params:SamplingParams", has="logprobs output_kind"),
-    ),
+    _EARLY_ENDS
+    + _REQUESTS
+    + symbols(f"""
+        {SCHED}.output:SchedulerOutput has preempted_req_ids
+        vllm.v1.request:Request has output_token_ids resumable
+        vllm.sampling_params:SamplingParams has logprobs output_kind
+    """),
     requires=(SCHEDULER, STREAMS),
     modules=("optional.preemption_return", *_EARLY_END_MODULES),
     patches=_EARLY_END_PATCHES,
@@ -329,76 +291,53 @@ PREEMPTION_RETURN = Feature(
 RESUME = Feature(
     "begun",
     "answers do not begin in the middle",
-    (
-        *_REQUESTS,
-        Symbol(f"{SCHEDULER_CLASS}.add_request", takes="self request"),
-        Symbol(f"{SCHEDULER_CLASS}.schedule"),
-        Symbol(f"{SCHEDULER_CLASS}._handle_blocked_waiting_request", takes="self request"),
-        Symbol(
-            SCHEDULER_CLASS,
-            has="grammar_compile_error_reqs max_model_len structured_output_manager",
-        ),
-        Symbol(f"{SCHED}.output:SchedulerOutput", has="scheduled_new_reqs"),
-        Symbol(f"{SCHED}.output:NewRequestData", has="num_computed_tokens req_id"),
-        Symbol(
-            "vllm.v1.structured_output:StructuredOutputManager.accept_tokens",
-            takes="self request new_token_ids",
-        ),
-        Symbol(f"{SCHED}.utils:check_stop", takes="request max_model_len"),
-        Symbol(
-            "vllm.v1.metrics.stats:PrefillStats.set",
-            takes="self num_prompt_tokens num_local_cached_tokens num_external_cached_tokens",
-        ),
-        Symbol(
-            "vllm.v1.request:Request",
-            has="""abort_immediately append_output_token_ids get_finished_reason max_tokens
-            num_output_tokens output_token_ids prefill_stats resumable sampling_params
-            stop_reason""",
-        ),
-        Symbol(
-            "vllm.v1.request:RequestStatus", has="WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
-        ),
-        Symbol("vllm.v1.request:Request.from_engine_core_request", takes="request block_hasher"),
-        Symbol(f"{ENGINE}:FinishReason", has="STOP"),
-        Symbol(f"{ENGINE}:EngineCoreOutput", has="new_logprobs"),
-        Symbol(
-            f"{OUTPUTS}:OutputProcessor.add_request",
-            takes="self request prompt parent_req request_index queue",
-        ),
-        Symbol(f"{OUTPUTS}:OutputProcessor.process_outputs", takes="self engine_core_outputs"),
-        Symbol(f"{OUTPUTS}:OutputProcessorOutput", has="request_outputs"),
-        Symbol(f"{OUTPUTS}:RequestOutputCollector.put", takes="self output"),
-        Symbol(f"{OUTPUTS}:OutputProcessor.abort_requests", takes="self request_ids internal"),
-        Symbol(f"{OUTPUTS}:OutputProcessor", has="has_request request_states"),
-        *_OUTPUTS,
-        Symbol(
-            f"{OUTPUTS}:RequestState",
-            has="is_prefilling queue request_id sent_tokens_offset stream_interval",
-        ),
-        Symbol(f"{ENGINE}.detokenizer:IncrementalDetokenizer.num_output_tokens", takes="self"),
-        Symbol(f"{ENGINE}.logprobs:LogprobsProcessor", has="num_logprobs"),
-        Symbol(
-            "vllm.v1.outputs:LogprobsLists",
-            takes="logprob_token_ids logprobs sampled_token_ranks",
-        ),
-        Symbol(CHAT_SERVING, has="engine_client model_config"),
-        Symbol(COMPLETION_SERVING, has="engine_client model_config"),
-        Symbol(f"{ENGINE}.async_llm:AsyncLLM", has="vllm_config"),
-        Symbol(f"{CONFIG}:ModelConfig", has="get_vocab_size"),
-        Symbol(CHAT, has="logprobs max_completion_tokens max_tokens messages stream top_logprobs"),
-        Symbol(COMPLETION, has="logprobs max_tokens prompt stream"),
-        Symbol(
-            f"{ENGINE}:EngineCoreRequest",
-            has="abort_immediately prompt_token_ids request_id sampling_params",
-        ),
-        Symbol("vllm.sampling_params:SamplingParams", has="max_tokens min_tokens"),
-        Symbol("vllm.renderers.chat_utils:has_non_text_content", takes="messages"),
-        Symbol("vllm.v1.worker.gpu_input_batch:InputBatch.add_request", takes="self request"),
-        Symbol(
-            "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-            has="generator output_token_ids sampling_params",
-        ),
-    ),
+    _REQUESTS
+    + _OUTPUTS
+    + symbols(f"""
+        {SCHEDULER_CLASS}.add_request takes self request
+        {SCHEDULER_CLASS}.schedule
+        {SCHEDULER_CLASS}._handle_blocked_waiting_request takes self request
+        {SCHEDULER_CLASS} has grammar_compile_error_reqs max_model_len structured_output_manager
+        {SCHED}.output:SchedulerOutput has scheduled_new_reqs
+        {SCHED}.output:NewRequestData has num_computed_tokens req_id
+        vllm.v1.structured_output:StructuredOutputManager.accept_tokens takes self request
+            new_token_ids
+        {SCHED}.utils:check_stop takes request max_model_len
+        vllm.v1.metrics.stats:PrefillStats.set takes self num_prompt_tokens
+            num_local_cached_tokens num_external_cached_tokens
+        vllm.v1.request:Request has abort_immediately append_output_token_ids
+            get_finished_reason max_tokens num_output_tokens output_token_ids prefill_stats
+            resumable sampling_params stop_reason
+        vllm.v1.request:RequestStatus has WAITING WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        vllm.v1.request:Request.from_engine_core_request takes request block_hasher
+        {ENGINE}:FinishReason has STOP
+        {ENGINE}:EngineCoreOutput has new_logprobs
+        {OUTPUTS}:OutputProcessor.add_request takes self request prompt parent_req request_index
+            queue
+        {OUTPUTS}:OutputProcessor.process_outputs takes self engine_core_outputs
+        {OUTPUTS}:OutputProcessorOutput has request_outputs
+        {OUTPUTS}:RequestOutputCollector.put takes self output
+        {OUTPUTS}:OutputProcessor.abort_requests takes self request_ids internal
+        {OUTPUTS}:OutputProcessor has has_request request_states
+        {OUTPUTS}:RequestState has is_prefilling queue request_id sent_tokens_offset
+            stream_interval
+        {ENGINE}.detokenizer:IncrementalDetokenizer.num_output_tokens takes self
+        {ENGINE}.logprobs:LogprobsProcessor has num_logprobs
+        vllm.v1.outputs:LogprobsLists takes logprob_token_ids logprobs sampled_token_ranks
+        {CHAT_SERVING} has engine_client model_config
+        {COMPLETION_SERVING} has engine_client model_config
+        {ENGINE}.async_llm:AsyncLLM has vllm_config
+        {CONFIG}:ModelConfig has get_vocab_size
+        {CHAT} has logprobs max_completion_tokens max_tokens messages stream top_logprobs
+        {COMPLETION} has logprobs max_tokens prompt stream
+        {ENGINE}:EngineCoreRequest has abort_immediately prompt_token_ids request_id
+            sampling_params
+        vllm.sampling_params:SamplingParams has max_tokens min_tokens
+        vllm.renderers.chat_utils:has_non_text_content takes messages
+        vllm.v1.worker.gpu_input_batch:InputBatch.add_request takes self request
+        vllm.v1.worker.gpu_input_batch:CachedRequestState has generator output_token_ids
+            sampling_params
+    """),
     requires=(SCHEDULER, STREAMS),
     modules=(
         "optional.resume",
