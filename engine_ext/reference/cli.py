@@ -26,23 +26,21 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
-_ENGINE_OPTIONS: dict[str, tuple[type, str]] = {
-    "device": (str, "cpu, cuda or cuda:N"),
-    "block_size": (int, "tokens per KV block; vLLM on CPU wants multiples of 32"),
-    "max_model_len": (int, "most tokens of prompt and answer; the default is what fits"),
-    "max_num_seqs": (int, "most requests in one batch"),
-    "max_num_batched_tokens": (int, "most tokens in one step; longer prompts go in chunks"),
-    "max_prefill_tokens_per_step": (
-        int,
-        "most tokens of prompts in one step; the default is 256 on a CPU, no bound elsewhere",
-    ),
-    "seed": (int, "for requests without a seed of their own"),
-    "num_threads": (int, "threads of a forward pass on a CPU; the default is torch's"),
-    "global_cache_hit_threshold": (
-        float,
-        "share of a prompt that must be cached or announced, else the request is rejected",
-    ),
+_ENGINE_OPTIONS = {
+    "device": "cpu, cuda or cuda:N",
+    "block_size": "tokens per KV block; vLLM on CPU wants multiples of 32",
+    "max_model_len": "most tokens of prompt and answer; the default is what fits",
+    "max_num_seqs": "most requests in one batch",
+    "max_num_batched_tokens": "most tokens in one step; longer prompts go in chunks",
+    "max_prefill_tokens_per_step": "most tokens of prompts in one step; the default is 256 on a "
+    "CPU, no bound elsewhere",
+    "seed": "for requests without a seed of their own",
+    "num_threads": "threads of a forward pass on a CPU; the default is torch's",
+    "global_cache_hit_threshold": "share of a prompt that must be cached or announced, else the "
+    "request is rejected",
 }
+_OPTION_TYPES = {"device": str, "global_cache_hit_threshold": float}
+"""All others are integers."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -175,9 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--kv-cache-memory-mib", type=int, help="KV cache size; default 512")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for name, (kind, text) in _ENGINE_OPTIONS.items():
+    for name, text in _ENGINE_OPTIONS.items():
         shown = "" if defaults[name] is None else f"; default {defaults[name]}"
-        add(f"--{name.replace('_', '-')}", type=kind, help=text + shown)
+        add(f"--{name.replace('_', '-')}", type=_OPTION_TYPES.get(name, int), help=text + shown)
     add(
         "--kv-transfer-config",
         metavar="JSON",

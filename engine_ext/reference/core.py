@@ -7,7 +7,7 @@ and last `update_connector_output`.
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -195,7 +195,7 @@ class EngineCore:
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
             num_blocks_delayed=len(set().union(*queues.delayed.values())),
-            **asdict(self._counters),
+            **self._counters.snapshot(),
         )
 
     def check_integrity(self) -> None:
