@@ -370,9 +370,10 @@ class Scheduler:
         return True
 
     def _note_load_failure(self, seq: Sequence) -> None:
-        seq.load_failure = self._ask(
-            lambda: self._connector.load_failures.take(seq.request_id), default=None
-        )
+        try:
+            seq.load_failure = self._connector.load_failures.take(seq.request_id)
+        except Exception:
+            logger.exception("connector: load_failures raised for %s", seq.request_id)
 
     def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
         """Sets the answer for the caller; returns whether the blocks must stay."""
@@ -402,7 +403,8 @@ class Scheduler:
         try:
             return hook(*arguments)
         except Exception:
-            logger.exception("connector: %s raised", getattr(hook, "__name__", hook))
+            names = [getattr(argument, "request_id", argument) for argument in arguments]
+            logger.exception("connector: %s%s raised", hook.__name__, tuple(names))
             return default
 
     def _end_for_hook(self, seq: Sequence) -> None:
