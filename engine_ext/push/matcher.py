@@ -297,6 +297,8 @@ class PushMatcher:
         self._inquiries.answer(inquiry)
 
     def _review_inquiries(self, now: float) -> None:
+        if not self._inquiries:
+            return
         self._inquiries.forget_old(now)
         for inquiry in self._inquiries:
             if self._knows(inquiry.names):

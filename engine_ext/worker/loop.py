@@ -233,9 +233,11 @@ class TransferLoop:
                 logger.exception("transfer loop")
                 is_faulty = True
         self._stats.leases_active = self._leases.num_held
-        self._stats.quarantined_blocks_active = sum(
-            seen.num_blocks for transfers in self._transfers for seen in transfers.quarantined(now)
-        )
+        num_quarantined = 0
+        for transfers in self._transfers:
+            for seen in transfers.quarantined(now):
+                num_quarantined += seen.num_blocks
+        self._stats.quarantined_blocks_active = num_quarantined
         return IDLE_WAIT if is_faulty else self._wait(now)
 
     @property
