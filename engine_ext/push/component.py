@@ -31,34 +31,19 @@ from engine_ext.wire.notifications import (
     ReturnBlocks,
     Withdraw,
 )
-from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.heartbeats import HeartbeatTracker
-from engine_ext.worker.leases import LeaseTable
-from engine_ext.worker.peers import Peers
-from engine_ext.worker.reply_channels import ReplyChannels
+from engine_ext.worker.push_component import LoopParts
 
 
 class Push:
     """`engine_ext.worker.push_component.PushComponent`."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        peers: Peers,
-        beats: HeartbeatTracker,
-        leases: LeaseTable,
-        channels: ReplyChannels,
-        free: Callable[[str], None],
-    ) -> None:
-        self._stats = context.stats
-        self._matcher = PushMatcher(
-            context, peers=peers, leases=leases, channels=channels, free=free
-        )
+    def __init__(self, parts: LoopParts) -> None:
+        self._stats = parts.context.stats
+        self._matcher = PushMatcher(parts)
         self._writes = self._matcher.writes
         self._clocks = RemoteClocks()
-        self._registrations = Registrations(context, peers=peers, beats=beats, clocks=self._clocks)
-        self._inquiries = OutgoingInquiries(context, peers, beats)
+        self._registrations = Registrations(parts, self._clocks)
+        self._inquiries = OutgoingInquiries(parts)
         self.parts = (
             self._matcher.step,
             self._registrations.step,

@@ -50,7 +50,6 @@ class IncomingInquiries(FairTable[str, Inquiry]):
         self._names: NameTable[tuple[str, str]] = NameTable()
 
     def receive(self, message: AwaitPrompt, sender: str, now: float) -> Inquiry:
-        """A message came, for the first time or again."""
         inquiry = Inquiry(message, sender, now + FORGET_SECONDS, now)
         known = self.find(*inquiry.key)
         if known is not None:

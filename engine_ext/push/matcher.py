@@ -8,7 +8,7 @@
 Matching
     P and D work on the request at the same time, so either side may come first. It waits in a table
     with a deadline. An offer and a registration match if they share a name (request_names.py), if
-    no transfer id of the router's says otherwise, and if the prompt's digest is the same. Where
+    the router's transfer ids do not differ, and if the prompt's digest is the same. Where
     several requests have one name, the registration waits in *doubt* for `DOUBT_SECONDS`, because
     its own offer may come yet.
 
@@ -37,7 +37,6 @@ owner thread. writes.py carries out the matches.
 """
 
 import logging
-from collections.abc import Callable
 from itertools import chain
 
 from engine_ext.common.log_rate_limit import LogRateLimit
@@ -73,10 +72,7 @@ from engine_ext.wire.notifications import (
     ReturnBlocks,
     Withdraw,
 )
-from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.leases import LeaseTable
-from engine_ext.worker.peers import Peers
-from engine_ext.worker.reply_channels import ReplyChannels
+from engine_ext.worker.push_component import LoopParts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -92,20 +88,10 @@ that request's; a later one is another attempt's."""
 
 
 class PushMatcher:
-    """`free` is called for each request whose lease has ended here."""
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        peers: Peers,
-        leases: LeaseTable,
-        channels: ReplyChannels,
-        free: Callable[[str], None],
-    ) -> None:
+    def __init__(self, parts: LoopParts) -> None:
+        context, peers, channels = parts.context, parts.peers, parts.channels
         self._config, self._us, self._clock = context.config, context.rank, context.clock
-        self._leases = leases
-        self._free = free
+        self._leases, self._free = parts.leases, parts.free
         self._prefilling: NameTable[str] = NameTable()
         """Requests that will be offered, or cancelled."""
         self._offers: dict[str, HeldOffer] = {}
@@ -149,7 +135,6 @@ class PushMatcher:
         self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
 
     def name(self, request_id: str, transfer_id: str) -> None:
-        """Add the router's name for a request that P has."""
         if self._prefilling.has((whole_id(request_id),)):
             self._prefilling.add(request_id, names_of(request_id, transfer_id))
 
@@ -212,7 +197,6 @@ class PushMatcher:
         return self._drafts.pop(request_id, None)
 
     def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
-        """Stop writing a draft and fail it at D."""
         self._fail_missing(held, now)
         self._writes.give_up(held, reason)
 
@@ -275,7 +259,6 @@ class PushMatcher:
             self._registrations.pop(key)
 
     def asked_back(self, message: ReturnBlocks, sender: str) -> None:
-        """D needs the blocks of this registration for another request."""
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
         if self._writes.return_blocks(key) or self._replies.repeat(key):
             return
@@ -307,7 +290,6 @@ class PushMatcher:
                 self._answer_hopeless(inquiry, now)
 
     def _knows(self, names: tuple[str, ...]) -> bool:
-        """P computes a request that has one of these names."""
         return self._prefilling.has(names) or self._draft_names.has(names)
 
     def leave(self, now: float) -> None:
@@ -349,7 +331,7 @@ class PushMatcher:
             self._unwanted.add(names, now, LATE_SECONDS)
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
-        """P has no KV of this request, or its lease has ended: refuse who registers for it."""
+        """P has no KV of this request, or its lease has ended: refuse its registrations."""
         draft, held = self._pop_draft(request_id), self._offers.get(request_id)
         if draft is not None and draft.request is not None:
             self._abandon(draft, GIVEN_UP, now)
@@ -435,12 +417,10 @@ class PushMatcher:
         return True
 
     def _num_readers(self, registered: Registered) -> int:
-        """How many ranks of D register with this rank."""
         of_stage = max(1, registered.message.decode_tp_size // self._us.size)
         return of_stage * registered.address.pp_size
 
     def _rank_left(self, held: HeldOffer, sender: str) -> None:
-        """One rank of D withdraws after others have registered."""
         held.senders.add(sender)
         if held.is_complete:
             self.forget(held.offer.request_id)
@@ -454,7 +434,6 @@ class PushMatcher:
         self._end_if_last(held)
 
     def _ended(self, writing: ActiveWrite) -> None:
-        """The write has ended, and NIXL does not touch our blocks for it any more."""
         registered = writing.registered
         if writing.problem is None:
             self._replies.written(registered)
@@ -495,7 +474,6 @@ class PushMatcher:
         held.senders.clear()
 
     def _fail_missing(self, held: HeldOffer, now: float) -> None:
-        """Ranks of D that have not registered are refused when they do."""
         if held.request is not None and not held.is_complete:
             self._failed.add((whole_id(held.request.request_id),), now)
 

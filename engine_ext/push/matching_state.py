@@ -74,7 +74,6 @@ class Registered:
 
     @property
     def num_ids(self) -> int:
-        """Block ids, and one more for each list of them."""
         block_ids = self.message.local_block_ids
         return num_blocks_in(block_ids) + len(block_ids)
 
@@ -131,7 +130,6 @@ class HeldOffer:
 
     @property
     def is_complete(self) -> bool:
-        """No other rank will register."""
         return self.request is not None and len(self.senders) >= self.num_readers
 
     def may_serve(self, registered: Registered) -> bool:
@@ -141,7 +139,7 @@ class HeldOffer:
         return self.request == registered.request and registered.sender not in self.senders
 
     def may_be_meant(self, registered: Registered) -> bool:
-        """As far as names say."""
+        """Names and transfer ids do not exclude it."""
         is_other = are_different(self.offer.transfer_id, registered.key.transfer_id)
         return self.request is None and not is_other
 

@@ -13,10 +13,9 @@ from engine_ext.common.types import PushInquiry
 from engine_ext.push.registrations import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
 from engine_ext.wire.notifications import AwaitPrompt, encode_extension
 from engine_ext.worker.agent import AgentError
-from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.heartbeats import HeartbeatTracker
 from engine_ext.worker.leases import NEVER
-from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.peers import PeerError
+from engine_ext.worker.push_component import LoopParts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -33,10 +32,10 @@ class _OpenInquiry:
 
 
 class OutgoingInquiries:
-    def __init__(self, context: WorkerContext, peers: Peers, beats: HeartbeatTracker) -> None:
+    def __init__(self, parts: LoopParts) -> None:
+        context = parts.context
         self._agent, self._results, self._stats = context.agent, context.results, context.stats
-        self._peers = peers
-        self._beats = beats
+        self._peers, self._beats = parts.peers, parts.beats
         self._seconds = context.config.push_deadline
         self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
         self._asking: dict[str, _OpenInquiry] = {}

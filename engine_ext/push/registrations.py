@@ -72,10 +72,10 @@ from engine_ext.wire.notifications import (
     encode_registration,
 )
 from engine_ext.worker.agent import AgentError, PeerHandle
-from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.heartbeats import CLOCK_DRIFT, HeartbeatTracker
+from engine_ext.worker.heartbeats import CLOCK_DRIFT
 from engine_ext.worker.leases import NEVER
-from engine_ext.worker.peers import PeerError, Peers
+from engine_ext.worker.peers import PeerError
+from engine_ext.worker.push_component import LoopParts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -165,7 +165,6 @@ class PendingRegistration:
         return self.state in (RegistrationState.REGISTERED, RegistrationState.RETURNING)
 
     def on(self, event: RegistrationEvent) -> None:
-        """Raises IllegalEventError."""
         self.state = after(_NEXT, self.state, event)
 
     def meet(self, peers: list[PeerHandle]) -> bool:
@@ -178,20 +177,11 @@ class PendingRegistration:
 class Registrations:
     """`clocks` is kept up to date by the answers to our heartbeats."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        peers: Peers,
-        beats: HeartbeatTracker,
-        clocks: RemoteClocks,
-    ) -> None:
-        self._context = context
+    def __init__(self, parts: LoopParts, clocks: RemoteClocks) -> None:
+        self._context = context = parts.context
         self._agent, self._config = context.agent, context.config
         self._results, self._stats = context.results, context.stats
-        self._peers = peers
-        self._beats = beats
-        self._clocks = clocks
+        self._peers, self._beats, self._clocks = parts.peers, parts.beats, clocks
         self._asks_every = min(context.config.heartbeat_interval, LONGEST_ASKING)
         self._waiting: dict[str, PendingRegistration] = {}
         self._unsent: list[PushWithdrawal] = []
@@ -206,7 +196,6 @@ class Registrations:
 
     @property
     def num_blocks_quarantined(self) -> int:
-        """Blocks that were reported, and may still be written to."""
         return sum(
             num_blocks_in(waiting.registration.local_block_ids)
             for waiting in self._waiting.values()
@@ -244,7 +233,6 @@ class Registrations:
             self._withdraw(waiting, now)
 
     def reclaim(self, request_id: str, now: float) -> None:
-        """Another request needs these blocks more."""
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -270,7 +258,6 @@ class Registrations:
             self.reclaim(request_id, now)
 
     def written(self, message: PushDone, sender: str, now: float) -> None:
-        """That agent's WRITE has ended well."""
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is not None:
             waiting.has_written = True
@@ -374,7 +361,6 @@ class Registrations:
     def _fail(
         self, waiting: PendingRegistration, problem: str, now: float, *, is_of_pair: bool = False
     ) -> None:
-        """Stop waiting for P's WRITE, which may arrive all the same."""
         if waiting.problem is None and not waiting.is_aborted:
             waiting.problem = LoadProblem(problem, is_of_pair)
         if waiting.state is RegistrationState.WITHDRAWING:
@@ -409,7 +395,6 @@ class Registrations:
         return False
 
     def _ask_again(self, waiting: PendingRegistration, now: float) -> None:
-        """Repeat the message to peers, which remember their answers."""
         if waiting.ask_again_at > now:
             return
         try:
@@ -427,7 +412,6 @@ class Registrations:
             self._ask(waiting, peers, now)
 
     def _ask(self, waiting: PendingRegistration, peers: list[PeerHandle], now: float) -> None:
-        """Ask those of `peers` that may still write and have not answered."""
         waiting.ask_again_at = now + self._asks_every
         is_well = True
         for peer in peers:
@@ -552,7 +536,6 @@ class Registrations:
         self._report(waiting, ok=ok)
 
     def _report(self, waiting: PendingRegistration, *, ok: bool) -> None:
-        """Report the end, once."""
         if waiting.is_reported:
             return
         waiting.is_reported = True

@@ -65,7 +65,6 @@ class ActiveWrite:
 
     @property
     def is_early(self) -> bool:
-        """The part in flight is not the last one."""
         return self.part.until is not None
 
     @property
@@ -214,7 +213,6 @@ class Writes:
                 self._lapse(writing)
 
     def _write_next_part(self, writing: ActiveWrite, now: float) -> None:
-        """Write what P has computed since the last part."""
         held, registered = writing.held, writing.registered
         if held.is_draft and registered.deadline <= now:
             self._lapse(writing)

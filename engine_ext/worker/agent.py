@@ -26,7 +26,7 @@ WARM_UP_SECONDS = 1.0
 
 
 class AgentError(Exception):
-    """NIXL refused or failed; the message says what was tried."""
+    """NIXL refused or failed; the message names the action."""
 
 
 class TransferState(enum.Enum):
@@ -115,7 +115,7 @@ class TransferInFlight:
     transfer: Transfer
     deadline: float
     problem: str | None = None
-    """Why it counts as failed, whatever NIXL says later."""
+    """Why it counts as failed, whatever NIXL reports later."""
     ended: bool = False
 
     def is_late(self, now: float) -> bool:

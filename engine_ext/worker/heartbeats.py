@@ -189,7 +189,6 @@ class HeartbeatTracker:
         remote_ids: tuple[str, ...],
         now: float,
     ) -> None:
-        """A heartbeat left that `agent` will answer."""
         beat = self._engines.get(address)
         if beat is not None:
             beat.agents.add(agent)
@@ -282,7 +281,6 @@ class HeartbeatTracker:
         return any(waits_for == remote_id for _, waits_for in self._requests_at(engine_id))
 
     def _requests_at(self, engine_id: str) -> Iterator[tuple[str, str]]:
-        """Yield our requests, and the id of what each waits for there."""
         for address, beat in self._engines.items():
             if address.engine_id == engine_id:
                 yield from beat.remote_ids.items()

@@ -91,7 +91,7 @@ class Lease:
     granted_at: float = 0.0
     renewable: bool = True
     num_readers: int = 1
-    """How many ranks of one engine read it, as far as confirmations have said."""
+    """How many ranks of one engine read it, as far as confirmations have reported."""
     confirmed: set[str] = field(default_factory=set)
     horizons: dict[str, float] = field(default_factory=dict)
     """By reader: until when it may rely on the lease."""
@@ -140,7 +140,6 @@ class LeaseTable:
         return len(self._leases)
 
     def knows(self, request_id: str) -> bool:
-        """The blocks are still those of this request."""
         return request_id in self._leases
 
     def is_held(self, request_id: str) -> bool:
@@ -159,7 +158,7 @@ class LeaseTable:
             yield LeaseSeen(request_id, lease.state.value, age, left, readers)
 
     def readers_of(self, request_id: str) -> list[str]:
-        """Those with a horizon, who have not confirmed."""
+        """Return the readers with a horizon, which have not confirmed."""
         lease = self._leases.get(request_id)
         return [] if lease is None else list(lease.horizons)
 
@@ -219,7 +218,6 @@ class LeaseTable:
         return self._happens(request_id, LeaseEvent.TAKE)
 
     def put_back(self, request_id: str) -> None:
-        """A lease that was taken may end."""
         self._happens(request_id, LeaseEvent.PUT_BACK)
 
     def revoke(self, request_id: str, now: float) -> bool:
@@ -239,7 +237,6 @@ class LeaseTable:
         return True
 
     def revoke_all(self, now: float) -> list[str]:
-        """Revoke everything granted. Return those ids."""
         return [name for name in list(self._leases) if self.revoke(name, now)]
 
     def expire(self, now: float) -> list[str]:

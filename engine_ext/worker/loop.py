@@ -73,6 +73,7 @@ from engine_ext.worker.pulls import Pulls
 from engine_ext.worker.push_component import (
     NO_PUSH,
     KvTransfers,
+    LoopParts,
     PushComponent,
     PushFactory,
     refusal_of_push,
@@ -123,7 +124,7 @@ class TransferLoop:
             context.agent,
             config.unused_ttl,
             is_peer=self._peers.knows,
-            # With a secret, the hello of an agent that does not hold it is not heard at all.
+            # With a secret, a hello without a valid seal does not arrive here.
             validator=context.validator if config.access.secret is None else TRUSTING,
         )
         self._beats = HeartbeatTracker(config.heartbeat_interval)
@@ -138,12 +139,9 @@ class TransferLoop:
         self._transfers: tuple[KvTransfers, ...] = (self._pulls,)
         if open_push is not None:
             self._push = open_push(
-                context,
-                peers=self._peers,
-                beats=self._beats,
-                leases=self._leases,
-                channels=self._channels,
-                free=self._free,
+                LoopParts(
+                    context, self._peers, self._beats, self._leases, self._channels, self._free
+                )
             )
             self._transfers = (self._pulls, self._push)
         self._lease_service = LeaseService(
@@ -183,7 +181,6 @@ class TransferLoop:
                     logger.exception("order of %s: %.200r", name, order)
 
     def _order_handlers(self) -> list[tuple[str, Callable[[Any, float], object]]]:
-        """Fields of `StepMetadata`, in their order, and what carries out each order in them."""
         handlers: dict[str, Callable[[Any, float], object]] = {
             "expects": self._expect,
             "cancels": self._cancel,
@@ -321,7 +318,7 @@ class TransferLoop:
         received_at = self._context.clock()
         for sender, message in messages:
             notification = decode_notification(message)
-            self._channels.heard(sender, received_at)
+            self._channels.note_message(sender, received_at)
             if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
                 self._last_event = now
             try:

@@ -49,7 +49,7 @@ EVICTION_SECONDS = 60.0
 
 
 class PeerError(Exception):
-    """The peer cannot be used; the message says why."""
+    """The peer cannot be used; the message gives the reason."""
 
 
 class RefusedPeerError(PeerError):
@@ -210,7 +210,6 @@ class Peers:
         return True
 
     def step(self, now: float) -> None:
-        """Move every handshake on."""
         self._failed.clear()
         if now >= self._next_round:
             self._next_round = now + min(self._ttl / 4, EVICTION_SECONDS)
@@ -256,7 +255,6 @@ class Peers:
 
     @cached_property
     def _layers(self) -> list[str]:
-        """Needed only with pipeline stages."""
         return sorted(
             layer for region in one_by_one(self._context.regions) for layer in region.layers
         )

@@ -19,7 +19,7 @@ Checksums
 
 Quarantine
     A READ that outlives its deadline may write into our blocks until NIXL has ended it. It is
-    reported as failed at once, and whoever wants to free its blocks asks `touches`. Only where the
+    reported as failed at once, and the host frees its blocks after a fence (loop.py). Only if the
     host would compute into the same blocks does the report wait. No READ from the same engine
     begins before the late one has ended, and none at all while too many blocks are in quarantine.
 
@@ -105,7 +105,6 @@ class ActivePull:
 
     @property
     def lease(self) -> tuple[str, str]:
-        """The engine that granted it, and the request's id there."""
         return self.order.source.address.engine_id, self.order.source.request_id
 
     @property
@@ -183,7 +182,6 @@ class Pulls:
         self._connecting.append(order)
 
     def give_up(self, request_id: str) -> None:
-        """The request has ended. Its load is reported all the same."""
         for order in [one for one in self._connecting if one.request_id == request_id]:
             self._connecting.remove(order)
             self._fail(order, REQUEST_ENDED)
@@ -283,7 +281,6 @@ class Pulls:
         self._decline(order.source)
 
     def _quarantine_problem(self, address: PeerAddress) -> str | None:
-        """Return why quarantine forbids a READ from there."""
         if any(reading.order.source.address == address for reading in self._quarantine):
             return UNENDED
         num_blocks = sum(num_blocks_in(one.order.local_block_ids) for one in self._quarantine)

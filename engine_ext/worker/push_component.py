@@ -5,6 +5,7 @@ transfer mode is push. An engine in pull mode runs no code of push.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_ext.common.inspection import QuarantineSeen
@@ -86,26 +87,26 @@ class PushComponent(KvTransfers, Protocol):
         """This engine's id of the request that a decode engine calls `name`; else `name`."""
 
     def end_inquiry(self, request_id: str) -> None:
-        """D does not wait any more to hear that P holds the prompt."""
+        """D does not wait any more until P holds the prompt."""
 
     def leave(self, now: float) -> None:
-        """The engine shuts down: whoever waits for its prompts is notified."""
+        """The engine shuts down: notify the engines that wait for its prompts."""
 
 
-class PushFactory(Protocol):
-    """Builds the push component from the loop's shared parts. `free` is called for each request
-    whose lease the component ends."""
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the loop shares with the push component."""
 
-    def __call__(
-        self,
-        context: WorkerContext,
-        *,
-        peers: Peers,
-        beats: HeartbeatTracker,
-        leases: LeaseTable,
-        channels: ReplyChannels,
-        free: Callable[[str], None],
-    ) -> PushComponent: ...
+    context: WorkerContext
+    peers: Peers
+    beats: HeartbeatTracker
+    leases: LeaseTable
+    channels: ReplyChannels
+    free: Callable[[str], None]
+    """Called for each request whose lease the component ends."""
+
+
+PushFactory = Callable[[LoopParts], PushComponent]
 
 
 def refusal_of_push(message: Notification) -> ExtensionMessage | None:

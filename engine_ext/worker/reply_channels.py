@@ -23,7 +23,7 @@ logger.addFilter(LogRateLimit())
 @dataclass(slots=True)
 class ReplyChannel:
     metadata: bytes
-    heard_at: float
+    last_message_at: float
 
 
 MAX_DELAYED = 64
@@ -92,15 +92,18 @@ class ReplyChannels:
         """The agent has sent a hello, so it runs our extension."""
         return name in self._channels or self._is_arriving(name)
 
-    def heard(self, sender: str, now: float) -> None:
+    def note_message(self, sender: str, now: float) -> None:
         channel = self._channels.get(sender)
         if channel is not None:
-            channel.heard_at = now
+            channel.last_message_at = now
             self._channels.move_to_end(sender)
 
     def step(self, now: float) -> None:
         self._admit_validated(now)
-        while self._channels and next(iter(self._channels.values())).heard_at <= now - self._ttl:
+        while (
+            self._channels
+            and next(iter(self._channels.values())).last_message_at <= now - self._ttl
+        ):
             self._forget_oldest()
 
     def answer(self, name: str, message: ExtensionMessage) -> None:

@@ -106,7 +106,6 @@ class TransferLog:
         keep_latest(self._moved, (what, engine_id), moved, MOST_ENGINES)
 
     def transfers(self, now: float) -> tuple[TransferSeen, ...]:
-        """Return the latest, oldest first."""
         return tuple(seen._replace(age=max(0.0, now - at)) for at, seen in self._transfers)
 
     def moved(self) -> tuple[MovedSeen, ...]:

@@ -57,7 +57,7 @@ def main(package: str, backends: str, parent: str) -> None:
 
 
 def check(agent: Any, metadata: bytes) -> str | None:
-    """Load it and forget it again. Return what NIXL says against it."""
+    """Load it and forget it again. Return why NIXL refused it."""
     try:
         parsed = replace(parse(metadata), name=str(uuid.uuid4()))
         agent.add_remote_agent(parsed.encode())

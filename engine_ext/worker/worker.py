@@ -71,7 +71,7 @@ class InspectionRequest(NamedTuple):
 
 
 class WorkerConnector:
-    """See engine_ext.connector for who calls what when. One per tensor rank.
+    """One per tensor rank. engine_ext/connector.py describes when the host calls what.
 
     Raises UnsupportedError for a model or a parallelism whose KV we cannot move.
     """

@@ -19,7 +19,7 @@ def test_a_reader_that_was_not_heard_of_for_long_is_forgotten_and_one_that_was_i
     known = readers(agent)
     for name in ("quiet", "heard"):
         known.hello(name, name.encode(), 0)
-    known.heard("heard", 50)
+    known.note_message("heard", 50)
     known.step(TTL)
     assert agent.peers == ["heard"]
     known.step(50 + TTL)
@@ -55,7 +55,7 @@ def test_readers_are_bounded_and_the_one_heard_of_longest_ago_makes_room(
     known = readers(agent)
     known.hello("a", b"a", 0)
     known.hello("b", b"b", 1)
-    known.heard("a", 2)
+    known.note_message("a", 2)
     known.hello("c", b"c", 3)
     assert agent.peers == ["a", "c"]
 
