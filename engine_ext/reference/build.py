@@ -41,16 +41,12 @@ class EngineParts:
         self.core = EngineCore(config, model_config, model, self.cache, self.connector, tokenizer)
 
     def start(self) -> ReferenceEngine:
-        def set_num_threads() -> None:
-            if self.config.num_threads is not None:
-                torch.set_num_threads(self.config.num_threads)
-
         return ReferenceEngine(
             self.core,
             self.connector,
             self.cache.regions(),
             self.cache.stage,
-            prepare_thread=set_num_threads,
+            num_threads=self.config.num_threads,
         )
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.reference.core import EngineCore
@@ -153,12 +155,11 @@ class ReferenceEngine:
         regions: list[Region],
         stage: StagingFactory | None = None,
         *,
-        prepare_thread: Callable[[], None] = lambda: None,
+        num_threads: int | None = None,
     ) -> None:
         self._core = core
         self._connector = connector
-        self._regions = regions
-        self._prepare_thread = prepare_thread
+        self._num_threads = num_threads
         self._commands = CommandQueue()
         self._streams: dict[str, OutputStream] = {}
         self._stats = core.stats()
@@ -225,9 +226,6 @@ class ReferenceEngine:
     def inspect(self, asked: str | None = None) -> Inspection | None:
         """What is held for other engines. Blocks for a second at most; raises TimeoutError."""
         return self._connector.worker.inspect(asked)
-
-    def regions(self) -> list[Region]:
-        return self._regions
 
     @property
     def is_healthy(self) -> bool:
@@ -306,7 +304,8 @@ class ReferenceEngine:
 
     def _run(self) -> None:
         try:
-            self._prepare_thread()
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
             self._step_until_stopped()
             deliver(self._address(self._core.abort_all()))
             # The connector hears of the aborts, so that remote engines do.

@@ -35,20 +35,14 @@ llguidance.LLMatcher(tokenizer, text, log_level=0).compute_bitmask()
 
 
 class Grammar:
-    """Compiled, and never advanced itself."""
+    """A compiled grammar and a position in it. Requests share the one that is at the beginning;
+    each answer advances a copy of its own, which belongs to the engine's thread."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
-    def start(self) -> "Constraint":
-        return Constraint(self._matcher.deep_copy())
-
-
-class Constraint:
-    """A grammar and one answer's position in it. Belongs to the engine's thread."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def start(self) -> "Grammar":
+        return Grammar(self._matcher.deep_copy())
 
     def allowed(self, vocab_size: int) -> Tensor:
         """[vocab_size] of bool. Never without a token: a complete answer can end."""

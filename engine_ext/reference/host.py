@@ -22,7 +22,7 @@ from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
-from engine_ext.reference.server.serving import Stopwatch, serve
+from engine_ext.reference.server.serving import serve
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.worker.agent import AgentError
 
@@ -54,12 +54,11 @@ class Host:
     def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
         """Until a signal. Raises HostError if the engine does not stop in time."""
         app = build_app(self.model, self.engine, itself=self.itself)
-        signalled = Stopwatch()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(app, bound, signalled, shutdown_timeout=shutdown_timeout))
+                spent = runner.run(serve(app, bound, shutdown_timeout=shutdown_timeout))
             # A prefill engine's answers are worthless if its blocks go before they were read.
-            if not self.engine.drain(max(0.0, shutdown_timeout - signalled.seconds())):
+            if not self.engine.drain(max(0.0, shutdown_timeout - spent)):
                 logger.warning("other engines have not read everything that they were promised")
         finally:
             self._stop()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import Logprob, ResumePayload
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
-from engine_ext.reference.grammar import Constraint
+from engine_ext.reference.grammar import Grammar
 from engine_ext.reference.messages import Finish, SamplingParams, TokenLogprob
 from engine_ext.scheduler.admission import prefills
 
@@ -37,7 +37,7 @@ class ResumedAnswer:
     logprobs: tuple[TokenLogprob, ...]
     """Of the unsent tokens, if the request asks for them."""
     answer: GeneratedAnswer
-    constraint: Constraint | None
+    constraint: Grammar | None
     finish: Finish | None
     """The given tokens end the answer: there is nothing to compute."""
 

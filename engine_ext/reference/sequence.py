@@ -7,7 +7,7 @@ import torch
 
 from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import BlockIds
-from engine_ext.reference.grammar import Constraint
+from engine_ext.reference.grammar import Grammar
 from engine_ext.reference.messages import Finish, GenerateRequest, SamplingParams, TokenLogprob
 from engine_ext.reference.resume import ResumedAnswer, hands_over
 
@@ -29,7 +29,7 @@ class Sequence:
         """This engine has neither media nor adapters nor salts."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.generator = _generator(request.sampling.seed)
-        self.constraint: Constraint | None = None
+        self.constraint: Grammar | None = None
         self.num_sent_tokens = 0
         """Tokens of the answer that the client had before the request came."""
         self.hands_over = hands_over(request.kv_transfer_params)

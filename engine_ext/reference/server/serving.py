@@ -48,20 +48,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Stopwatch:
-    """Measures the time since the first signal."""
-
-    def __init__(self) -> None:
-        self.started: float | None = None
-
-    def seconds(self) -> float:
-        return 0.0 if self.started is None else time.monotonic() - self.started
-
-
-async def serve(
-    app: ASGIApp, bound: socket.socket, signalled: Stopwatch, *, shutdown_timeout: int
-) -> None:
-    """Until SIGINT or SIGTERM; then requests have `shutdown_timeout` seconds to finish."""
+async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) -> float:
+    """Until SIGINT or SIGTERM; then requests have `shutdown_timeout` seconds to finish. Returns the
+    seconds since the signal."""
+    signalled_at = time.monotonic()
     server = ReferenceServer(
         uvicorn.Config(
             app,
@@ -74,9 +64,10 @@ async def serve(
     )
 
     def stop(number: signal.Signals) -> None:
+        nonlocal signalled_at
         if server.should_exit:
             os._exit(128 + number)
-        signalled.started = time.monotonic()
+        signalled_at = time.monotonic()
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
@@ -88,3 +79,4 @@ async def serve(
         for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
+    return time.monotonic() - signalled_at

@@ -90,7 +90,7 @@ async def test_an_engine_is_built_from_a_directory(model_dir: Path, start: Start
     try:
         built = await answer(engine, request("a", prompt(40)))
         assert built.token_ids == (await answer(start(), request("a", prompt(40)))).token_ids
-        assert [region.num_blocks for region in engine.regions()] == [20, 20]
+        assert engine.stats().num_blocks_total == 19, "block 0 is never handed out"
         assert engine.is_healthy
     finally:
         engine.shutdown(PATIENCE)
