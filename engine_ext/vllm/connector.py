@@ -67,7 +67,7 @@ class DisaggMetadata(KVConnectorMetadata):
 
 @dataclass
 class DisaggHandshake(KVConnectorHandshakeMetadata):
-    """What the listener answers for one worker."""
+    """The handshake payload of one worker, which the scheduler half's listener serves."""
 
     payload: bytes
 
@@ -79,7 +79,7 @@ class LoadProblems(KVConnectorWorkerMetadata):
     by_request: Mapping[str, LoadProblem]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadProblems":
-        """Of several ranks: one of them has the request's problem, or each has one."""
+        """Merge the problems of several ranks: a request may have one at each."""
         others = other.by_request if isinstance(other, LoadProblems) else {}
         return LoadProblems({**others, **self.by_request})
 
@@ -121,9 +121,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         is_pushed = self._config.transfer_mode == "push"
         self._weights = Weights(get_adapter_absolute_path, is_pushed)
         self._problems: dict[str, LoadProblem] = {}
-        """Why loads have failed, until the scheduler half is told that they have."""
+        """Why loads have failed, until vLLM reports to the scheduler half that they have."""
         self._unprocessed = NO_RESULTS
-        """Results that our half was given when it raised; it gets them once more."""
+        """Results during which our half has raised; it gets them once more."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
             if not describe.may_load(vllm_config):
@@ -152,7 +152,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:
-        """Of this half, since the last call."""
+        """Return what this half has counted since the last call."""
         changed: dict[str, float] = {}
         if self._scheduler is not None:
             changed = self._metric_deltas.take(scheduler_values(self._scheduler))
@@ -164,14 +164,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """vLLM may find keys and values of more tokens than it has a state of: a load brings the
-        state, with however few tokens."""
+        """True lets vLLM count keys and values of more tokens than it has a state of as cached: a
+        load brings the state, with however few tokens."""
         return describe.lets_hits_diverge(self._kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whatever kv_role says: any request may be a prefill leg, of which an answer that came
-        before a preemption would be told without KV."""
+        """Any request may be a prefill leg, whatever kv_role is. Without this, the output of a step
+        that was under way when the request was preempted would end it without KV."""
         return True
 
     @property
@@ -215,7 +215,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return groups
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """vLLM parks the request all the same."""
+        """vLLM parks the request even if the hook raises."""
         if num_external_tokens > 0:
             self.scheduler.fail_load(str(request.request_id))
 
@@ -231,7 +231,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What cannot be built goes with a later step."""
+        """If this raises, the orders go with a later step."""
         self._report_prompts(scheduler_output)
         return DisaggMetadata(self.scheduler.build_connector_meta())
 
@@ -309,17 +309,17 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def take_back(self) -> None:
-        """Our scheduler class lets a request whose load was given back wait again."""
+        """Our scheduler class is there: a request whose load was given back can wait again."""
         self.scheduler.loads.take_back()
 
     @guarded(bool)
     def is_given_back(self, request: Request) -> bool:
-        """Its load is among the failed ones because its blocks were given back."""
+        """Return True if the load failed because its blocks were given back."""
         return self.scheduler.loads.is_given_back(str(request.request_id))
 
     @guarded(bool)
     def awaits_prompt(self, request: Request) -> bool:
-        """It is passed over until a worker wakes the engine."""
+        """Return True if the request is passed over until a worker wakes the engine."""
         return self.scheduler.loads.is_passed_over(str(request.request_id))
 
     @guarded(nothing)
@@ -393,7 +393,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: True)
     def has_pending_push_work(self) -> bool:
-        """The engine takes another step, so that the workers hear what was decided."""
+        """Return True if the engine must take a step to bring decisions to the workers."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
     # Worker side.
@@ -486,7 +486,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self._wakeups.close)
 
     def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
-        """Where vLLM caches prefixes, it lists states of earlier tokens, or holes, before the
+        """If vLLM caches prefixes, it lists states of earlier tokens, or holes, before the
         request's own."""
         groups = zip(block_ids, self._windows, strict=True)
         return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
@@ -525,7 +525,7 @@ def _install_engine_patches() -> None:
 
 
 def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:
-    """What a worker process is asked to call; else why it cannot say."""
+    """Called in each worker process. Return its leases and transfers, or why there are none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():

@@ -61,13 +61,13 @@ CONFIG_KEYS = (
 
 
 def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig | None:
-    """Of the connector; of several (vLLM's MultiConnector), of the one that is ours."""
-    given: KVTransferConfig | None = vllm_config.kv_transfer_config
-    if given is None or given.kv_connector in CONNECTORS:
-        return given
-    several = given.kv_connector_extra_config.get("connectors", ())
+    """Return the connector's; of several connectors (vLLM's MultiConnector), that of ours."""
+    config: KVTransferConfig | None = vllm_config.kv_transfer_config
+    if config is None or config.kv_connector in CONNECTORS:
+        return config
+    several = config.kv_connector_extra_config.get("connectors", ())
     own = next((each for each in several if each.get("kv_connector") in CONNECTORS), None)
-    return given if own is None else KVTransferConfig(**{"engine_id": given.engine_id, **own})
+    return config if own is None else KVTransferConfig(**{"engine_id": config.engine_id, **own})
 
 
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
@@ -75,9 +75,9 @@ def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
     return _config_in(vllm_config.kv_transfer_config)
 
 
-def _config_in(given: KVTransferConfig) -> ConnectorConfig:
-    raw: dict[str, Any] = {key: getattr(given, key) for key in CONFIG_KEYS}
-    raw["kv_connector_extra_config"] = given.kv_connector_extra_config
+def _config_in(config: KVTransferConfig) -> ConnectorConfig:
+    raw: dict[str, Any] = {key: getattr(config, key) for key in CONFIG_KEYS}
+    raw["kv_connector_extra_config"] = config.kv_connector_extra_config
     return ConnectorConfig.from_kv_transfer_config(
         {key: value for key, value in raw.items() if value is not None}
     )
@@ -111,8 +111,8 @@ def _unknown_modes(states: Sequence[MambaSpec]) -> set[str]:
 
 
 def names_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM identifies an image by a hash of its content: with both of its caches off, it
-    counts them instead (`_process_mm_uuids`)."""
+    """Return True if vLLM identifies an image by a hash of its content. With both of its caches
+    off, it counts images instead (`_process_mm_uuids`)."""
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         return True
@@ -150,7 +150,7 @@ def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
 
 
 def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
-    """Of tokens: a state's is the longest request's."""
+    """Return the sizes of blocks of tokens; a state's block is as long as the longest request."""
     specs = _specs(kv_cache_config)
     return {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
 
@@ -190,7 +190,7 @@ def _has_state(model: ModelConfig) -> bool:
 
 
 def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """What the scheduler half needs; layout and backend are the workers' to know."""
+    """Return what the scheduler half needs; only workers know layout and backend."""
     return CacheGeometry(
         vllm_config.cache_config.block_size,
         kv_cache_config.num_blocks,
@@ -215,7 +215,7 @@ def _lookahead(vllm_config: VllmConfig) -> int:
 
 
 def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Of this worker: only workers have a tensor rank."""
+    """Return the geometry of this worker's cache; only workers have a tensor rank."""
     cache = vllm_config.cache_config
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     return CacheGeometry(
@@ -270,7 +270,7 @@ def engine_identity(
 
 
 def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
-    """What stock engines compare with their own."""
+    """Return the hash that stock engines compare with their own."""
     if not support.is_on(STOCK_PEERS):
         return None
     # Stock moves a state piece by piece. And where guesses look further ahead, it leaves out a
@@ -285,7 +285,7 @@ def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
 
 
 def stock_version() -> dict[str, str]:
-    """Of this release's own protocol, which its hash contains."""
+    """Return the version of stock's protocol in this release, which its hash contains."""
     if not support.is_on(STOCK_PEERS):
         return {}
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NIXL_CONNECTOR_VERSION
@@ -306,13 +306,13 @@ def side_channel(vllm_config: VllmConfig) -> tuple[str, int]:
 
 
 def wakeup_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
-    """What an engine's processes know each other by on their machine. Another engine there has
-    another port, whatever its engine_id."""
+    """Return the name by which an engine's processes find each other on their machine. Another
+    engine there has another port, whatever its engine_id."""
     return f"{config.engine_id}-{side_channel(vllm_config)[1]}"
 
 
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
-    """What vLLM hashes, field by field, so that a mismatch can be named."""
+    """Return what vLLM hashes, field by field, so that a mismatch can be named."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
     return {
@@ -338,8 +338,8 @@ def _factors_of_state(cache: CacheConfig) -> dict[str, str]:
 
 
 def _speculation(config: Any) -> str | None:
-    """As far as it keeps something beside the model's KV. Guesses at the prompt's own words do
-    not: who has none of them may prefill for who has."""
+    """Return the kind of speculation if it keeps something beside the model's KV. Guesses at the
+    prompt's own words do not: an engine without them may prefill for one that has them."""
     if config is None or config.method in STATELESS:
         return None
     return f"{config.method} {config.num_speculative_tokens}"
@@ -367,7 +367,7 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
 
 
 def _side_channels(vllm_config: VllmConfig) -> list[identity.SideChannel]:
-    """Of the data-parallel ranks on this machine: others have a host of their own."""
+    """Return those of the data-parallel ranks on this machine; others have their own host."""
     host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     parallel = vllm_config.parallel_config
     first = parallel.data_parallel_index

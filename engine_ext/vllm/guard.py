@@ -15,9 +15,9 @@ MARK = "_guarded"
 def guarded(
     fallback: Callable[[], Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[[H], H]:
-    """A hook that raises says so in the log. The answer is then that of `otherwise`, which is given
-    the same arguments and puts right what may be half done; `fallback()`, a new one for every call,
-    where there is none or it raises too."""
+    """Log what a hook raises. Then return what `otherwise` returns, which gets the same arguments
+    and repairs what may be half done; `fallback()`, a new value for every call, if there is none or
+    it raises too."""
 
     def decorate(hook: H) -> H:
         attempts: list[Callable[..., Any]] = [hook] if otherwise is None else [hook, otherwise]
@@ -42,4 +42,4 @@ def is_guarded(hook: Any) -> bool:
 
 
 def nothing() -> None:
-    """What a hook answers that has nothing to answer."""
+    """The fallback of a hook that returns nothing."""

@@ -34,7 +34,7 @@ CALL = "disagg_call"
 RENDERED = "disagg_renders"
 """Found out once."""
 KEY = leases.new_key()
-"""Of this process; the engine's is used."""
+"""Each process makes one; the engine's is used."""
 
 
 def install() -> None:
@@ -114,10 +114,10 @@ def _call_in_engine(core: Any, what: str, *args: Any) -> Any:
 
 
 def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:
-    """Of each of its workers: dicts, or words where one cannot say.
+    """Return the entry of each worker, or a message where it has none.
 
-    No deadline of its own: an answer that nobody waited for would be taken for the next call's. A
-    worker answers within a second, or between two steps.
+    No deadline of its own: a late answer would be taken for the next call's. A worker answers
+    within a second, or between two steps.
     """
     if ours_in(getattr(core.scheduler, "connector", None)) is None:
         return []

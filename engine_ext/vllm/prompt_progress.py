@@ -58,7 +58,7 @@ class PromptProgress:
         return names
 
     def computed(self, output: "SchedulerOutput") -> Iterator[Computed]:
-        """Of those in this step, what the steps before it have computed."""
+        """Yield what earlier steps have computed of the prompts in this step."""
         if not self._prompts:
             return
         self._note(output)

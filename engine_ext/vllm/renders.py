@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 SAMPLES = 64
 SAMPLE_BYTES = 4096
 HERE_ONLY = ("_name_or_path", "transformers_version")
-"""Of a model's configuration: where this engine has it from."""
+"""Fields of a model's configuration that depend on where this engine has it from."""
 
 
 def renders(state: Any) -> dict[str, str]:
-    """Of an HTTP server of vLLM's, by its `app.state`. Blocks: files are read. Empty where vLLM
-    does not show it: then nobody relies on it."""
+    """Return the hashes of an HTTP server of vLLM's, by its `app.state`; empty if they cannot be
+    found out, so that no router relies on them. Blocks: files are read."""
     try:
         return _renders(state)
     except Exception:
@@ -41,9 +41,9 @@ def _renders(state: Any) -> dict[str, str]:
 
 def _model(config: Any) -> str:
     named = config.hf_config.to_dict()
-    told = {key: named[key] for key in sorted(named.keys() - set(HERE_ONLY))}
+    shared = {key: named[key] for key in sorted(named.keys() - set(HERE_ONLY))}
     directory = Path(str(config.model))
-    parts: list[str | bytes] = [json.dumps(told, sort_keys=True, default=str)]
+    parts: list[str | bytes] = [json.dumps(shared, sort_keys=True, default=str)]
     for path in sorted(directory.glob("*.safetensors")):
         parts += [path.name, *_samples(path)]
     if len(parts) == 1:
@@ -53,7 +53,7 @@ def _model(config: Any) -> str:
 
 
 def _samples(path: Path) -> list[bytes]:
-    """Of a file of many gigabytes."""
+    """Return parts of a file of many gigabytes."""
     size = path.stat().st_size
     found = [size.to_bytes(8, "little")]
     with path.open("rb") as file:

@@ -79,7 +79,7 @@ class RequestView:
     def num_computed_tokens(self) -> int:
         """Whose KV is written. vLLM counts a step's tokens when it schedules the step, ahead of the
         model where scheduling is asynchronous: one may be under way for a request that has ended.
-        It also counts the guesses behind the token at which an answer stops, which are not said.
+        It also counts the guesses behind the token at which an answer stops, which are dropped.
         """
         request = self._request
         computed = int(request.num_computed_tokens - request.num_in_flight_tokens)

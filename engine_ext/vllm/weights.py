@@ -14,7 +14,7 @@ weights those were:
 A request is labelled when it arrives. A change while it waits or runs takes the label away for
 good: its KV may be a mixture, so nothing of it is offered or loaded.
 
-vLLM loads an adapter again without being told when it has thrown it out of its memory. So an
+vLLM loads an adapter again on its own when it has evicted it from memory. So an
 adapter counts as known only while its files on disk are those that were loaded: each use looks at
 their sizes and times. Files that were changed cost the reuse of KV until the adapter is
 loaded again.
@@ -38,7 +38,7 @@ from engine_ext.common.prefix_hashes import ContentKey
 logger = logging.getLogger(__name__)
 
 LABEL = "disagg_weights"
-"""Attribute of a vLLM request: a `Label`, or None where nobody can tell."""
+"""Attribute of a vLLM request: a `Label`, or None if its weights are not known."""
 
 PREFIX = "adapter_"
 """vLLM reads `adapter_config.json` and one of `adapter_model.*`."""
@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
     directory: str
     files: Files | None = None
     digest: str | None = None
-    """None: nobody knows which content was loaded."""
+    """None: it is not known which content was loaded."""
     is_ordered: bool = True
     """By `add_lora`; otherwise vLLM loads it with the first step of a request."""
 
@@ -90,7 +90,7 @@ class Label:
 
 
 def keys_of(request: Any) -> list[ContentKey] | None:
-    """Of a vLLM request, as far as weights are concerned. None: nobody can tell which they are."""
+    """Return the keys of a vLLM request's weights. None: these are not known."""
     if not hasattr(request, LABEL):  # It is in no engine.
         lora = request.lora_request
         return [] if lora is None else [ContentKey("lora", (lora.lora_name, lora.lora_path))]
@@ -124,8 +124,8 @@ def _label_of(request: Any) -> Label | None:
 
 
 def _is_unproven(params: Any) -> bool:
-    """It names blocks of another engine without a proof, as a stock engine does: nobody can tell
-    with which weights these were computed."""
+    """Return True if the params name blocks of another engine without a proof, as a stock engine
+    does: it is not known with which weights these were computed."""
     if not isinstance(params, dict):
         return False
     return bool(params.get("remote_block_ids")) and params.get("prefix_proof") is None
@@ -188,7 +188,7 @@ class Weights:
         return digest is None or (last.path, last.digest) != (adapter.path, digest)
 
     def label(self, request: Any) -> None:
-        """Of a request that arrives."""
+        """Label a request that arrives."""
         setattr(request, LABEL, None)  # What fails from here on leaves it so.
         marks = [self._epoch] if self._epoch else []
         adapter = None if request.lora_request is None else self._adapter_of(request)
@@ -252,8 +252,8 @@ def files_in(directory: str) -> Files | None:
 
 
 def _revision_of(directory: Path) -> Files:
-    """In a cache of Hugging Face's hub (`snapshots/COMMIT`), what says which commit is current:
-    vLLM asks again each time it loads."""
+    """In a cache of Hugging Face's hub (`snapshots/COMMIT`), return the file that names the current
+    commit: vLLM reads it each time it loads."""
     if directory.parent.name != "snapshots":
         return ()
     try:
@@ -268,7 +268,8 @@ def _seen(name: str, file: os.stat_result) -> tuple[str, int, int, int]:
 
 
 def _digest(adapter: Adapter, is_3d: bool) -> str | None:
-    """Of all that vLLM has read. None: it cannot be read, or has changed since `look`."""
+    """Return the digest of all files that vLLM has read. None: one cannot be read, or has changed
+    since `look`."""
     if adapter.files is None:
         return None
     digest = hashlib.sha256(str(is_3d).encode())

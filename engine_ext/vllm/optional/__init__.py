@@ -345,7 +345,6 @@ RESUME = Feature(
         "optional.patch_replay",
         "optional.patch_worker",
     ),
-    # The last one says that all of them are installed.
     patches=(*_EARLY_END_PATCHES, "optional.patch_worker", "optional.patch_replay"),
 )
 

@@ -1,7 +1,7 @@
 """Requests that our scheduler class ends itself, with the finish reason `cache_threshold`.
 
 vLLM's scheduler ends a request when its model has sampled the last token, or when it is aborted,
-which is reported to nobody. We end some requests in the step in which they are looked at: those
+which produces no output. We end some requests in the step in which they are looked at: those
 that the cache-hit threshold rejects, and those that would be preempted. Their blocks are free as
 after an abort; the output that reports them goes out with the step's own outputs. The engine must
 take one more step for it, so `has_requests` is true until then.
@@ -9,7 +9,7 @@ take one more step for it, so `has_requests` is true until then.
 If vLLM changes who calls `schedule` and `update_from_output`, these outputs are late or lost, and
 the client waits. `finish_requests` must leave a request that has ended alone.
 
-vLLM's FinishReason has no member for ours. The output says ABORT, and the stop reason begins with a
+vLLM's FinishReason has no member for ours. The output has ABORT, and the stop reason begins with a
 mark; `patch_outputs` translates both in the HTTP server.
 """
 

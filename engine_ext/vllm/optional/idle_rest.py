@@ -2,8 +2,8 @@
 
 vLLM's loop takes a step every millisecond while its scheduler has requests: also if these are only
 finished requests whose blocks a remote engine still reads, or requests whose KV is on its way. The
-engine and its workers are then busy doing nothing. A worker's wake-up socket says when a transfer
-has ended, so here `has_requests` and `has_finished_requests` are false until then, and the loop
+engine and its workers are then busy doing nothing. A worker's wake-up socket reports the end of a
+transfer, so here `has_requests` and `has_finished_requests` are false until then, and the loop
 sleeps in `input_queue.get`. `patch_engine_loop` hands over the function that ends this sleep.
 
 If vLLM's loop asks something else than these two methods, it steps as before. If it left or paused
@@ -27,8 +27,8 @@ from engine_ext.vllm.connector import ours_in
 REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""
 METRICS_SECONDS = 0.1
-"""Steps go on for so long when there is nothing else to do, so that /metrics has what workers have
-begun."""
+"""Steps go on for so long when there is nothing else to do, so that /metrics counts the transfers
+that workers have started."""
 
 
 class IdleRestPart(Host):

@@ -5,7 +5,7 @@ step, then sleeps in `input_queue.get` while its scheduler has no requests. A le
 request to vLLM, and so is a turn. We change two things:
 
 * `_handle_shutdown`: at the first call, our scheduler class gets a function that ends the sleep (it
-  puts a WAKEUP into the queue). When the engine has been told to leave (SIGTERM), turns are given
+  puts a WAKEUP into the queue). When the engine is asked to leave (SIGTERM), turns are given
   up, because no reader may ever come for them; with `--shutdown-timeout` the loop goes on until
   readers have gone, so our scheduler class must not rest. Without a timeout vLLM aborts everything,
   and leaves.

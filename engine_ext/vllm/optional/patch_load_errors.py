@@ -1,8 +1,8 @@
-"""An error of vLLM's HTTP server says from which engine a prompt's KV could not be loaded, and why.
+"""Errors of vLLM's HTTP server name the engine from which a prompt's KV could not be loaded.
 
 Our scheduler class puts a load failure (see engine_ext.common.load_failure) into the
 `kv_transfer_params` of a request's last result. vLLM takes these into an answer, but drops them if
-the result is an error, of which it says no more than "Internal server error". Both of its servers
+the result is an error: the client sees only "Internal server error". Both of its servers
 get results from `AsyncLLM.generate`, so we wrap that: a failed result of a request that is not
 streamed is raised as an exception that carries the failure. `pages.py` registers its handler with
 the application. Streams are looked at by patch_streams.

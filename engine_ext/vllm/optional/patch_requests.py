@@ -39,7 +39,7 @@ from engine_ext.vllm.optional import resumed_request
 from engine_ext.vllm.optional.resume_limits import ResumeLimits, refusal, unfit_fields
 
 CHARACTERS = 4
-"""Of a token."""
+"""Base64 characters of one token id."""
 NOT_OFFERED = (
     f"this engine does not offer {KEY}: it wants our --scheduler-cls, and the plugin disagg"
 )
