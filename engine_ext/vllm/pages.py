@@ -83,7 +83,7 @@ async def release_kv(request: Request) -> JSONResponse:
         names = release.parse(json.loads(body))
     except (ValueError, RecursionError) as error:  # JSON's own included
         return _error(str(error), HTTPStatus.BAD_REQUEST)
-    answers = await _core(request.app.state).call_utility_all_async(CALL, "release", *names)
+    answers = await _core(request.app.state).call_utility_all_async(CALL, "release", list(names))
     return JSONResponse({"released": any(answers)})
 
 
@@ -91,7 +91,7 @@ async def get_leases(request: Request) -> JSONResponse:
     asked = request.query_params.get(leases.ASKED)
     try:
         async with asyncio.timeout(leases.ANSWER_SECONDS):
-            answers = await _core(request.app.state).call_utility_all_async(CALL, "leases", asked)
+            answers = await _core(request.app.state).call_utility_all_async(CALL, "leases", [asked])
     except TimeoutError:
         return _error("the engine's step takes too long", HTTPStatus.SERVICE_UNAVAILABLE)
     ranks = [
@@ -109,7 +109,8 @@ def _core(state: Any) -> Any:
     return state.engine_client.engine_core
 
 
-def _call_in_engine(core: Any, what: str, *args: Any) -> Any:
+def _call_in_engine(core: Any, what: str, args: list[Any]) -> Any:
+    """vLLM wants a parameter for each argument."""
     return (_release_in_engine if what == "release" else _leases_in_engine)(core, *args)
 
 
