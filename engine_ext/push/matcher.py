@@ -254,9 +254,8 @@ class PushMatcher:
         self._withdraw_offer(message, sender, now)
 
     def _forget_registration(self, key: RegistrationKey) -> None:
-        self._checks.forget(key)
-        if key in self._registrations:
-            self._registrations.pop(key)
+        self._checks.discard(key)
+        self._registrations.discard(key)
 
     def asked_back(self, message: ReturnBlocks, sender: str) -> None:
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)

@@ -318,6 +318,10 @@ class BoundedRegistrations:
             del self._num_by_sender[key.sender], self._ids_by_sender[key.sender]
         return registered
 
+    def discard(self, key: RegistrationKey) -> None:
+        if key in self:
+            self.pop(key)
+
 
 class RegistrationTable(BoundedRegistrations):
     """Registrations that wait for an offer. Those of one request's ranks are found together."""

@@ -55,6 +55,7 @@ from engine_ext.common.types import (
     LoadProblem,
     PeerAddress,
     PushRegistration,
+    PushTarget,
     PushWithdrawal,
     num_blocks_in,
 )
@@ -432,19 +433,11 @@ class Registrations:
             )
             waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
             return encode_registration(self._message(waiting, begin_by))
-        target = waiting.registration.target
+        request_id, target = waiting.request_id, waiting.registration.target
         if waiting.state is RegistrationState.RETURNING:
-            return encode_extension(
-                ReturnBlocks(waiting.request_id, waiting.generation, target.transfer_id)
-            )
-        return encode_extension(
-            Withdraw(
-                waiting.request_id,
-                waiting.generation,
-                target.remote_request_id,
-                target.transfer_id,
-            )
-        )
+            message = ReturnBlocks(request_id, waiting.generation, target.transfer_id)
+            return encode_extension(message)
+        return _encode_withdrawal(request_id, waiting.generation, target)
 
     def _withdraw(self, waiting: PendingRegistration, now: float) -> None:
         waiting.on(RegistrationEvent.WITHDRAW)
@@ -476,14 +469,13 @@ class Registrations:
 
     def _send_withdrawal(self, withdrawal: PushWithdrawal, now: float) -> None:
         """Nothing was registered, but P need not keep its blocks. Stock has no such message."""
-        target = withdrawal.target
-        message = Withdraw(withdrawal.request_id, 0, target.remote_request_id, target.transfer_id)
+        message = _encode_withdrawal(withdrawal.request_id, 0, withdrawal.target)
 
         def send(peer: PeerHandle) -> None:
             if peer.has_extension:
-                self._agent.notify(peer.name, encode_extension(message))
+                self._agent.notify(peer.name, message)
 
-        if not self._peers.notify_all(target.address, now, send):
+        if not self._peers.notify_all(withdrawal.target.address, now, send):
             self._unsent.append(withdrawal)
 
     def _message(self, waiting: PendingRegistration, begin_by: float) -> PushRegistered:
@@ -547,3 +539,8 @@ class Registrations:
             self._stats.pushes_missed += 1
         problem = None if ok or waiting.is_aborted else waiting.problem
         self._results.received(waiting.request_id, ok=ok, problem=problem)
+
+
+def _encode_withdrawal(request_id: str, generation: int, target: PushTarget) -> bytes:
+    message = Withdraw(request_id, generation, target.remote_request_id, target.transfer_id)
+    return encode_extension(message)

@@ -14,7 +14,7 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import PeerAddress
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import RankError
-from engine_ext.push.matching_state import BoundedRegistrations, Registered, RegistrationKey
+from engine_ext.push.matching_state import BoundedRegistrations, Registered
 from engine_ext.push.replies import TOO_MANY, Replies
 from engine_ext.push.writes import rank_of
 from engine_ext.worker.context import WorkerContext
@@ -28,7 +28,7 @@ RECHECK_SECONDS = 5.0
 MAX_RECHECKED = 4096
 
 
-class SenderChecks:
+class SenderChecks(BoundedRegistrations):
     """`accept` is called for each registration that is its engine's own."""
 
     def __init__(
@@ -38,37 +38,26 @@ class SenderChecks:
         replies: Replies,
         accept: Callable[[Registered, float], None],
     ) -> None:
+        super().__init__()
         self._allowed, self._us = context.config.access.peers, context.rank
         self._peers = peers
         self._replies = replies
         self._accept = accept
-        self._unchecked = BoundedRegistrations()
         self._rechecked: OrderedDict[PeerAddress, float] = OrderedDict()
         """When the handshake with an engine was last repeated."""
-
-    def __len__(self) -> int:
-        return len(self._unchecked)
-
-    def refresh(self, registered: Registered) -> bool:
-        """Return whether it is among these; then it is kept for longer."""
-        return self._unchecked.refresh(registered)
-
-    def forget(self, key: RegistrationKey) -> None:
-        if key in self._unchecked:
-            self._unchecked.pop(key)
 
     def begin(self, registered: Registered, now: float) -> None:
         host = registered.message.decode_host
         if not self._allowed.may_admit(host):
             self._replies.refuse(registered, f"{host} is not one of our allowed_peers")
-        elif not self._unchecked.has_room_for(registered):
+        elif not self.has_room_for(registered):
             self._replies.refuse(registered, TOO_MANY)
         else:
-            self._unchecked.add(registered)
+            self.add(registered)
             self._check(registered, now)
 
     def step(self, now: float) -> None:
-        for registered in self._unchecked:
+        for registered in self:
             self._check(registered, now)
 
     def _check(self, registered: Registered, now: float) -> None:
@@ -79,13 +68,13 @@ class SenderChecks:
             if peer is not None and is_theirs:
                 peer.layout.check_registered(registered.message.local_block_ids)
         except (PeerError, PlanError, RankError) as error:
-            self._unchecked.pop(registered.key)
+            self.pop(registered.key)
             self._replies.refuse(registered, str(error))
             return
         is_open = peer is None or (not is_theirs and self._waits_for_recheck(registered, now))
         if is_open and registered.deadline > now:
             return
-        self._unchecked.pop(registered.key)
+        self.pop(registered.key)
         if is_theirs:
             self._accept(registered, now)
         else:

@@ -60,7 +60,6 @@ from engine_ext.wire.notifications import (
     decode_notification,
     encode_extension,
     encode_heartbeat,
-    encode_read_done,
 )
 from engine_ext.worker.agent import AgentError, PeerHandle
 from engine_ext.worker.checksums import BlockMemory, Checksums, HostBlocks
@@ -69,7 +68,7 @@ from engine_ext.worker.heartbeats import Beat, HeartbeatTracker
 from engine_ext.worker.lease_service import LeaseService
 from engine_ext.worker.leases import NEVER, LeaseTable
 from engine_ext.worker.peers import Peers
-from engine_ext.worker.pulls import Pulls
+from engine_ext.worker.pulls import Pulls, encode_read
 from engine_ext.worker.push_component import (
     NO_PUSH,
     KvTransfers,
@@ -433,10 +432,7 @@ class TransferLoop:
                 self._declines.append(source)
 
     def _send_decline(self, source: RemoteSource, peer: PeerHandle) -> None:
-        if peer.has_extension:
-            self._agent.notify(peer.name, encode_extension(Read(source.request_id, peer.readers)))
-        else:
-            self._agent.notify(peer.name, encode_read_done(source.request_id, peer.readers))
+        self._agent.notify(peer.name, encode_read(source, peer))
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):

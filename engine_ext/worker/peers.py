@@ -11,6 +11,7 @@ notification that a reader will not read (see EXTENSION_VERSION).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -22,7 +23,7 @@ from engine_ext.common.types import (
     PeerAddress,
 )
 from engine_ext.layout.match import match_peer, one_by_one
-from engine_ext.layout.plan import PeerLayout, PlanError
+from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
 from engine_ext.wire.dialer import PeerRank, PendingHandshake, TcpDialer
 from engine_ext.wire.errors import EXTENSION_VERSION, WireError
@@ -363,32 +364,23 @@ class Peers:
             in_part=has_stages,
         )
         name = self._agent.add_remote(metadata.agent_metadata)
-        try:
-            return self._prepare(name, layout, them, metadata)
-        except Exception:
-            self._undo(partial(self._remove, name))
-            raise
-
-    def _prepare(
-        self, name: str, layout: PeerLayout, them: TensorRank, metadata: AgentMetadata
-    ) -> PeerHandle:
-        handle = PeerHandle(
-            name,
-            layout,
-            self._agent.prepare(name, layout),
-            metadata.disagg_ext == EXTENSION_VERSION,
-            metadata.lease_extension,
-            metadata.write_bound,
-            self._us.facing(them.size) * self._identity.pp_size,
-            refusal=_refusal_of(metadata),
-            returns_blocks=metadata.returns_blocks,
-        )
-        try:
+        with ExitStack() as failing:
+            failing.callback(self._undo, partial(self._remove, name))
+            handle = PeerHandle(
+                name,
+                layout,
+                descriptors=self._agent.prepare(name, layout),
+                has_extension=metadata.disagg_ext == EXTENSION_VERSION,
+                lease_extension=metadata.lease_extension,
+                write_bound=metadata.write_bound,
+                readers=self._us.facing(them.size) * self._identity.pp_size,
+                refusal=_refusal_of(metadata),
+                returns_blocks=metadata.returns_blocks,
+            )
+            failing.callback(self._undo, partial(self._agent.unprepare, handle))
             if handle.has_extension:
                 self._agent.notify(name, encode_extension(Hello(self._agent.metadata())))
-        except Exception:
-            self._undo(partial(self._agent.unprepare, handle))
-            raise
+            failing.pop_all()
         return handle
 
     def _fail(self, peer: PeerRank, problem: str) -> None:

@@ -311,7 +311,7 @@ class Pulls:
                 continue
             sequence = next(self._context.sequence)
             wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
-            read_done = _read_done(order, peer, sequence, wants_sums)
+            read_done = encode_read(source, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
             in_flight = TransferInFlight(transfer, now + self._config.transfer_timeout)
             reading.parts.append(RankRead(peer, in_flight, sequence, wants_sums=wants_sums))
@@ -454,7 +454,7 @@ class Pulls:
             if peer.name in notified:
                 continue
             try:
-                self._agent.notify(peer.name, _read_done(order, peer, sequence=0))
+                self._agent.notify(peer.name, encode_read(order.source, peer))
             except AgentError as error:
                 logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
@@ -490,11 +490,10 @@ def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
     return None
 
 
-def _read_done(
-    order: PullOrder, peer: PeerHandle, sequence: int, wants_sums: bool = False
+def encode_read(
+    source: RemoteSource, peer: PeerHandle, sequence: int = 0, wants_sums: bool = False
 ) -> bytes:
-    """A stock peer gets stock bytes."""
+    """Encode a reader's notification that it is done. A stock peer gets stock bytes."""
     if peer.has_extension:
-        message = Read(order.source.request_id, peer.readers, sequence, wants_sums)
-        return encode_extension(message)
-    return encode_read_done(order.source.request_id, peer.readers)
+        return encode_extension(Read(source.request_id, peer.readers, sequence, wants_sums))
+    return encode_read_done(source.request_id, peer.readers)
