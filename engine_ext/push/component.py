@@ -1,12 +1,14 @@
 """Push mode: P writes the KV of a prompt into blocks that D has registered.
 
-    D: registrations.py     blocks that wait for P's WRITE; each ends in one report
+    D: registrations.py       blocks that wait for P's WRITE; each ends in one report
        outgoing_inquiries.py  asks whether P holds a prompt, before D takes blocks for it
-       remote_clocks.py     what P's clock reads at least: P begins no WRITE after D's deadline
-    P: matcher.py           pairs registrations and finished prompts
-       sender_checks.py     a registration counts only from the agent that would be written to
-       writes.py            the WRITEs
-       replies.py, incoming_inquiries.py, matching_state.py  what was answered, and what waits
+       remote_clocks.py       lower bounds of P's clock: P begins no WRITE after D's deadline
+    P: matcher.py             pairs registrations and finished prompts
+       sender_checks.py       a registration counts only from the agent that is written to
+       writes.py              the WRITEs
+       replies.py             what was answered to each registration
+       incoming_inquiries.py  which decode engines wait for a prompt
+       matching_state.py      the bounded tables of all these
 
 One engine may be both. engine_ext/connector.py builds this component where the transfer mode is
 push, and `engine_ext.worker.loop` steps it.
@@ -44,7 +46,7 @@ class Push:
         self._clocks = RemoteClocks()
         self._registrations = Registrations(parts, self._clocks)
         self._inquiries = OutgoingInquiries(parts)
-        self.parts = (
+        self.steps = (
             self._matcher.step,
             self._registrations.step,
             self._inquiries.step,

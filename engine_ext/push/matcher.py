@@ -88,6 +88,8 @@ that request's; a later one is another attempt's."""
 
 
 class PushMatcher:
+    """Pairs offers and registrations, and answers for those that find no counterpart."""
+
     def __init__(self, parts: LoopParts) -> None:
         context, peers, channels = parts.context, parts.peers, parts.channels
         self._config, self._us, self._clock = context.config, context.rank, context.clock

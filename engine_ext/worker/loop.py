@@ -88,6 +88,7 @@ RECENT_WAIT = 1e-3
 PEER_WAIT = 5e-3
 LEASED_WAIT = 25e-3
 IDLE_WAIT = 50e-3
+"""Seconds."""
 WAIT_SHARE = 0.01
 """The thread sleeps for this share of the time since the last event, within the waits above: the
 next event is noticed late by at most 1 % of the time that passed without one."""
@@ -161,7 +162,7 @@ class TransferLoop:
             context.validator.step,
             self._peers.step,
             self._pulls.step,
-            *(() if self._push is None else self._push.parts),
+            *(() if self._push is None else self._push.steps),
             self._answer_fences,
             self._send_declines,
             self._send_heartbeats,

@@ -57,8 +57,8 @@ class PushComponent(KvTransfers, Protocol):
     """What push mode adds to the loop: P's WRITEs, and D's blocks that wait for them."""
 
     @property
-    def parts(self) -> Sequence[Callable[[float], None]]:
-        """What the loop calls in each step, in this order, with the time."""
+    def steps(self) -> Sequence[Callable[[float], None]]:
+        """Functions of the time that the loop calls in each step, in this order."""
 
     @property
     def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
