@@ -203,7 +203,7 @@ def test_a_registration_of_more_blocks_than_ours_would_fill_is_refused_and_not_k
     assert prefiller.stats.pushes_failed == 1
 
 
-def test_forged_registrations_make_us_meet_their_engine_anew_but_seldom(
+def test_forged_registrations_repeat_the_handshake_with_their_engine_at_a_bounded_rate(
     prefiller: Prefiller,
 ) -> None:
     prefiller.dialer.agent = "agent-d"
@@ -218,7 +218,7 @@ def test_forged_registrations_make_us_meet_their_engine_anew_but_seldom(
     assert prefiller.loop.num_open == 1
 
 
-def test_an_engine_that_came_back_under_another_name_is_met_whatever_was_forged_before(
+def test_an_engine_that_restarted_is_connected_despite_earlier_forgeries(
     prefiller: Prefiller,
 ) -> None:
     prefiller.dialer.agent = "agent-d"
@@ -248,7 +248,7 @@ def found(outcomes: Outcomes, sender: str) -> list[int]:
     ]
 
 
-def test_what_is_said_of_registrations_costs_another_agent_none_of_what_it_will_be_answered(
+def test_one_agents_outcomes_displace_none_of_another_agent(
     prefiller: Prefiller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P answers how a registration ended, and writes it no more; a withdrawal of what never was is
@@ -269,7 +269,7 @@ def test_what_is_said_of_registrations_costs_another_agent_none_of_what_it_will_
     assert prefiller.loop.num_open == 0
 
 
-def test_who_has_too_many_outcomes_forgets_the_oldest_of_his_own_and_who_has_most_makes_room(
+def test_a_sender_with_too_many_outcomes_loses_its_oldest_and_the_largest_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Outcomes, "LIMIT_BY_SENDER", 5)

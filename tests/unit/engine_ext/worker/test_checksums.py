@@ -108,7 +108,7 @@ def test_what_was_not_read_is_not_compared() -> None:
     assert memory.problem(order, sums) is None
 
 
-def test_a_window_is_compared_from_where_the_holder_keeps_something() -> None:
+def test_a_window_is_compared_from_the_sources_first_block() -> None:
     """The holder's list ends where its tokens do; holes on either side hold nothing."""
     memory = Memory(windows=(None, 6), groups=(0, 1))
     held = ((1, 2, 3, 4), (6, 7))

@@ -111,7 +111,7 @@ def test_agents_that_were_asked_and_answer_nothing_are_bounded() -> None:
     assert beats.answered("p1", 1, 20)
 
 
-def test_only_who_was_asked_can_answer() -> None:
+def test_only_the_agent_that_was_asked_can_answer() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.sent(1, address(), "p", ("p1",), now=10)
@@ -120,7 +120,7 @@ def test_only_who_was_asked_can_answer() -> None:
     assert beats.answered("p", 1, 20)
 
 
-def test_only_who_was_asked_can_say_that_a_lease_is_gone() -> None:
+def test_only_the_agent_that_was_asked_can_report_a_lease_as_gone() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.sent(1, address(), "p", ("p1",), now=10)
@@ -162,7 +162,7 @@ def test_an_engine_with_long_leases_is_beaten_for_at_once_when_asked_but_once_a_
     beats.hurry(address("unknown"), now=16)
 
 
-def test_to_hurry_beats_no_engine_with_short_leases_less_often() -> None:
+def test_hurrying_sends_no_fewer_heartbeats_to_an_engine_with_short_leases() -> None:
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
     beats.follow(address(), extension=2)
@@ -211,9 +211,7 @@ def test_an_engine_is_silent_after_three_of_its_own_beats() -> None:
     assert not is_silent(beats, 116)
 
 
-def test_an_engine_with_long_leases_that_is_beaten_for_in_a_hurry_is_silent_after_15_seconds() -> (
-    None
-):
+def test_an_engine_with_long_leases_is_silent_after_15_seconds_of_hurried_heartbeats() -> None:
     """Not before: it may only be busy."""
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)
@@ -233,7 +231,7 @@ def test_a_beat_that_is_lost_does_not_make_an_engine_silent_however_long_ago() -
     assert not is_silent(beats, 209)
 
 
-def test_a_lease_that_we_are_done_with_proves_nothing_to_who_waits_for_it_later() -> None:
+def test_a_confirmed_lease_proves_nothing_to_a_request_that_waits_for_it_later() -> None:
     """An answer that was on its way, or a renewal that overtakes the confirmation."""
     beats = HeartbeatTracker(interval=5)
     beats.track("d1", address(), "p1", now=0)

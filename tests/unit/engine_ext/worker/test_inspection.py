@@ -55,7 +55,7 @@ def test_a_lease_is_seen_with_its_age_its_end_and_its_readers_horizons(harness: 
     assert bucket == (1, 10)
 
 
-def test_names_are_shown_hashed_and_found_by_who_knows_them(harness: Harness) -> None:
+def test_names_are_shown_hashed_and_found_by_name(harness: Harness) -> None:
     names = ("p-1", "p-2")
     harness.apply(StepMetadata(grants=tuple(LeaseGrant(name, 30) for name in names)))
     shown = leases.rank(harness.loop.inspect(harness.now), KEY)
@@ -113,7 +113,7 @@ def test_a_read_that_counted_is_one_line_at_info(
     assert line == what
 
 
-def test_what_was_read_is_told_with_whose_it_was_and_nobodys_name(
+def test_transfers_are_shown_with_their_engine_and_hashed_names(
     harness: Harness, holder: HandshakeServer
 ) -> None:
     transfer = harness.reading(source(port=holder.port))
@@ -175,7 +175,7 @@ def test_what_engines_replace_in_a_name_makes_no_difference() -> None:
     assert leases.found_by(f"cmpl-a:b{ATTEMPT}-0") == leases.found_by(f"cmpl-a-b{ATTEMPT}-0")
 
 
-def test_who_confirms_when_the_lease_has_ended_is_counted(harness: Harness) -> None:
+def test_a_confirmation_after_the_lease_has_ended_is_counted(harness: Harness) -> None:
     lease(harness)
     harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
     assert harness.stats.confirmations_late == 0
@@ -211,7 +211,7 @@ def test_any_thread_may_ask_a_running_worker(worker: WorkerConnector) -> None:
     assert found == [1] * 8
 
 
-def test_who_asks_a_worker_that_has_ended_hears_so_in_time(worker: WorkerConnector) -> None:
+def test_inspecting_a_worker_that_has_ended_times_out(worker: WorkerConnector) -> None:
     worker.shutdown()
     with pytest.raises(TimeoutError):
         worker.inspect(seconds=0.1)

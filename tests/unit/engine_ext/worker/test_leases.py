@@ -127,7 +127,7 @@ def test_a_lease_whose_count_is_full_ends_with_the_last_horizon() -> None:
     assert leases.reap(1 + EXTENSION) == ["a"]
 
 
-def test_a_revoked_lease_stays_until_its_readers_confirm_or_cannot_believe_any_more() -> None:
+def test_a_revoked_lease_stays_until_its_readers_confirm_or_their_horizons_pass() -> None:
     leases = table()
     for name in "ab":
         leases.grant(name, now=0, seconds=30)
@@ -163,7 +163,7 @@ def test_a_lease_that_is_expected_grants_no_horizon_yet() -> None:
     assert leases.readers_of("a") == []
 
 
-def test_a_lease_that_is_written_ends_when_it_was_put_back_and_nobody_believes_in_it() -> None:
+def test_a_lease_that_was_written_ends_after_it_is_put_back_and_horizons_pass() -> None:
     leases = table()
     leases.grant("a", now=0, seconds=30)
     leases.renew("a", "d", now=1)
@@ -198,7 +198,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     assert len(leases) == 0
 
 
-def test_ids_nobody_expects_are_gone_and_change_nothing() -> None:
+def test_unknown_ids_are_gone_and_change_nothing() -> None:
     leases = table()
     assert leases.renew("x", "d", now=0) is None
     assert not leases.confirm("x", now=0)

@@ -122,7 +122,7 @@ def test_an_introduction_that_fails_half_way_leaves_no_agent_behind(
     assert known.agent.peers == ["agent of p"]
 
 
-def test_an_engine_that_nothing_was_done_with_is_forgotten_and_met_anew(known: Known) -> None:
+def test_an_unused_engine_is_forgotten_and_connected_again(known: Known) -> None:
     known.meet("left")
     known.meet("used")
     for now in range(0, int(TTL) + 60, 60):
@@ -204,7 +204,7 @@ def test_handshakes_with_one_host_wait_for_their_turn_and_for_no_other_host(know
     assert known.meet("p", 100)
 
 
-def test_more_engines_on_one_host_than_have_a_turn_are_met_in_two_rounds(known: Known) -> None:
+def test_more_engines_on_one_host_than_have_a_turn_connect_in_two_rounds(known: Known) -> None:
     engines = [PeerAddress(f"p{i}", "10.0.0.1", 5600 + i) for i in range(MAX_CONNECTING_THERE + 8)]
     for met in (MAX_CONNECTING_THERE, len(engines)):
         for address in engines:
@@ -249,7 +249,7 @@ def test_metadata_is_loaded_when_it_has_been_validated_and_not_before() -> None:
     assert known.agent.peers == ["agent of p"]
 
 
-def test_metadata_that_is_refused_is_not_loaded_and_says_why() -> None:
+def test_refused_metadata_is_not_loaded_and_the_reason_is_reported() -> None:
     validator = SlowValidator()
     known = acquainted(validator)
     known.peers.connect(ADDRESS, 0)
@@ -274,7 +274,7 @@ def test_a_verdict_that_does_not_come_is_waited_for_as_long_as_a_handshake() -> 
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_only_who_has_proven_to_hold_the_secret_is_loaded_without_validation(
+def test_only_metadata_of_a_peer_with_the_secret_is_loaded_without_validation(
     is_mixed: bool,
 ) -> None:
     validator = SlowValidator()

@@ -14,7 +14,7 @@ def readers(agent: FakeAgent, *peers: str) -> ReplyChannels:
     return ReplyChannels(agent, TTL, is_peer=peers.__contains__)
 
 
-def test_a_reader_that_was_not_heard_of_for_long_is_forgotten_and_one_that_was_is_not() -> None:
+def test_a_reader_without_messages_is_forgotten_and_an_active_one_stays() -> None:
     agent = FakeAgent()
     known = readers(agent)
     for name in ("quiet", "heard"):
@@ -37,7 +37,7 @@ def test_an_agent_that_we_read_from_too_stays_known_to_nixl() -> None:
     assert agent.peers == ["both"], "it is no reader any more"
 
 
-def test_nobody_says_for_another_where_its_answers_go() -> None:
+def test_a_hello_in_another_agents_name_is_ignored() -> None:
     agent = FakeAgent()
     known = readers(agent)
     known.hello("forger", b"reader", 0)
@@ -47,7 +47,7 @@ def test_nobody_says_for_another_where_its_answers_go() -> None:
     assert "reader" in agent.peers
 
 
-def test_readers_are_bounded_and_the_one_heard_of_longest_ago_makes_room(
+def test_reply_channels_are_bounded_and_the_least_active_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ReplyChannels, "LIMIT", 2)

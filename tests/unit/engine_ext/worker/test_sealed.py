@@ -57,9 +57,7 @@ def heard(access: Access, *messages: bytes) -> list[bytes]:
 
 
 @given(names, names, st.binary())
-def test_what_was_sealed_is_opened_by_whom_it_is_for(
-    sender: str, receiver: str, message: bytes
-) -> None:
+def test_a_seal_is_opened_by_its_receiver_only(sender: str, receiver: str, message: bytes) -> None:
     closed = seal(SECRET, sender, receiver, message)
     assert open_seal(SECRET, sender, receiver, message=closed) == message
     assert open_seal(OTHER, sender, receiver, closed) is None
@@ -83,7 +81,7 @@ def test_one_changed_byte_anywhere_is_not_opened(message: bytes, data: st.DataOb
 
 
 @given(st.binary(max_size=100))
-def test_in_required_mode_nothing_unsealed_is_heard(message: bytes) -> None:
+def test_in_required_mode_unsealed_messages_are_dropped(message: bytes) -> None:
     stats = ConnectorStats()
     agent, nixl = engine(REQUIRED, stats)
     nixl.inbox.append(message)
@@ -92,19 +90,19 @@ def test_in_required_mode_nothing_unsealed_is_heard(message: bytes) -> None:
 
 
 @pytest.mark.parametrize("access", [REQUIRED, MIXED])
-def test_a_sealed_message_is_heard_as_it_was_said(access: Access) -> None:
+def test_a_sealed_message_arrives_unchanged(access: Access) -> None:
     for message in (READ, encode_registration(REGISTRATION), *OF_STOCK, b""):
         assert heard(access, seal(SECRET, "them", "us", message)) == [message]
         assert heard(access, seal(OTHER, "them", "us", message)) == []
         assert heard(access, seal(SECRET, "someone", "us", message)) == []
 
 
-def test_in_mixed_mode_stocks_messages_are_heard_and_our_extension_only_sealed() -> None:
+def test_in_mixed_mode_stock_messages_pass_and_the_extensions_only_with_a_seal() -> None:
     assert heard(MIXED, *OF_STOCK) == list(OF_STOCK)
     assert heard(MIXED, READ, encode_extension(Gone(("p-1",))), b"PUSH_REG:\xc1") == []
 
 
-def test_in_mixed_mode_a_registration_of_nobody_known_is_stocks() -> None:
+def test_in_mixed_mode_a_registration_of_an_unknown_agent_is_read_as_stocks() -> None:
     (message,) = heard(MIXED, encode_registration(REGISTRATION))
     registration = decode_notification(message)
     assert isinstance(registration, PushRegistered)
@@ -112,7 +110,7 @@ def test_in_mixed_mode_a_registration_of_nobody_known_is_stocks() -> None:
     assert registration.local_block_ids == REGISTRATION.local_block_ids
 
 
-def test_in_mixed_mode_who_was_spoken_to_as_one_of_ours_is_not_heard_unsealed() -> None:
+def test_in_mixed_mode_an_agent_that_got_extension_messages_needs_a_seal() -> None:
     agent, nixl = engine(MIXED)
     agent.notify("them", READ)
     nixl.inbox += OF_STOCK
@@ -121,7 +119,9 @@ def test_in_mixed_mode_who_was_spoken_to_as_one_of_ours_is_not_heard_unsealed() 
     assert [open_seal(SECRET, "us", "them", said) for _, said in nixl.sent] == [READ, OF_STOCK[0]]
 
 
-def test_in_mixed_mode_who_has_proven_the_secret_is_not_heard_unsealed_once_forgotten() -> None:
+def test_in_mixed_mode_an_agent_with_the_secret_needs_a_seal_after_it_is_forgotten_as_a_peer() -> (
+    None
+):
     agent, nixl = engine(MIXED)
     agent.add_remote(b"them")
     agent.notify("them", READ)
@@ -130,13 +130,13 @@ def test_in_mixed_mode_who_has_proven_the_secret_is_not_heard_unsealed_once_forg
     assert agent.notifications() == []
 
 
-def test_in_mixed_mode_a_seal_is_proof_enough_to_be_heard_sealed_alone() -> None:
+def test_in_mixed_mode_an_agent_that_sealed_once_needs_a_seal() -> None:
     agent, nixl = engine(MIXED)
     nixl.inbox += [seal(SECRET, "them", "us", READ), *OF_STOCK]
     assert agent.notifications() == [("them", READ)]
 
 
-def test_in_mixed_mode_who_shows_a_name_in_a_handshake_does_not_free_it_of_its_seal() -> None:
+def test_in_mixed_mode_a_handshake_in_an_agents_name_does_not_lift_its_seal() -> None:
     """Anybody can tell another's metadata on, and stock's handshake proves nothing."""
     agent, nixl = engine(MIXED)
     agent.notify("them", READ)

@@ -168,7 +168,7 @@ OK = TransferResults(finished_recving=frozenset(["d-1"]))
 FAILED = TransferResults(finished_recving=frozenset(["d-1"]), failed_recving=frozenset(["d-1"]))
 
 
-def test_a_read_is_reported_once_and_tells_the_prefiller(
+def test_a_read_is_reported_once_and_notifies_the_source(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     transfer = harness.reading(source(port=prefiller.port))
@@ -234,7 +234,7 @@ def test_a_nixl_error_fails_the_request(
     assert harness.results_after(lambda: harness.stats.pulls_failed) == FAILED
 
 
-def test_a_failed_read_tells_the_prefiller_and_the_next_one_shakes_hands_again(
+def test_a_failed_read_notifies_the_source_and_the_next_one_shakes_hands_again(
     harness: Harness, prefiller: HandshakeServer
 ) -> None:
     harness.reading(source(port=prefiller.port)).state = TransferState.FAILED
@@ -344,7 +344,7 @@ def test_blocks_outside_the_memory_fail_the_request_not_the_loop(
 
 
 @pytest.mark.parametrize("enforce", [True, False])
-def test_another_model_is_refused_by_name_unless_told_otherwise(
+def test_another_model_is_refused_by_name_unless_compatibility_is_not_enforced(
     enforce: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     payload = handshake.encode_payload(remote_metadata(), {**FACTORS, "dtype": "bfloat16"})
@@ -427,7 +427,7 @@ def test_a_leased_request_is_freed_by_its_read(harness: Harness) -> None:
     assert (harness.stats.leases_released, harness.stats.notifications_unknown) == (1, 1)
 
 
-def test_a_lease_nobody_reads_ends_with_its_duration_and_a_grace(harness: Harness) -> None:
+def test_an_unread_lease_ends_after_its_duration_and_a_grace(harness: Harness) -> None:
     lease(harness)
     assert harness.step(29.9) == LEASED_WAIT
     harness.step(0.1)
@@ -501,14 +501,14 @@ def arrived(harness: Harness, extended: HandshakeServer) -> int:
     return read.sequence
 
 
-def test_a_reader_introduces_itself_to_an_extended_holder_only(
+def test_a_reader_sends_a_hello_only_to_a_source_with_the_extension(
     harness: Harness, extended: HandshakeServer
 ) -> None:
     harness.reading(source(port=extended.port))
     assert harness.sent() == [wire.Hello(b"fake")]
 
 
-def test_a_read_counts_once_the_holder_says_that_it_was_in_time(
+def test_a_read_counts_once_the_source_answers_that_it_was_in_time(
     harness: Harness, extended: HandshakeServer
 ) -> None:
     sequence = arrived(harness, extended)
@@ -525,7 +525,7 @@ def test_a_read_that_outlived_its_lease_is_a_failed_load(
     assert harness.stats.reads_unproven == 1
 
 
-def test_a_holder_that_does_not_answer_is_a_failed_load_and_suspect(
+def test_a_source_that_does_not_answer_fails_the_load_and_is_forgotten(
     harness: Harness, extended: HandshakeServer
 ) -> None:
     arrived(harness, extended)
@@ -591,7 +591,7 @@ def test_a_lease_known_to_be_gone_is_not_read(harness: Harness, extended: Handsh
     assert harness.agent.transfers == []
 
 
-def test_a_holder_answers_heartbeats_and_tells_the_reader_when_a_lease_ends(
+def test_a_source_answers_heartbeats_and_notifies_the_reader_when_a_lease_ends(
     harness: Harness,
 ) -> None:
     lease(harness)
@@ -603,7 +603,7 @@ def test_a_holder_answers_heartbeats_and_tells_the_reader_when_a_lease_ends(
     assert not harness.results.take()
 
 
-def test_a_stock_reader_is_told_nothing_when_its_lease_ends(harness: Harness) -> None:
+def test_a_stock_reader_gets_no_message_when_its_lease_ends(harness: Harness) -> None:
     lease(harness)
     harness.agent.sender = "stock-d"
     harness.agent.inbox = [b"HB:p-1"]
@@ -613,7 +613,7 @@ def test_a_stock_reader_is_told_nothing_when_its_lease_ends(harness: Harness) ->
     assert harness.sent() == []
 
 
-def test_in_mixed_mode_a_stock_reader_is_heard_also_after_a_lease_of_its_has_ended() -> None:
+def test_in_mixed_mode_a_stock_readers_messages_count_after_its_lease_has_ended() -> None:
     nixl, stats = FakeAgent(sender="stock-d"), ConnectorStats()
     access = Access(SharedSecret.of(b"a secret of the fleet"), is_mixed=True)
     harness = Harness(agent=sealed(nixl, access, stats), stats=stats)  # type: ignore[arg-type] # sealed
@@ -626,7 +626,7 @@ def test_in_mixed_mode_a_stock_reader_is_heard_also_after_a_lease_of_its_has_end
     harness.loop.close()
 
 
-def test_a_holder_says_whether_a_read_was_in_time(harness: Harness) -> None:
+def test_a_source_answers_whether_a_read_was_in_time(harness: Harness) -> None:
     lease(harness)
     harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
     assert harness.results.take() == SENT
@@ -695,7 +695,7 @@ def test_a_reader_whose_agent_is_unknown_or_broken_ends_nothing(harness: Harness
     assert harness.results.take() == SENT
 
 
-def test_a_holder_that_leaves_tells_every_reader_it_knows(harness: Harness) -> None:
+def test_a_source_that_shuts_down_notifies_every_reader(harness: Harness) -> None:
     lease(harness)
     harness.hears(wire.Hello(b"agent-d"), sender="agent-d")
     harness.hears(wire.Renew(5, ("p-1",)), sender="agent-d")
@@ -704,7 +704,7 @@ def test_a_holder_that_leaves_tells_every_reader_it_knows(harness: Harness) -> N
     assert harness.sent() == [wire.Gone(("p-1",))]
 
 
-def test_a_release_is_owed_until_it_was_sent_or_the_holder_is_known_dead(
+def test_a_decline_is_unsent_until_it_was_sent_or_the_source_is_known_dead(
     harness: Harness, prefiller: HandshakeServer, silent: int
 ) -> None:
     harness.apply(StepMetadata(declines=(source(port=prefiller.port), source(port=silent))))
