@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 
 from engine_ext.http import identity, leases, release
-from engine_ext.reference.server import answer, generation
 from engine_ext.reference.server.connection import (
     ClientGoneError,
     EventStream,
@@ -30,7 +29,12 @@ from engine_ext.reference.server.errors import (
     UnavailableError,
     error_body,
 )
-from engine_ext.reference.server.generation import EngineLike
+from engine_ext.reference.server.generation import (
+    EngineLike,
+    run,
+    streamed_answer,
+    whole_answer,
+)
 from engine_ext.reference.server.job import Job, prepare_chat, prepare_completion, remote_params
 from engine_ext.reference.server.metrics import exposition, registry_of
 from engine_ext.reference.server.prompts import detokenize, tokenize
@@ -96,14 +100,14 @@ def build_app(
                 engine.decline(params)
             raise
         dialect = dialect_of(job, model.tokenizer)
-        outputs = generation.run(engine, job)
+        outputs = run(engine, job)
         try:
             if not job.request.stream:
-                body = await until_disconnect(request.receive, answer.whole(dialect, outputs))
+                body = await until_disconnect(request.receive, whole_answer(dialect, outputs))
                 if await request.is_disconnected():
                     raise ClientGoneError
                 return _json(body)
-            events = answer.streamed(dialect, outputs)
+            events = streamed_answer(dialect, outputs)
             # Until the first token an error can still have its own status.
             first = await until_disconnect(request.receive, anext(events))
             return EventStream(first, events)
