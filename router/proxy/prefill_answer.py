@@ -129,7 +129,8 @@ class PrefillAnswer:
             given.decode()  # msgspec does not check the encoding of a raw value
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
-        is_some = given.startswith(b"{") and given[1:-1].strip(b" \t\r\n")
+        # The start shows whether they are empty; they may be large.
+        is_some = given[:1] == b"{" and given[1:64].strip(b" \t\r\n") not in (b"", b"}")
         self.params = KvParams(given) if is_some else None
         choices = bytes(content.choices)
         if self.params is None and choices.translate(None, b" \t\r\n") in EMPTY:
@@ -137,7 +138,7 @@ class PrefillAnswer:
         self.usage, self._choices = bytes(content.usage), choices
         is_error = content.error or "error" in (content.object, content.type)
         self.may_fail = bool(is_error) or may_fail(choices)
-        self.mentions_prefix_hashes = given.find(PREFIX_HASHES_KEY) >= 0
+        self.mentions_prefix_hashes = given.rfind(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False
 
