@@ -44,7 +44,7 @@ _probes = struct.Struct(f"<{PROBES}I")
 
 
 class HashRing:
-    """The places of some names, which keys share among each other."""
+    """Assigns keys to names; see the top of this file."""
 
     def __init__(self, names: Sequence[str]) -> None:
         places = (point | at for at, name in enumerate(names) for point in _points_of(name))
