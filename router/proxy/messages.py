@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from random import getrandbits
@@ -256,19 +255,13 @@ def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
 
     The id is the client's first valid X-Request-Id, or else a new one.
     """
-    request_id, lines = _read_client_headers(tuple(headers))
-    return request_id or getrandbits(128).to_bytes(16, "big").hex(), lines
-
-
-# Most clients send the same headers with each request, and those of one connection are one object.
-@lru_cache(maxsize=256)
-def _read_client_headers(headers: tuple[Header, ...]) -> tuple[str, bytes]:
     ids = [value for name, value in headers if name == REQUEST_ID]
     request_id = next((value.decode() for value in ids if VALID_REQUEST_ID.fullmatch(value)), "")
     if b"connection" in map(HEADER_NAME, headers):
         headers = _without_connection_headers(headers)
     lines = [b": ".join(header) for header in headers if header[0] not in NOT_TO_ENGINE]
-    return request_id, b"\r\n".join([*lines, b""])
+    lines.append(b"")
+    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
