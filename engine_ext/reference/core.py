@@ -89,16 +89,9 @@ class EngineCore:
             # The connector hears of it: a remote may hold blocks for this request.
             self._end_unscheduled(seq, failed(error))
             return self._refuse(request, error)
-        self._answers[seq.request_id] = (
-            resumed.answer
-            if resumed
-            else GeneratedAnswer(
-                seq.prompt_token_ids,
-                seq.sampling,
-                self._tokenizer,
-                self._rules,
-                hands_over=seq.hands_over,
-            )
+        rules, hands_over = self._rules, seq.hands_over
+        self._answers[seq.request_id] = (resumed and resumed.answer) or GeneratedAnswer(
+            seq.prompt_token_ids, seq.sampling, self._tokenizer, rules, hands_over=hands_over
         )
         self._counters.prompt_tokens += seq.num_prompt_tokens
         if resumed is not None and resumed.finish is not None:
