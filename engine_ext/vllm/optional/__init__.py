@@ -49,6 +49,8 @@ SEVERAL = Feature(
         {KV}.factory:KVConnectorFactory.register_connector takes name module_path class_name
         {KV}.v1.multi_connector:MultiConnector has sub_connectors
     """),
+    modules=("optional.connector_names",),
+    patches=("optional.connector_names",),
 )
 
 _ENGINE_LOOP = symbols(f"""

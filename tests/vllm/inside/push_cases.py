@@ -54,7 +54,7 @@ def a_push_that_is_given_back_makes_room_and_is_loaded_later(
     assert not engine.ordered("reclaims")
     engine.report("ready", "ready")
     engine.step_until(lambda: engine.ordered("reclaims") == {"early"})
-    engine.report("given_back", "early")
+    engine.report("returned", "early")
     engine.step_until(lambda: engine.ordered("give_backs") == {"early"})
     engine.report("received", "early", ok=False)
     engine.step_until(lambda: engine.ordered("registrations") == {"early", "ready"})

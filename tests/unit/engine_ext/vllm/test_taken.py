@@ -19,7 +19,6 @@ BESIDE = {
         optional.STATE_LAYERS,
         optional.LOOKAHEAD,
     ),
-    "optional/connector_names": (optional.SEVERAL,),
     # Of a request with a payload, which is refused where it cannot be resumed.
     "optional/patch_requests": (optional.RESUME,),
     "optional/resume_limits": (optional.RESUME,),

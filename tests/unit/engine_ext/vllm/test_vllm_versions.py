@@ -163,7 +163,17 @@ def test_every_module_that_imports_vllm_is_a_features_or_everybodys() -> None:
     for path in (ROOT / "engine_ext/vllm").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if _names(path)[0]:
-            assert module in modules | always | {f"{OURS}.optional.connector_names"}
+            assert module in modules | always
+
+
+def test_every_patch_is_installed_by_the_plugin_or_by_the_connector() -> None:
+    by_plugin = {f"{OURS}.{patch}" for each in ALL for patch in each.patches}
+    by_connector = {f"{OURS}.compat.patch_weights", f"{OURS}.optional.patch_engine_loop"}
+    found = set()
+    for path in (ROOT / "engine_ext/vllm").rglob("*.py"):
+        if "\ndef install() -> None:" in path.read_text(encoding="utf-8"):
+            found.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert found == by_plugin | by_connector
 
 
 @pytest.mark.parametrize("name", ["begun", "rest", "hand_back", "leaving", "cache_hit_threshold"])
