@@ -232,7 +232,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """If this raises, the orders go with a later step."""
-        self._report_prompts(scheduler_output)
+        if self._prompt_progress or scheduler_output.preempted_req_ids:
+            self._report_prompts(scheduler_output)
         return DisaggMetadata(self.scheduler.build_connector_meta())
 
     @guarded(nothing)
@@ -254,6 +255,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             # A rank may report its own before the last one is done.
             self._problems.update(problems.by_request)
         failed = connector_output.failed_recving
+        ended = connector_output.finished_sending or connector_output.finished_recving
+        if not ended and not failed and not self._unprocessed:
+            return  # nothing was reported, as in most steps
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
         connector_output.finished_sending = {name for name in sent if not name.startswith("\0")}

@@ -32,6 +32,8 @@ class MetricDeltas:
         self._last: dict[str, float] = {}
 
     def take(self, values: dict[str, float]) -> dict[str, float]:
+        if values == self._last:
+            return {}
         changes = {name: value - self._last.get(name, 0) for name, value in values.items()}
         self._last = values
         return {name: change for name, change in changes.items() if change}

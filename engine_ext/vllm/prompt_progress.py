@@ -44,6 +44,9 @@ class PromptProgress:
     def __init__(self) -> None:
         self._prompts: dict[str, _AdmittedPrompt] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
     def follow(self, view: EngineRequest) -> None:
         self._prompts[view.request_id] = _AdmittedPrompt(view)
 

@@ -22,7 +22,7 @@ from engine_ext.scheduler.admission import parse_threshold
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.compat.probe import Feature
-from engine_ext.vllm.connector import ours_in
+from engine_ext.vllm.connector import DisaggConnector, ours_in
 from engine_ext.vllm.describe import transfer_config
 from engine_ext.vllm.optional import (
     FAILURE_POLICY,
@@ -130,22 +130,27 @@ class LoadFailuresPart(Host):
     """The first output of a stream, or the last one of another request, says from which engine its
     prompt's KV could not be loaded; see patch_load_errors."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._failures_of = ours_in(self.connector)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        try:
-            self._name_load_failures(outputs)
-        except Exception:
-            logger.exception("loads that failed are not named")
+        connector = self._failures_of
+        if connector is not None and connector.has_load_failures:
+            try:
+                self._name_load_failures(connector, outputs)
+            except Exception:
+                logger.exception("loads that failed are not named")
         return outputs
 
-    def _name_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        connector = ours_in(self.connector)
-        if connector is None or not connector.has_load_failures:
-            return
+    def _name_load_failures(
+        self, connector: DisaggConnector, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
         for each in (each for of_client in outputs.values() for each in of_client.outputs):
             request = self.requests.get(each.request_id)
             if each.finish_reason is None and not (request is not None and is_streamed(request)):
