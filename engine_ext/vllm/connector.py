@@ -48,7 +48,12 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
 from engine_ext.vllm.guard import guarded, nothing
-from engine_ext.vllm.metric_deltas import MetricDeltas, scheduler_values, worker_values
+from engine_ext.vllm.metric_deltas import (
+    OF_SCHEDULER,
+    MetricDeltas,
+    scheduler_counts,
+    worker_values,
+)
 from engine_ext.vllm.optional import EARLY_EXIT, EARLY_WRITES, IDLE_REST, LOAD_FAILURES
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
@@ -116,6 +121,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._wakeups: WakeupListener | None = None
         self._metric_deltas = MetricDeltas()
+        self._last_counts: tuple[int, ...] = ()
         self._pending_reports = PendingReports()
         self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
@@ -155,7 +161,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what this half has counted since the last call."""
         changed: dict[str, float] = {}
         if self._scheduler is not None:
-            changed = self._metric_deltas.take(scheduler_values(self._scheduler))
+            counts = scheduler_counts(self._scheduler)
+            if counts == self._last_counts:
+                return None
+            self._last_counts = counts
+            changed = self._metric_deltas.take(dict(zip(OF_SCHEDULER, counts, strict=True)))
         elif self._worker is not None:
             changed = self._metric_deltas.take(worker_values(self._worker.stats()))
         return self.build_kv_connector_stats(changed) if changed else None

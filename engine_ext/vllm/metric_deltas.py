@@ -32,8 +32,6 @@ class MetricDeltas:
         self._last: dict[str, float] = {}
 
     def take(self, values: dict[str, float]) -> dict[str, float]:
-        if values == self._last:
-            return {}
         changes = {name: value - self._last.get(name, 0) for name, value in values.items()}
         self._last = values
         return {name: change for name, change in changes.items() if change}
@@ -51,9 +49,9 @@ def worker_values(stats: ConnectorStats) -> dict[str, float]:
     return values
 
 
-def scheduler_values(half: SchedulerConnector) -> dict[str, float]:
-    counts = (half.num_leased, half.proofs_unreadable, half.engine_id_clashes)
-    return dict(zip(OF_SCHEDULER, counts, strict=True))
+def scheduler_counts(half: SchedulerConnector) -> tuple[int, ...]:
+    """Return the counts of the scheduler half, in the order of OF_SCHEDULER."""
+    return half.num_leased, half.proofs_unreadable, half.engine_id_clashes
 
 
 def histogram_buckets(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:

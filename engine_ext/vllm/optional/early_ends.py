@@ -50,9 +50,10 @@ class EarlyEnds(Host):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        ended, self._ended = self._ended, []
-        for request, end in ended:
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(end)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for request, end in ended:
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(end)
         return outputs
 
     def has_requests(self) -> bool:

@@ -58,7 +58,8 @@ class IdleRestPart(Host):
             self._wake()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._woken.clear()
+        if self._woken.is_set():
+            self._woken.clear()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         return output
 

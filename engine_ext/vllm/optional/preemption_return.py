@@ -11,7 +11,7 @@ If vLLM stops naming preempted requests, or names them later, they are computed 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 class PreemptionReturnPart(EarlyEnds):
     returns_all: bool
 
-    def _ended_by(self, output: SchedulerOutput) -> Iterator[tuple[Request, EngineCoreOutput]]:
-        for name in output.preempted_req_ids or ():
+    def _ended_by(self, output: SchedulerOutput) -> Iterable[tuple[Request, EngineCoreOutput]]:
+        return self._returned(output.preempted_req_ids) if output.preempted_req_ids else ()
+
+    def _returned(self, preempted: Iterable[str]) -> Iterator[tuple[Request, EngineCoreOutput]]:
+        for name in preempted:
             request = self.requests.get(name)
             if request is None or request.status is not RequestStatus.PREEMPTED:
                 continue
