@@ -77,7 +77,7 @@ def load_weights(directory: Path, config: ModelConfig, device: torch.device) -> 
 
 def _read_tensors(directory: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    paths = sorted(directory.glob("*.safetensors"))
+    paths = sorted(directory.glob("model*.safetensors"))
     if not paths:
         raise ValueError(f"{directory / 'model.safetensors'} does not exist")
     for path in paths:
