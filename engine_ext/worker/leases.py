@@ -281,6 +281,8 @@ class LeaseTable:
 
     def _due(self, now: float) -> list[str]:
         """Return held leases whose end is reached. They are due again until they have ended."""
+        if not self._by_end or self._by_end[0][0] > now:
+            return []
         due: dict[str, Lease] = {}
         later: dict[str, Lease] = {}
         while self._by_end and self._by_end[0][0] <= now:

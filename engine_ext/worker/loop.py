@@ -296,11 +296,10 @@ class TransferLoop:
     def _wait(self, now: float) -> float:
         if self._checksums is not None and self._checksums.is_busy:
             return 0.0
-        times = [transfers.youngest_began for transfers in self._transfers]
-        began = max((time for time in times if time is not None), default=None)
-        if began is not None:
+        times = [began for one in self._transfers if (began := one.youngest_began) is not None]
+        if times:
             # A transfer that hangs must not cost the engine a core until its deadline.
-            return max(TRANSFER_WAIT, min(WAIT_SHARE * (now - began), RECENT_WAIT))
+            return max(TRANSFER_WAIT, min(WAIT_SHARE * (now - max(times)), RECENT_WAIT))
         if self._peers.num_connecting or self._context.validator.num_pending:
             return RECENT_WAIT
         longest = LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
@@ -404,6 +403,8 @@ class TransferLoop:
             self._results.sent(request_id)
 
     def _answer_fences(self, now: float) -> None:
+        if not self._fences:
+            return
         touched = {request_id for request_id in self._fences if self._touches(request_id)}
         for request_id in self._fences - touched:
             self._results.sent(request_id)

@@ -99,7 +99,8 @@ class ReplyChannels:
             self._channels.move_to_end(sender)
 
     def step(self, now: float) -> None:
-        self._admit_validated(now)
+        if self._pending:
+            self._admit_validated(now)
         while (
             self._channels
             and next(iter(self._channels.values())).last_message_at <= now - self._ttl
