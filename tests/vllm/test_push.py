@@ -132,7 +132,7 @@ def test_between_engines_of_different_tensor_parallel_size(
     assert metric(second, FETCHED) - before == sum(lengths) - 1
 
 
-def test_an_engine_that_waits_for_a_prompt_does_not_step_meanwhile(
+def test_an_engine_that_waits_for_a_prompt_uses_less_than_a_twentieth_of_a_core(
     pair: list[Server], alone: Server
 ) -> None:
     prefiller, decoder = pair
@@ -141,9 +141,8 @@ def test_an_engine_that_waits_for_a_prompt_does_not_step_meanwhile(
     with ThreadPoolExecutor(1) as leg:
         turn = leg.submit(decode, decoder, prompt, told, 12, request_id)
         wait_for(lambda: counted(decoder, "pushes_active") == 1, "D waits")
-        # Of two windows, for in one something of an earlier request may still end, with a step. An
-        # engine that steps uses two cores, one that rests 0.06 to 0.1 on a loaded machine.
-        rests = any(share_of_a_core(decoder) < 0.2 for _ in range(2))
+        # Of two windows, for in one something of an earlier request may still end, with a step.
+        rests = any(share_of_a_core(decoder) < 0.05 for _ in range(2))
         assert counted(decoder, "pushes_active") == 1, "it waited all the time"
         said = prefiller.post("/v1/completions", prefill_body(prompt), request_id)
         assert said.status_code == 200
