@@ -265,6 +265,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             # A rank may report its own before the last one is done.
             self._problems.update(problems.by_request)
         failed = connector_output.failed_recving
+        ended = connector_output.finished_sending or connector_output.finished_recving
+        if not ended and not failed and not self._unprocessed:
+            return  # nothing was reported, as in most steps
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
         connector_output.finished_sending = {name for name in sent if not name.startswith("\0")}

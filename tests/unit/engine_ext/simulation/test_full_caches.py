@@ -69,7 +69,6 @@ def test_no_fault_breaks_what_none_may_break_where_blocks_are_given_back() -> No
     assert not storm(range(40))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_no_fault_of_many_seeds_breaks_what_none_may_break() -> None:
     assert not storm(range(40, 1000))
