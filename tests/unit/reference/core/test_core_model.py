@@ -234,11 +234,11 @@ def test_shards_load_like_one_file(write_model: WriteModel) -> None:
     whole = load_weights(directory, config, CPU)
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
-    halves = {"a.safetensors": {}, "b.safetensors": {}}  # type: dict[str, dict[str, torch.Tensor]]
+    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
     for i, (name, tensor) in enumerate(tensors.items()):
-        halves["ab"[i % 2] + ".safetensors"][name] = tensor
-    for file, part in halves.items():
-        save_file(part, directory / file)
+        halves[i % 2][name] = tensor
+    for number, half in enumerate(halves, 1):
+        save_file(half, directory / f"model-0000{number}-of-00002.safetensors")
     shards = load_weights(directory, config, CPU)
     assert whole.head.equal(shards.head)
     assert all(
