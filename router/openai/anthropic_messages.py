@@ -30,6 +30,7 @@ from router.openai.dialects import (
     tool_call,
     unsupported_type,
 )
+from router.openai.message_order import merge_messages
 
 MESSAGES_PATH, COUNT_TOKENS_PATH = "/v1/messages", "/v1/messages/count_tokens"
 # Fields that are translated or that have no meaning for an engine; all others are forwarded.
@@ -82,7 +83,7 @@ def count_request_from_messages(body: Json) -> Json:
 
 def _translate_request(body: Json) -> Json:
     chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
-    chat["messages"] = [*_system(body), *_history(body)]
+    chat["messages"] = merge_messages([*_system(body), *_history(body)])
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
     user = body.get("metadata")
