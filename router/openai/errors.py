@@ -11,6 +11,7 @@ RequestError
 ├── ResponseStoreError          a stored response cannot be read now
 ├── UnsupportedTypeError        the endpoint does not accept the body's content type
 ├── RequestTimeoutError         the client did not send its request in time
+├── UpgradeRequiredError        the request wants another protocol than HTTP
 ├── UnauthorizedError           the request has no valid API key
 ├── RateLimitError              a limit of the API key is exceeded
 ├── NoEngineError               no engine of a role is usable
@@ -107,6 +108,19 @@ class ResponseStoreError(RequestError):
 
 class RequestTimeoutError(RequestError):
     shape = ErrorShape(408, "RequestTimeoutError")
+
+
+class UpgradeRequiredError(RequestError):
+    """Clients that prefer WebSocket use plain HTTP after this status (RFC 9110, 15.5.22)."""
+
+    shape = ErrorShape(426, "UpgradeRequiredError")
+    headers: Headers = [  # noqa: RUF012 # it is never changed
+        (b"upgrade", b"HTTP/1.1"),
+        (b"connection", b"upgrade"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__("WebSocket is not supported: send the request as plain HTTP")
 
 
 class NoEngineError(RequestError):

@@ -37,6 +37,7 @@ from router.openai.errors import (
     RequestTimeoutError,
     ShuttingDownError,
     UnauthorizedError,
+    UpgradeRequiredError,
     body_of,
     headers_of,
     shape_of,
@@ -256,7 +257,7 @@ class RouterProtocol(asyncio.Protocol):
         if request.endpoint is not None:
             self._run(refuse_proxied(writer, self.gateway, self._stored_responses, error))
         elif request.method in REFUSED_BY_APPLICATION and not isinstance(
-            error, MalformedRequestError
+            error, MalformedRequestError | UpgradeRequiredError
         ):
             if request.caller is None:
                 request.caller = self.gateway.identify(request.headers)

@@ -24,6 +24,7 @@ from router.openai.errors import (
     RequestError,
     UnauthorizedError,
     UnknownCodingError,
+    UpgradeRequiredError,
     too_many_held_bodies,
 )
 from router.proxy.exchange import Header
@@ -31,6 +32,8 @@ from router.proxy.gateway import Gateway
 from router.server.proxied_endpoints import PROXIED_PATHS
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+# Every WebSocket handshake has it (RFC 6455, 4.1).
+WEBSOCKET_KEY = b"sec-websocket-key"
 TRANSFER_ENCODING = b"transfer-encoding"
 
 
@@ -189,6 +192,8 @@ class RequestReader:
         keep_alive = http_1_1 and parser.should_keep_alive()
         self._current = IncomingRequest(endpoint, method, target, headers, http_1_1, keep_alive)
         self.requests.append(self._current)
+        if method == b"GET" and WEBSOCKET_KEY in names:
+            self.refuse(UpgradeRequiredError())
 
     def on_body(self, piece: bytes) -> None:
         self._overhead = 0

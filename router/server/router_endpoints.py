@@ -147,6 +147,15 @@ async def delete_response(name: str, request: Request) -> Response:
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
+@router.api_route(
+    f"{RESPONSES_PATH}/{{rest:path}}", methods=["GET", "POST", "DELETE"], include_in_schema=False
+)
+async def no_response_operation(request: Request) -> Response:
+    """Answer 404 for operations such as `compact` and `{id}/cancel`: without this route, some would
+    get a 405 because the path is that of a stored response."""
+    raise NotFoundError(f"{request.method} {request.url.path[:128]}: Not Found")
+
+
 def _tenant(request: Request) -> str:
     """Return the tenant of a request: the owner of its API key, if the router has API keys."""
     state = state_of(request.app)

@@ -305,11 +305,29 @@ async def test_an_upgrade_request_is_served_as_the_request_that_it_is(
     assert d.requests[0].header("upgrade") is None
 
 
+@pytest.mark.parametrize("path", [b"/v1/responses", b"/v1/nothing", b"/health"])
+async def test_a_websocket_handshake_is_answered_with_426(router: Router, path: bytes) -> None:
+    async with router.socket() as client:
+        await client.send(
+            b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            b"\x81\x85\x37\xfa\x21\x3d\x7f\x9f\x4d\x51\x58" % path
+        )
+        answer = await client.until_closed()
+    assert status_of(answer) == 426
+    assert b"\r\nupgrade: HTTP/1.1\r\n" in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 426
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/v1", 404),
         ("POST", "/v1/nothing", 404),
+        ("POST", "/v1/responses/compact", 404),
+        ("POST", "/v1/responses/resp_1/cancel", 404),
+        ("GET", "/v1/responses/resp_1/input_items", 404),
+        ("POST", "/v1/messages/batches", 404),
         ("POST", "/v1/completions//", 404),
         ("GET", "/v1/completions", 405),
         ("PUT", "/v1/chat/completions", 405),
