@@ -292,8 +292,8 @@ def _block(block: AnswerBlock, text: str) -> Json:
         case BlockKind.TEXT:
             return {"type": "text", "text": text}
         case BlockKind.TOOL_CALL:
-            name, arguments = block.id or f"toolu_{block.number}", _arguments(text)
-            return {"type": "tool_use", "id": name, "name": block.name, "input": arguments}
+            named = {"id": block.id, "name": block.name}
+            return {"type": "tool_use", **named, "input": _arguments(text)}
 
 
 def _arguments(written: str) -> Json:

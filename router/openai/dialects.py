@@ -8,6 +8,8 @@ are translated from the list of all blocks.
 
 from __future__ import annotations
 
+import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +32,10 @@ FAILED_FINISH_REASONS = frozenset(("abort", "error", "cache_threshold"))
 MAX_ANSWER_CHARS = 16 * 1024 * 1024
 # How much memory one byte of JSON takes where objects are as small as log-probabilities.
 MEMORY_PER_JSON_BYTE = 8
+# What a block counts for beside its text, in characters and bytes.
+BLOCK_SIZE = 512
+# What matters for the depth of JSON text; a backslash alone is one at the end of a piece.
+JSON_TOKENS = re.compile(r'\\.|\\\Z|["{}\[\]]', re.DOTALL)
 
 
 # Requests. `where` is the path of the object that has the field, empty for the body.
@@ -126,21 +132,60 @@ class StepKind(Enum):
     END = auto()
 
 
+class JsonDepth:
+    """Finds the end of JSON text that arrives in pieces.
+
+    `is_complete` is True once all objects and lists that began have ended. `first` is the first
+    character that is no space.
+    """
+
+    __slots__ = ("_carried", "_depth", "_in_string", "first", "is_complete")
+
+    def __init__(self) -> None:
+        self.first, self.is_complete = "", False
+        self._depth, self._in_string, self._carried = 0, False, ""
+
+    def feed(self, text: str) -> None:
+        self.first = self.first or text.lstrip()[:1]
+        text, self._carried = self._carried + text, ""
+        for found in JSON_TOKENS.finditer(text):
+            token = found.group()
+            if token == "\\":
+                self._carried = token
+            elif token == '"':
+                self._in_string = not self._in_string
+            elif len(token) == 1 and not self._in_string:
+                self._depth += 1 if token in "{[" else -1
+                self.is_complete = self.is_complete or self._depth == 0
+
+
 @dataclass(slots=True)
 class AnswerBlock:
-    """One block. `number` counts the blocks of the answer; `call` is the engine's index of a tool
-    call."""
+    """One block. `number` counts the blocks of the answer, and is set when the block begins; `call`
+    is the engine's index of a tool call; `sent` is how many of the parts were passed on."""
 
     kind: BlockKind
     call: int = -1
     id: str = ""
     name: str = ""
     number: int = -1
+    sent: int = 0
     parts: list[str] = field(default_factory=list)
+    arguments: JsonDepth = field(default_factory=JsonDepth)
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
+
+    def append(self, text: str) -> None:
+        self.parts.append(text)
+        if self.kind is BlockKind.TOOL_CALL:
+            self.arguments.feed(text)
+
+    def set_default_arguments(self) -> None:
+        """Give a tool call without arguments an empty object."""
+        if self.sent == 0 and self.text.strip() in ("", "null"):
+            self.parts = ["{}"]
 
 
 class BlockStep(NamedTuple):
@@ -161,6 +206,11 @@ class AnswerUsage(NamedTuple):
 class AnswerBlocks:
     """The blocks of one answer as they arrive.
 
+    Only one block is open at a time, as in the dialects' own streams: clients may rely on it. The
+    pieces of tool calls can be mixed, so a block waits until all blocks before it have ended. Text
+    ends when another block follows; a tool call ends when its arguments are complete and another
+    block follows, or with the answer. A tool call begins once its id and its name are known.
+
     `finish_reason` and `stop_reason` are the engine's. `error` is the engine's error object; once
     it is set, the rest of the answer is ignored. `memory` estimates the bytes of memory used.
     """
@@ -178,7 +228,10 @@ class AnswerBlocks:
         self.error: Json | None = None
         self.logprobs: list[object] = []
         self.memory = 0
-        self._open: AnswerBlock | None = None
+        # How many blocks have ended, the first ones of `blocks`.
+        self._ended = 0
+        # Tool calls by index and id, and the latest one of an index under an empty id.
+        self._calls: dict[tuple[int, str], AnswerBlock] = {}
         self._size = 0
 
     def add(self, content: Json) -> Iterator[BlockStep]:
@@ -203,13 +256,20 @@ class AnswerBlocks:
             self.finish_reason, self.stop_reason = finish, choice.get("stop_reason")
 
     def close(self) -> Iterator[BlockStep]:
-        """End the answer: close the open block, and set `error` if the answer is incomplete."""
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield BlockStep(StepKind.END, block)
+        """End the answer: end all blocks, and set `error` if the answer is incomplete."""
         is_cut = self.finish_reason is None or self.finish_reason in FAILED_FINISH_REASONS
         if is_cut and self.error is None:
             self.error = {"message": "the answer ended early", "type": "BadGatewayError"}
+        self.blocks = [block for block in self.blocks if self._is_kept(block)]
+        yield from self._advance(is_over=True)
+
+    def _is_kept(self, block: AnswerBlock) -> bool:
+        """Return False for a block that has not begun by the end, and never will: a tool call of
+        which only the id came, and what waited when the answer failed."""
+        if block.number >= 0:
+            return True
+        is_empty = block.kind is BlockKind.TOOL_CALL and not block.name and not block.parts
+        return self.error is None and not is_empty
 
     @property
     def has_unknown_finish(self) -> bool:
@@ -232,32 +292,72 @@ class AnswerBlocks:
             self.memory += size * MEMORY_PER_JSON_BYTE
 
     def _add_piece(self, piece: AnswerBlock, text: str) -> Iterator[BlockStep]:
-        """Add a text to the block that it extends, or begin `piece` as a new block."""
-        self._size += len(text)
-        self.memory += getsizeof(text)  # an answer is many small strings
+        """Add a text to the block that it extends, or to `piece` as a new block."""
+        block = self._extended_by(piece, text)
+        size = len(text) if block else len(text) + BLOCK_SIZE + len(piece.id) + len(piece.name)
+        self._size += size
+        # An answer is many small strings.
+        self.memory += getsizeof(text) + size - len(text)
         if self._size > MAX_ANSWER_CHARS:
             self.error = {"message": "the answer is too large", "type": "BadGatewayError"}
             return
-        block = self._extended_by(piece)
         if block is None:
-            if self._open is not None:
-                yield BlockStep(StepKind.END, self._open)
-            block, piece.number = piece, len(self.blocks)
+            block = piece
             self.blocks.append(block)
-            self._open = block
-            yield BlockStep(StepKind.BEGIN, block)
-        if text:
-            block.parts.append(text)
-            yield BlockStep(StepKind.EXTEND, block, text)
+        elif block.number < 0:
+            block.id, block.name = block.id or piece.id, block.name or piece.name
+        if block.kind is BlockKind.TOOL_CALL:
+            self._calls[block.call, block.id] = self._calls[block.call, ""] = block
+        if text and not (block.number >= 0 and block.number < self._ended):
+            block.append(text)
+        yield from self._advance()
 
-    def _extended_by(self, piece: AnswerBlock) -> AnswerBlock | None:
-        """Return the block that the piece extends: a tool call by its index, even if another block
-        began after it."""
-        if piece.kind is BlockKind.TOOL_CALL:
-            calls = (block for block in self.blocks if block.kind is BlockKind.TOOL_CALL)
-            return next((block for block in calls if block.call == piece.call), None)
-        is_open = self._open is not None and self._open.kind is piece.kind
-        return self._open if is_open else None
+    def _extended_by(self, piece: AnswerBlock, text: str) -> AnswerBlock | None:
+        """Return the block that the piece extends: the last one, or any tool call, by its index
+        and its id."""
+        if piece.kind is not BlockKind.TOOL_CALL:
+            is_last = bool(self.blocks) and self.blocks[-1].kind is piece.kind
+            return self.blocks[-1] if is_last else None
+        if piece.id and (piece.call, piece.id) in self._calls:
+            return self._calls[piece.call, piece.id]
+        call = self._calls.get((piece.call, ""))
+        return None if call is None or _is_another_call(piece, text, call) else call
+
+    def _advance(self, is_over: bool = False) -> Iterator[BlockStep]:
+        """Yield the steps that are due: none of a block before the one before it has ended."""
+        while self._ended < len(self.blocks):
+            block, is_last = self.blocks[self._ended], self._ended + 1 == len(self.blocks)
+            is_call = block.kind is BlockKind.TOOL_CALL
+            if is_call and not (block.id and block.name) and not is_over:
+                return
+            if block.number < 0:
+                block.number = self._ended
+                if is_call:
+                    block.id = block.id or f"call_{secrets.token_hex(12)}"
+                yield BlockStep(StepKind.BEGIN, block)
+            is_open = not is_over and (is_last or (is_call and not block.arguments.is_complete))
+            if is_call and is_open and block.arguments.first in ("", "n"):
+                return  # nothing yet, or `null`, which becomes an empty object
+            if is_call and not is_open and self.error is None:
+                block.set_default_arguments()
+            while block.sent < len(block.parts):
+                block.sent += 1
+                yield BlockStep(StepKind.EXTEND, block, block.parts[block.sent - 1])
+            if is_open:
+                return
+            self._ended += 1
+            yield BlockStep(StepKind.END, block)
+
+
+def _is_another_call(piece: AnswerBlock, text: str, call: AnswerBlock) -> bool:
+    """Return True if a piece with the index of `call`, and no id that is known, begins another one.
+
+    Its id alone does not show it: some engines send a new id with each piece of a call's arguments.
+    """
+    is_complete = call.arguments.is_complete
+    if piece.id and call.id:
+        return bool(piece.name) or not text or is_complete
+    return bool(is_complete and call.name and piece.name and text.strip())
 
 
 class DialectOutput(ABC):
@@ -310,8 +410,11 @@ def _pieces(message: Json) -> Iterator[tuple[AnswerBlock, str]]:
         if isinstance(call, dict):
             function, given = call.get("function"), call.get("index")
             index = given if type(given) is int else number
-            name, arguments = _text(function, "name"), _text(function, "arguments")
-            yield AnswerBlock(BlockKind.TOOL_CALL, index, _text(call, "id"), name), arguments
+            piece = AnswerBlock(
+                BlockKind.TOOL_CALL, index, _text(call, "id"), _text(function, "name")
+            )
+            if (arguments := _text(function, "arguments")) or piece.id or piece.name:
+                yield piece, arguments
 
 
 def _usage(given: object) -> AnswerUsage | None:

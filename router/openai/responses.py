@@ -200,7 +200,7 @@ def assistant_message(answer: AnswerBlocks) -> Json:
     """Return the answer as the assistant's message in the next request."""
     text = "".join(block.text for block in answer.blocks if block.kind is BlockKind.TEXT)
     calls = [
-        tool_call(_call_id(block), block.name, block.text)
+        tool_call(block.id, block.name, block.text)
         for block in answer.blocks
         if block.kind is BlockKind.TOOL_CALL
     ]
@@ -321,7 +321,7 @@ class ResponseOutput(DialectOutput):
             case BlockKind.TEXT:
                 return {"type": "message", "role": "assistant", "content": [], **given}
             case BlockKind.TOOL_CALL:
-                call = {"call_id": _call_id(block), "name": block.name, "arguments": ""}
+                call = {"call_id": block.id, "name": block.name, "arguments": ""}
                 return {"type": "function_call", **call, **given}
 
     def _id(self, block: AnswerBlock) -> str:
@@ -340,7 +340,3 @@ def _part_of(block: AnswerBlock, text: str) -> Json:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call_id(block: AnswerBlock) -> str:
-    return block.id or f"call_{block.number}"
