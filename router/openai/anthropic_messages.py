@@ -5,7 +5,7 @@ https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import orjson
 
@@ -22,6 +22,7 @@ from router.openai.dialects import (
     event,
     field_error,
     join_text_parts,
+    of_type,
     require_object,
     require_objects,
     require_text,
@@ -33,15 +34,27 @@ from router.openai.dialects import (
 from router.openai.message_order import merge_messages
 
 MESSAGES_PATH, COUNT_TOKENS_PATH = "/v1/messages", "/v1/messages/count_tokens"
-# Fields that are translated or that have no meaning for an engine; all others are forwarded.
+# Fields that are translated, or left out because only Anthropic can act on them; all others but
+# hints are forwarded.
 # fmt: off
 TRANSLATED_FIELDS = frozenset((
-    "cache_control", "container", "context_management", "inference_geo", "mcp_servers",
-    "messages", "metadata", "output_config", "service_tier", "stop_sequences", "stream",
-    "system", "thinking", "tool_choice", "tools",
+    "cache_control", "container", "context_management", "mcp_servers", "messages",
+    "output_config", "output_format", "stop_sequences", "stream", "system", "thinking",
+    "tool_choice", "tools",
 ))
 # fmt: on
-UNSUPPORTED_FIELDS = ("container", "mcp_servers", "context_management")
+# They give the model tools or files that the router cannot.
+UNSUPPORTED_FIELDS = ("container", "mcp_servers")
+# vLLM takes ctx and msg for the user, too.
+ROLES = {
+    "user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user",
+}  # fmt: skip
+# Images and documents in tool results that an engine can read.
+READABLE_SOURCES = (
+    ("image", "base64"), ("image", "url"), ("document", "text"), ("document", "content"),
+)  # fmt: skip
+# The fields of a chat on which the number of its tokens depends.
+COUNTED_FIELDS = ("model", "messages", "tools", "chat_template_kwargs")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -68,47 +81,59 @@ DELTAS = {
 }
 
 
-def chat_from_messages(body: Json) -> Json:
-    """Return the chat completion request for a message request. Raises BadRequestError."""
+def chat_from_messages(body: Json, left_out: set[str]) -> Json:
+    """Return the chat completion request for a message request. Raises BadRequestError.
+
+    What only Anthropic can act on is left out; `left_out` receives a phrase for each kind of it.
+    """
     if "max_tokens" not in body:
         raise field_error("max_tokens", "Field required")
-    return _translate_request(body)
+    return _translate_request(body, left_out)
 
 
-def count_request_from_messages(body: Json) -> Json:
+def count_request_from_messages(body: Json, left_out: set[str]) -> Json:
     """Return the /tokenize request that counts a message's tokens. Raises BadRequestError."""
-    chat = _translate_request(body)
-    return {name: chat[name] for name in ("model", "messages", "tools") if name in chat}
+    chat = _translate_request(body, left_out)
+    return {name: chat[name] for name in COUNTED_FIELDS if name in chat}
 
 
-def _translate_request(body: Json) -> Json:
-    chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
-    chat["messages"] = merge_messages([*_system(body), *_history(body)])
+def _translate_request(body: Json, left_out: set[str]) -> Json:
+    chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, left_out)
+    chat["messages"] = merge_messages(
+        [*_system(body, left_out), *MessageTranslator(left_out).messages_of(body)]
+    )
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
     user = body.get("metadata")
     if isinstance(user, dict) and isinstance(user.get("user_id"), str):
         chat["user"] = user["user_id"]
-    if body.get("output_config") is not None:
-        _set_output(chat, require_object(body, "output_config"))
+    config = require_object(body, "output_config") if body.get("output_config") is not None else {}
+    if isinstance(config.get("effort"), str):
+        chat["reasoning_effort"] = config["effort"]
+    for holder, name, where in (
+        (body, "output_format", ""),  # the name of the field in Anthropic's beta
+        (config, "format", "output_config"),
+    ):
+        if holder.get(name) is not None:
+            chat["response_format"] = _response_format(require_object(holder, name, where), name)
     if body.get("tool_choice") is not None and body.get("tools"):
         _choose(chat, require_object(body, "tool_choice"))
     return chat
 
 
-def _set_output(chat: Json, config: Json) -> None:
-    if isinstance(config.get("effort"), str):
-        chat["reasoning_effort"] = config["effort"]
-    output = config.get("format")
-    if isinstance(output, dict) and output.get("type") == "json_schema":
-        schema = {"name": "output", "schema": output.get("schema")}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+def _response_format(output: Json, where: str) -> Json:
+    if output.get("type") != "json_schema":
+        raise unsupported_type(where, "formats", output.get("type"))
+    schema = {"name": "output", "schema": output.get("schema")}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _choose(chat: Json, choice: Json) -> None:
     kind = choice.get("type")
     if kind == "tool":
         chat["tool_choice"] = chosen_tool(choice)
+        if all(tool["function"]["name"] != choice["name"] for tool in chat["tools"]):
+            raise field_error("tool_choice.name", "is not the name of a tool that can be called")
     elif isinstance(kind, str) and kind in TOOL_CHOICES:
         chat["tool_choice"] = TOOL_CHOICES[kind]
     else:
@@ -117,110 +142,173 @@ def _choose(chat: Json, choice: Json) -> None:
         chat["parallel_tool_calls"] = False
 
 
-def _tool(tool: Json, where: str) -> Json:
-    if tool.get("type") not in (None, "custom"):
-        raise unsupported_type(where, "tools", tool.get("type"))
+def _tool(tool: Json, where: str) -> Json | None:
+    """Translate a tool; None for one that Anthropic runs or defines."""
+    if tool.get("type") not in (None, "custom") and not isinstance(tool.get("input_schema"), dict):
+        return None
     function: Json = {"name": require_text(tool, "name", where)}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     function["parameters"] = require_object(tool, "input_schema", where)
+    if type(tool.get("strict")) is bool:
+        function["strict"] = tool["strict"]
     return {"type": "function", "function": function}
 
 
-def _system(body: Json) -> Iterator[Json]:
+def _system(body: Json, left_out: set[str]) -> Iterator[Json]:
     system = body.get("system")
-    if system is None or system == "":
-        return
-    if not isinstance(system, str):
-        parts = require_objects(body, "system")
-        system = "\n".join(require_text(part, "text", where) for part, where in parts)
-    yield {"role": "system", "content": system}
+    if system is not None and not isinstance(system, str):
+        system = "\n".join(_texts(require_objects(body, "system"), left_out))
+    if system:
+        yield {"role": "system", "content": system}
 
 
-def _history(body: Json) -> Iterator[Json]:
-    if not body.get("messages"):
-        raise field_error("messages", "at least one message is required")
-    for message, where in require_objects(body, "messages"):
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise field_error(f"{where}.role", "must be user, assistant or system")
-        if isinstance(content, str):
-            yield {"role": role, "content": content}
-            continue
-        blocks = require_objects(message, "content", where)
-        if role == "assistant":
-            yield _assistant_message(blocks)
-        elif blocks:
-            yield from _user_messages(blocks, role)
-        else:
-            raise field_error(f"{where}.content", "at least one block is required")
-
-
-def _assistant_message(blocks: list[tuple[Json, str]]) -> Json:
-    """Translate blocks of the assistant. Chat templates leave reasoning out, so it is dropped."""
-    texts: list[str] = []
-    calls: list[Json] = []
+def _texts(blocks: list[tuple[Json, str]], left_out: set[str]) -> Iterator[str]:
+    """Return the texts of a system prompt."""
     for block, where in blocks:
+        if block.get("type", "text") == "text":
+            yield require_text(block, "text", where)
+        else:
+            left_out.add(of_type("blocks", block.get("type")))
+
+
+class MessageTranslator:
+    """Translates the history. Blocks that cannot be translated are left out of it if something of
+    the message is left, and it is not a file of the user that the answer would be about."""
+
+    def __init__(self, left_out: set[str]) -> None:
+        self._left_out = left_out
+
+    def messages_of(self, body: Json) -> Iterator[Json]:
+        if not body.get("messages"):
+            raise field_error("messages", "at least one message is required")
+        placed = require_objects(body, "messages")
+        for message, where in placed:
+            given, content = message.get("role"), message.get("content")
+            if not isinstance(given, str) or given not in ROLES:
+                raise field_error(f"{where}.role", "must be user, assistant or system")
+            role = ROLES[given]
+            if isinstance(content, str):
+                yield {"role": role, "content": content}
+                continue
+            blocks = require_objects(message, "content", where)
+            if role == "assistant":
+                yield self._assistant_message(blocks)
+                continue
+            if not blocks:
+                raise field_error(f"{where}.content", "at least one block is required")
+            translated = list(self._user_messages(blocks, role))
+            if not translated and message is placed[-1][0]:
+                raise unsupported_type(blocks[0][1], "blocks", blocks[0][0].get("type"))
+            yield from translated
+
+    def _assistant_message(self, blocks: list[tuple[Json, str]]) -> Json:
+        """Translate blocks of the assistant. Chat templates leave reasoning out, so it is
+        dropped."""
+        texts: list[str] = []
+        calls: list[Json] = []
+        for block, where in blocks:
+            match block.get("type"):
+                case "text":
+                    texts.append(require_text(block, "text", where))
+                case "tool_use":
+                    calls.append(_call(block, where))
+                case "thinking" | "redacted_thinking":
+                    pass
+                case "compaction" if isinstance(block.get("content"), str):
+                    texts.append(block["content"])
+                case kind:
+                    self._left_out.add(of_type("blocks", kind))
+        text = "".join(texts)
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": text if texts else None, "tool_calls": calls}
+
+    def _user_messages(self, blocks: list[tuple[Json, str]], role: str) -> Iterator[Json]:
+        """Translate blocks of the user. Tool results come first, as messages of their own."""
+        parts: list[Json] = []
+        for block, where in blocks:
+            if block.get("type") == "tool_result":
+                result, images = self._result(block, where)
+                yield result
+                parts += images
+            elif (part := self._part(block, where)) is not None:
+                parts.append(part)
+        if parts:
+            yield {"role": role, "content": join_text_parts(parts)}
+
+    def _result(self, block: Json, where: str) -> tuple[Json, list[Json]]:
+        """Return a tool's message, and its images, which chats accept only in user messages."""
+        content = block.get("content")
+        given = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", where)}
+        if content is None or isinstance(content, str):
+            return {**given, "content": content or ""}, []
+        parts = [self._result_part(*placed) for placed in require_objects(block, "content", where)]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        images = [part for part in parts if part["type"] != "text"]
+        return {**given, "content": "\n".join(texts)}, images
+
+    def _result_part(self, block: Json, where: str) -> Json:
+        """Translate a part of a tool's result. The user cannot change what a tool returns, so the
+        model is told what it cannot see."""
+        kind, source = block.get("type"), block.get("source")
+        if kind == "tool_reference":
+            name = block.get("tool_name") or block.get("name")
+            return {"type": "text", "text": f"The tool {name} is available."}
+        of = source.get("type") if isinstance(source, dict) else None
+        if kind in ("text", "search_result") or (kind, of) in READABLE_SOURCES:
+            part = self._part(block, where)
+            if part is not None:
+                return part
+        self._left_out.add(of_type("parts of tool results", kind))
+        return {"type": "text", "text": f"[{of_type('content', kind)} cannot be shown]"}
+
+    def _part(self, block: Json, where: str) -> Json | None:
         match block.get("type"):
             case "text":
-                texts.append(require_text(block, "text", where))
-            case "tool_use":
-                calls.append(_call(block, where))
-            case "thinking" | "redacted_thinking":
-                pass
+                return text_part(block, "text", where)
+            case "image":
+                url = _url(require_object(block, "source", where), f"{where}.source")
+                return {"type": "image_url", "image_url": {"url": url}}
+            case "document" if isinstance(block.get("source"), dict):
+                return self._document(block, where)
+            case "search_result":
+                texts = _texts(require_objects(block, "content", where), self._left_out)
+                return _titled(block, ("title", "source"), texts)
+            case "document" | "container_upload" as kind:
+                raise unsupported_type(where, "blocks", kind)
             case kind:
-                raise unsupported_type(where, "blocks of an assistant", kind)
-    text = "".join(texts)
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text if texts else None, "tool_calls": calls}
+                self._left_out.add(of_type("blocks", kind))
+                return None
+
+    def _document(self, block: Json, where: str) -> Json:
+        source, where = block["source"], f"{where}.source"
+        match source.get("type"):
+            case "text":
+                texts = [require_text(source, "data", where)]
+            case "content" if isinstance(source.get("content"), str):
+                texts = [source["content"]]
+            case "content":
+                texts = list(_texts(require_objects(source, "content", where), self._left_out))
+            case kind:
+                raise unsupported_type(where, "documents", kind)
+        return _titled(block, ("title", "context"), texts)
+
+
+def _titled(block: Json, names: tuple[str, ...], texts: Iterable[str]) -> Json:
+    """Return one text of a block's headings and texts."""
+    headings = [block[name] for name in names if isinstance(block.get(name), str)]
+    return {"type": "text", "text": "\n".join([*headings, *texts])}
 
 
 def _call(block: Json, where: str) -> Json:
-    arguments = require_object({"input": {}, **block}, "input", where)
+    arguments = require_object(block, "input", where) if block.get("input") is not None else {}
     name = require_text(block, "name", where)
     try:
         written = dumps(arguments).decode()
     except orjson.JSONEncodeError:
         raise field_error(where, "nested too deep") from None
     return tool_call(require_text(block, "id", where), name, written)
-
-
-def _user_messages(blocks: list[tuple[Json, str]], role: str) -> Iterator[Json]:
-    """Translate blocks of the user. Tool results come first, as messages of their own."""
-    parts: list[Json] = []
-    for block, where in blocks:
-        if block.get("type") == "tool_result":
-            result, images = _result(block, where)
-            yield result
-            parts += images
-        else:
-            parts.append(_part(block, where))
-    if parts:
-        yield {"role": role, "content": join_text_parts(parts)}
-
-
-def _result(block: Json, where: str) -> tuple[Json, list[Json]]:
-    """Return a tool's message, and its images, which chats accept only in user messages."""
-    content = block.get("content")
-    given = {"role": "tool", "tool_call_id": require_text(block, "tool_use_id", where)}
-    if content is None or isinstance(content, str):
-        return {**given, "content": content or ""}, []
-    parts = [_part(*placed) for placed in require_objects(block, "content", where)]
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    images = [part for part in parts if part["type"] != "text"]
-    return {**given, "content": "\n".join(texts)}, images
-
-
-def _part(block: Json, where: str) -> Json:
-    match block.get("type"):
-        case "text":
-            return text_part(block, "text", where)
-        case "image":
-            url = _url(require_object(block, "source", where), f"{where}.source")
-            return {"type": "image_url", "image_url": {"url": url}}
-        case kind:
-            raise unsupported_type(where, "blocks", kind)
 
 
 def _url(source: Json, where: str) -> str:

@@ -29,6 +29,13 @@ COMPLETE_FINISH_REASONS = frozenset(
 )
 # Finish reasons of an answer that the engine has broken off.
 FAILED_FINISH_REASONS = frozenset(("abort", "error", "cache_threshold"))
+# Hints of clients that only the makers of the dialects act on: they do not go to engines.
+# fmt: off
+CLIENT_HINTS = frozenset((
+    "anthropic_beta", "anthropic_version", "betas", "client_metadata", "diagnostics", "fallbacks",
+    "inference_geo", "metadata", "safety_identifier", "service_tier", "speed", "user_profile_id",
+))
+# fmt: on
 MAX_ANSWER_CHARS = 16 * 1024 * 1024
 # How much memory one byte of JSON takes where objects are as small as log-probabilities.
 MEMORY_PER_JSON_BYTE = 8
@@ -46,8 +53,12 @@ def field_error(where: str, why: str) -> BadRequestError:
 
 
 def unsupported_type(where: str, what: str, kind: object) -> BadRequestError:
-    shown = repr(kind)[:80] if isinstance(kind, str) else "none"
-    return field_error(where, f"{what} of type {shown} are not supported")
+    return field_error(where, f"{of_type(what, kind)} are not supported")
+
+
+def of_type(what: str, kind: object) -> str:
+    """Return a phrase for an error or a log line about things of this kind."""
+    return f"{what} of type {repr(kind)[:80] if isinstance(kind, str) else 'none'}"
 
 
 def require_text(holder: Json, name: str, where: str = "") -> str:
@@ -82,18 +93,33 @@ def start_chat(
     body: Json,
     translated: Container[str],
     unsupported: Iterable[str],
-    translate_tool: Callable[[Json, str], Json],
+    translate_tool: Callable[[Json, str], Json | None],
+    left_out: set[str],
 ) -> Json:
     """Return the part of a chat request that all dialects translate alike: the fields that are not
-    `translated`, the tools and the options of a stream. Raises BadRequestError."""
+    `translated`, the tools and the options of a stream. Raises BadRequestError.
+
+    Tools for which `translate_tool` returns None are left out, and `left_out` receives a phrase for
+    each kind of them. They must stand beside others: a model that has none of its tools would
+    answer something else.
+    """
     for name in unsupported:
         if body.get(name):
             raise field_error(name, "is not supported")
-    chat: Json = {name: body[name] for name in body if name not in translated}
+    chat: Json = {
+        name: body[name] for name in body if name not in translated and name not in CLIENT_HINTS
+    }
     if body.get("stream"):
         chat[STREAM], chat[STREAM_OPTIONS] = body["stream"], {**USAGE}
     if body.get("tools"):
-        chat["tools"] = [translate_tool(*tool) for tool in require_objects(body, "tools")]
+        chat["tools"] = []
+        for tool, where in require_objects(body, "tools"):
+            if (made := translate_tool(tool, where)) is not None:
+                chat["tools"].append(made)
+            else:
+                left_out.add(of_type("tools", tool.get("type")))
+        if not chat["tools"]:
+            raise unsupported_type("tools[0]", "tools", body["tools"][0].get("type"))
     return chat
 
 

@@ -71,7 +71,7 @@ def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseR
 
     `before` holds the messages up to and including the previous response. Raises BadRequestError.
     """
-    chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool)
+    chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, set())
     if request.get("truncation") not in (None, "disabled"):
         raise field_error("truncation", "only disabled is supported")
     history = [*before, *_merged(_history(request))]

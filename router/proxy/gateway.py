@@ -30,7 +30,7 @@ from router.routing.policy import LoadBound, RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
 from router.routing.route import GroupPolicies, Route, route
 from router.settings import Settings, read_secret
-from router.telemetry.logs import LogThrottle, is_short, write_lines
+from router.telemetry.logs import LogOnce, LogThrottle, is_short, write_lines
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record, RecordBatches, RecordReader
 from router.telemetry.tracing import FLUSH_TIMEOUT_S, Tracer
@@ -258,6 +258,8 @@ class Gateway:
         self.hides_credentials = authenticator is not None or secret is not None
         self.tasks = RequestTasks()
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
+        # What other dialects than chat completions cannot translate and leave out.
+        self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))
         self.routes = RouteFinder(settings, fleet)
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn

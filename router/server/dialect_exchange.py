@@ -101,10 +101,12 @@ class MessagesDialect(ApiDialect):
         self.output = MessageOutput(self.answer, self._id, "")
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        chat = chat_from_messages(body)
+        left_out: set[str] = set()
+        chat = chat_from_messages(body, left_out)
         self.is_streamed = bool(body.get("stream"))
         self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
         _take_chat(request, gateway, chat)
+        _log_left_out(gateway, MESSAGES_PATH, left_out)
 
     def request_headers(self, headers: Sequence[Header]) -> Sequence[Header]:
         """Move x-api-key to Authorization, the only credential that engines know."""
@@ -130,7 +132,7 @@ class CountTokensDialect(MessagesDialect):
     """Counts the tokens of a message with an engine's /tokenize."""
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        take_body(request, count_request_from_messages(body), gateway.limits, None)
+        take_body(request, count_request_from_messages(body, set()), gateway.limits, None)
         request.path, request.decode_only_reason, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
     def whole_answer(self, content: Json) -> Json:
@@ -185,6 +187,11 @@ DIALECTS: dict[str, type[ApiDialect]] = {
     MESSAGES_PATH: MessagesDialect,
     COUNT_TOKENS_PATH: CountTokensDialect,
 }
+
+
+def _log_left_out(gateway: Gateway, path: str, left_out: set[str]) -> None:
+    for what in left_out:
+        gateway.left_out.info(f"requests to {path}: {what} are left out")
 
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:

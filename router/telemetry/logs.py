@@ -321,3 +321,16 @@ class LogThrottle:
         self._next[message] = now + self._period_s
         suffix = f" ({omitted} more since the last such line)" if omitted else ""
         self._logger.warning("%s: %s%s", message, detail, suffix)
+
+
+class LogOnce:
+    """Logs each line once in this process, up to `most` lines."""
+
+    def __init__(self, logger: logging.Logger, most: int = 100) -> None:
+        self._logger, self._most = logger, most
+        self._logged: set[str] = set()
+
+    def info(self, line: str) -> None:
+        if len(self._logged) < self._most and line not in self._logged:
+            self._logged.add(line)
+            self._logger.info("%s", line)

@@ -31,10 +31,13 @@ PATH = "/v1/messages"
 HI = {"role": "user", "content": "hi"}
 ASKED = {"model": "m", "max_tokens": 5, "messages": [HI]}
 WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_from_messages(ASKED | fields)
+    return chat_from_messages(ASKED | fields, set())
 
 
 def test_a_plain_message_is_a_plain_chat() -> None:
@@ -135,11 +138,33 @@ def test_an_image_is_passed_as_chats_have_it() -> None:
             "'document'",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "no"}]}]},
             "messages[0].content[0]",
-            "'server_tool_use'",
+            "'no'",
         ),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "'bash_20250124'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, PDF]}]},
+            "messages[0].content[1].source",
+            "'base64'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "container_upload"}]}]},
+            "messages[0].content[0]",
+            "'container_upload'",
+        ),
+        ({"output_format": {"type": "xml"}}, "output_format", "'xml'"),
+        ({"output_config": {"format": {"type": "xml"}}}, "format", "'xml'"),
+        ({"tools": [SEARCH]}, "tools[0]", "'web_search_20250305'"),
+        (
+            {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice.name",
+            "tool",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]},
+            "messages[0].content[0].input",
+            "object",
+        ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "object"),
         ({"tools": [WEATHER], "tool_choice": {"type": "no"}}, "tool_choice", "'no'"),
         ({"system": 7}, "system", "list"),
@@ -154,9 +179,134 @@ def test_what_is_not_known_is_refused_by_name(
     assert refused.value.param == where
 
 
+# What only Anthropic can act on.
+
+
+HINTS = {
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "client_metadata": {"a": 1},
+    "betas": ["a"],
+    "speed": "fast",
+    "service_tier": "auto",
+    "inference_geo": "us",
+}
+
+
+def test_hints_to_anthropic_do_not_reach_engines() -> None:
+    assert chat(**HINTS) == ASKED
+    count = count_request_from_messages({**HINTS, "model": "m", "messages": [HI]}, set())
+    assert count == {"model": "m", "messages": [HI]}
+
+
+@pytest.mark.parametrize("role", ["ctx", "msg"])
+def test_other_roles_of_vllm_are_the_users(role: str) -> None:
+    assert chat(messages=[{"role": role, "content": "hi"}])["messages"] == [HI]
+
+
+@pytest.mark.parametrize("given", [{}, None])
+def test_a_call_without_input_has_an_empty_object(given: object) -> None:
+    said = [HI, {"role": "assistant", "content": [{**USE, "input": given}]}]
+    message = chat(messages=said)["messages"][1]
+    assert message["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_tools_of_anthropic_are_left_out_beside_others() -> None:
+    left_out: set[str] = set()
+    bash = {"type": "bash_20250124", "name": "bash"}
+    told = chat_from_messages({**ASKED, "tools": [SEARCH, WEATHER, bash]}, left_out)
+    assert [tool["function"]["name"] for tool in told["tools"]] == ["weather"]
+    assert left_out == {
+        "tools of type 'web_search_20250305'", "tools of type 'bash_20250124'"
+    }  # fmt: skip
+
+
+def test_unknown_blocks_are_left_out_of_the_history() -> None:
+    left_out: set[str] = set()
+    said = [
+        {"role": "user", "content": [{"type": "mystery"}]},
+        {"role": "user", "content": [{"type": "text", "text": "find"}, {"type": "mystery"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "text", "text": "found"},
+                {"type": ["no"]},
+            ],
+        },
+        HI,
+    ]
+    told = chat_from_messages({**ASKED, "messages": said}, left_out)
+    assert told["messages"] == [
+        {"role": "user", "content": "find"}, {"role": "assistant", "content": "found"}, HI
+    ]  # fmt: skip
+    kinds = ("'mystery'", "'server_tool_use'", "'web_search_tool_result'", "none")
+    assert left_out == {f"blocks of type {kind}" for kind in kinds}
+
+
+def test_blocks_with_texts_become_texts() -> None:
+    text = {"type": "text", "text": "b"}
+    blocks = [
+        {"type": "document", "title": "t", "source": {"type": "text", "data": "a"}},
+        {"type": "document", "source": {"type": "content", "content": [text]}},
+        {"type": "search_result", "title": "c", "source": "http://x", "content": [text]},
+    ]
+    told = chat(messages=[{"role": "user", "content": blocks}])["messages"]
+    assert told == [{"role": "user", "content": "t\na\nb\nc\nhttp://x\nb"}]
+    summary = [HI, {"role": "assistant", "content": [{"type": "compaction", "content": "so far"}]}]
+    assert chat(messages=summary)["messages"][1]["content"] == "so far"
+
+
+def test_a_tool_result_says_what_the_model_cannot_see() -> None:
+    parts = [
+        {"type": "tool_reference", "tool_name": "weather"},
+        {"type": "text", "text": "a"},
+        PDF,
+        {"type": "image", "source": {"type": "file", "file_id": "f"}},
+        {"type": ["no"], "source": {"type": {}}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": parts}
+    said = [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    assert chat(messages=said)["messages"][2]["content"].splitlines() == [
+        "The tool weather is available.",
+        "a",
+        "[content of type 'document' cannot be shown]",
+        "[content of type 'image' cannot be shown]",
+        "[content of type none cannot be shown]",
+    ]
+
+
+def test_system_messages_come_first_and_turns_are_merged() -> None:
+    inline = {"role": "system", "content": [{"type": "text", "text": "now"}]}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
+    said = [
+        {"role": "system", "content": "first"}, HI, HI,
+        {"role": "assistant", "content": [USE]}, inline,
+        {"role": "user", "content": [result, {"type": "text", "text": "go"}]},
+    ]  # fmt: skip
+    told = chat(system="be kind", messages=said)["messages"]
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "user"]
+    assert [told[at]["content"] for at in (0, 1, 3, 4)] == [
+        "be kind\n\nfirst", "hi\n\nhi", "sunny", "now\n\ngo"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ],
+)
+def test_an_output_schema_is_passed_as_chats_have_it(fields: dict[str, Any]) -> None:
+    schema = {"name": "output", "schema": {"type": "object"}}
+    assert chat(**fields)["response_format"] == {"type": "json_schema", "json_schema": schema}
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4)
-    | st.sampled_from(["text", "image", "tool_use", "tool_result", "user", "assistant", "base64"]),
+    | st.sampled_from(["text", "image", "tool_use", "tool_result", "user", "assistant", "base64",
+                       "document", "content", "search_result", "tool_reference", "system"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(
             ["type", "role", "content", "text", "source", "id", "name", "input", "tool_use_id",
@@ -165,7 +315,16 @@ JSON = st.recursive(
     max_leaves=12,
 )  # fmt: skip
 FIELDS = st.sampled_from(
-    ["messages", "system", "tools", "tool_choice", "output_config", "stop_sequences", "metadata"]
+    [
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "output_config",
+        "output_format",
+        "stop_sequences",
+        "metadata",
+    ]
 )
 
 
@@ -174,7 +333,7 @@ FIELDS = st.sampled_from(
 def test_any_json_is_translated_or_refused(fields: dict[str, Any]) -> None:
     for translate in (chat_from_messages, count_request_from_messages):
         with contextlib.suppress(BadRequestError):
-            translate(ASKED | fields)
+            translate(ASKED | fields, set())
 
 
 @given(JSON, JSON, JSON)
@@ -187,6 +346,17 @@ def test_any_answer_is_heard(choices: object, usage: object, error: object) -> N
 
 
 # Through the router.
+
+
+async def test_each_kind_that_is_left_out_is_logged_once(
+    router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "disagg_router.proxy")
+    for _ in range(2):
+        asked = {**ASKED, "tools": [SEARCH, WEATHER], **HINTS}
+        assert (await router.client.post(PATH, json=asked)).status_code == 200
+    lines = [line for line in caplog.messages if "left out" in line]
+    assert lines == [f"requests to {PATH}: tools of type 'web_search_20250305' are left out"]
 
 
 async def test_a_message_goes_along_both_legs(router: Router, p: MockEngine, d: MockEngine) -> None:
