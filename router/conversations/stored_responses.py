@@ -15,9 +15,17 @@ from router.conversations.conversations import Header, tenant_of
 from router.conversations.entry import VERSION, decode_versioned
 from router.conversations.store import Store, StoreError
 from router.openai.answers import Json
-from router.openai.errors import BadRequestError, ResponseStoreError
+from router.openai.errors import (
+    BadRequestError,
+    NotFoundError,
+    RequestError,
+    ResponseStoreError,
+)
+from router.openai.responses import response_of_item
 
 MAX_QUOTED_ID_LENGTH = 128
+# Each costs a read of the store.
+MAX_REFERENCED_RESPONSES = 256
 ResponseId = Annotated[str, Meta(max_length=256)]
 
 
@@ -28,6 +36,20 @@ class UnknownResponseError(BadRequestError):
         super().__init__(
             f"Previous response with id '{name[:MAX_QUOTED_ID_LENGTH]}' not found.",
             "previous_response_id",
+        )
+
+
+class UnknownItemError(RequestError):
+    """The store has no item with this id. The message is OpenAI's."""
+
+    shape = NotFoundError.shape
+    param = "input"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"Item with id '{name[:MAX_QUOTED_ID_LENGTH]}' not found. "
+            "Items are not persisted when `store` is set to false. Try again with `store` set to "
+            "true, or remove this item from your input."
         )
 
 
@@ -79,6 +101,40 @@ class ResponseStore:
             raise UnknownResponseError(name)
         return found
 
+    async def resolve_references(self, tenant: str, items: list[object]) -> list[object]:
+        """Return a request's items with the output item of a stored response in the place of each
+        reference. Raises UnknownItemError, ResponseStoreError and BadRequestError.
+
+        An item can be referred to once, or a small request could become an enormous one.
+        """
+        unused: dict[str, Json] = {}
+        read: set[str] = set()
+        resolved: list[object] = []
+        for item in items:
+            name = _referenced(item)
+            if name is None:
+                resolved.append(item)
+                continue
+            response = response_of_item(name)
+            if response not in read:
+                if len(read) == MAX_REFERENCED_RESPONSES:
+                    raise BadRequestError("input: refers to items of too many responses", "input")
+                read.add(response)
+                unused |= await self._items_of(tenant, response)
+            if name not in unused:
+                raise UnknownItemError(name)
+            resolved.append(unused.pop(name))
+        return resolved
+
+    async def _items_of(self, tenant: str, name: str) -> dict[str, Json]:
+        """Return the output items of a response by their ids; none if it is unknown."""
+        try:
+            output = (await self.find(tenant, name)).response.get("output")
+        except UnknownResponseError:
+            return {}
+        items = [item for item in output if isinstance(item, dict)] if type(output) is list else []
+        return {item["id"]: item for item in items if isinstance(item.get("id"), str)}
+
     async def forget(self, tenant: str, name: str) -> None:
         """Delete a response. Raises the errors of `find`."""
         await self.find(tenant, name)
@@ -87,6 +143,15 @@ class ResponseStore:
             await self._store.take(_key(tenant, name))
         except StoreError as error:
             raise ResponseStoreError("the response cannot be deleted now") from error
+
+
+def _referenced(item: object) -> str | None:
+    """Return the id that an item refers to. The type of a reference may be missing."""
+    if not isinstance(item, dict) or not isinstance(name := item.get("id"), str):
+        return None
+    kind = item.get("type")
+    is_reference = item.keys() <= {"id", "type"} if kind is None else kind == "item_reference"
+    return name if is_reference else None
 
 
 def _key(tenant: str, name: str) -> str:

@@ -36,6 +36,8 @@ CLIENT_HINTS = frozenset((
     "inference_geo", "metadata", "safety_identifier", "service_tier", "speed", "user_profile_id",
 ))
 # fmt: on
+# How many kinds of tools one phrase for the log names.
+MAX_NAMED_KINDS = 16
 MAX_ANSWER_CHARS = 16 * 1024 * 1024
 # How much memory one byte of JSON takes where objects are as small as log-probabilities.
 MEMORY_PER_JSON_BYTE = 8
@@ -113,13 +115,16 @@ def start_chat(
         chat[STREAM], chat[STREAM_OPTIONS] = body["stream"], {**USAGE}
     if body.get("tools"):
         chat["tools"] = []
+        kinds: set[str] = set()
         for tool, where in require_objects(body, "tools"):
             if (made := translate_tool(tool, where)) is not None:
                 chat["tools"].append(made)
             else:
-                left_out.add(of_type("tools", tool.get("type")))
+                kinds.add(repr(tool.get("type"))[:80])
         if not chat["tools"]:
             raise unsupported_type("tools[0]", "tools", body["tools"][0].get("type"))
+        if kinds:
+            left_out.add(f"tools of type {', '.join(sorted(kinds)[:MAX_NAMED_KINDS])}")
     return chat
 
 

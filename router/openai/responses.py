@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import orjson
+
+from router.common.exact_json import dumps
 from router.openai.answers import Json
 from router.openai.dialects import (
     AnswerBlock,
@@ -20,6 +23,7 @@ from router.openai.dialects import (
     event,
     field_error,
     join_text_parts,
+    of_type,
     require_object,
     require_objects,
     require_text,
@@ -28,6 +32,7 @@ from router.openai.dialects import (
     tool_call,
     unsupported_type,
 )
+from router.openai.message_order import merge_messages
 from router.openai.request_fields import MAX_COMPLETION_TOKENS
 
 RESPONSES_PATH = "/v1/responses"
@@ -36,9 +41,9 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Fields that are translated or that have no meaning for an engine; all others are forwarded.
 # fmt: off
 TRANSLATED_FIELDS = frozenset((
-    "background", "conversation", "include", "input", "instructions", "max_output_tokens",
-    "max_tool_calls", "metadata", "previous_response_id", "prompt", "prompt_cache_key",
-    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store",
+    "background", "context_management", "conversation", "include", "input", "instructions",
+    "max_output_tokens", "max_tool_calls", "moderation", "previous_response_id", "prompt",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "store",
     "stream", "stream_options", "text", "tool_choice", "tools", "truncation",
 ))
 # fmt: on
@@ -47,6 +52,11 @@ ECHOED_FIELDS = (
     "instructions", MAX_OUTPUT_TOKENS, "metadata", "previous_response_id", "temperature", "top_p",
     "user",
 )  # fmt: skip
+# Items that report what only OpenAI's or the client's own tools did, and that tell a model nothing.
+UNTOLD_ITEMS = frozenset((
+    "file_search_call", "ghost_snapshot", "image_generation_call", "mcp_list_tools",
+    "web_search_call",
+))  # fmt: skip
 CHAT_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Of a block's id, and of the events for its text.
@@ -66,23 +76,27 @@ class TranslatedResponseRequest(NamedTuple):
     history: list[Json]
 
 
-def chat_from_response(request: Json, before: list[Json]) -> TranslatedResponseRequest:
-    """Return the chat completion request for a response request.
+def chat_from_response(
+    request: Json, before: list[Json], left_out: set[str]
+) -> TranslatedResponseRequest:
+    """Return the chat completion request for a response request. Raises BadRequestError.
 
-    `before` holds the messages up to and including the previous response. Raises BadRequestError.
+    `before` holds the messages up to and including the previous response. `left_out` receives a
+    phrase for each kind of thing that no engine can act on.
     """
-    chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, set())
-    if request.get("truncation") not in (None, "disabled"):
-        raise field_error("truncation", "only disabled is supported")
-    history = [*before, *_merged(_history(request))]
-    chat["messages"] = history
+    chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, left_out)
+    # With "auto" OpenAI shortens prompts that are too long; engines refuse these instead.
+    if request.get("truncation") not in (None, "auto", "disabled"):
+        raise field_error("truncation", "must be auto or disabled")
+    history = [*before, *_history(request, left_out)]
+    instructions: list[Json] = []
     if request.get("instructions") is not None:
-        given = {"role": "system", "content": require_text(request, "instructions")}
-        chat["messages"] = [given, *history]
+        instructions = [{"role": "system", "content": require_text(request, "instructions")}]
+    chat["messages"] = merge_messages([*instructions, *history])
     if (most := request.get(MAX_OUTPUT_TOKENS)) is not None:
         chat[MAX_COMPLETION_TOKENS] = most
-    if request.get("tools") and request.get("tool_choice") is not None:
-        chat["tool_choice"] = _choice(request)
+    if chat.get("tools") and request.get("tool_choice") is not None:
+        _choose(chat, request)
     if request.get("text") is not None:
         text = require_object(request, "text")
         if text.get("format") is not None:
@@ -103,9 +117,9 @@ def _format(output: Json) -> Json:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _tool(tool: Json, where: str) -> Json:
-    if tool.get("type") != "function":
-        raise unsupported_type(where, "tools", tool.get("type"))
+def _tool(tool: Json, where: str) -> Json | None:
+    if require_text(tool, "type", where) != "function":
+        return None
     require_text(tool, "name", where)
     function = _present(tool, ("name", "description", "parameters", "strict"))
     return {"type": "function", "function": function}
@@ -115,16 +129,41 @@ def _present(given: Json, names: Iterable[str]) -> Json:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def _choice(request: Json) -> object:
+def _choose(chat: Json, request: Json) -> None:
     if isinstance(request["tool_choice"], str):
-        return request["tool_choice"]
+        chat["tool_choice"] = request["tool_choice"]
+        return
     choice = require_object(request, "tool_choice")
-    if choice.get("type") != "function":
-        raise unsupported_type("tool_choice", "choices", choice.get("type"))
-    return chosen_tool(choice)
+    match choice.get("type"):
+        case "function":
+            chat["tool_choice"] = chosen_tool(choice)
+        case "allowed_tools":
+            _allow(chat, choice)
+        case kind:
+            raise unsupported_type("tool_choice", "choices", kind)
 
 
-def _history(request: Json) -> Iterator[Json]:
+def _allow(chat: Json, choice: Json) -> None:
+    """Leave only the allowed tools in the chat: engines cannot be told to ignore some."""
+    if choice.get("mode") not in ("auto", "required"):
+        raise field_error("tool_choice.mode", "must be auto or required")
+    known = {tool["function"]["name"]: tool for tool in chat["tools"]}
+    allowed: dict[str, Json] = {}
+    for tool, where in require_objects(choice, "tools", "tool_choice"):
+        if tool.get("type") == "function":
+            name = require_text(tool, "name", where)
+            if name not in known:
+                raise field_error(where, "is not among the tools of the request")
+            allowed[name] = known[name]
+    if allowed:
+        chat.update(tools=[*allowed.values()], tool_choice=choice["mode"])
+    elif choice["mode"] == "required":
+        raise field_error("tool_choice.tools", "none of them can be called")
+    else:
+        del chat["tools"]
+
+
+def _history(request: Json, left_out: set[str]) -> Iterator[Json]:
     given = request.get("input")
     if isinstance(given, str):
         yield {"role": "user", "content": given}
@@ -132,29 +171,71 @@ def _history(request: Json) -> Iterator[Json]:
     if not given:
         raise field_error("input", "is required: a text, or a list of objects")
     for item, where in require_objects(request, "input"):
-        yield from _messages_of(item, where)
+        if isinstance(kind := item.get("type"), str) and kind in UNTOLD_ITEMS:
+            left_out.add(of_type("items", kind))
+        else:
+            yield from _messages_of(item, where)
 
 
 def _messages_of(item: Json, where: str) -> Iterator[Json]:
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message":
             role = item.get("role")
             if not isinstance(role, str) or role not in CHAT_ROLES:
                 raise field_error(f"{where}.role", f"must be one of {', '.join(CHAT_ROLES)}")
             yield {"role": CHAT_ROLES[role], "content": _content(item, "content", where)}
+        case "reasoning":
+            if text := _reasoning(item, where):
+                yield {"role": "assistant", "content": "", "reasoning": text}
         case "function_call":
             name = require_text(item, "name", where)
-            arguments = require_text(item, "arguments", where)
-            call = tool_call(require_text(item, "call_id", where), name, arguments)
-            yield {"role": "assistant", "content": None, "tool_calls": [call]}
-        case "function_call_output":
-            name = require_text(item, "call_id", where)
+            if isinstance(namespace := item.get("namespace"), str):
+                name = f"{namespace}__{name}"
+            yield _call(item, name, require_text(item, "arguments", where) or "{}", where)
+        case "custom_tool_call":
+            arguments = _arguments({"input": require_text(item, "input", where)}, where)
+            yield _call(item, require_text(item, "name", where), arguments, where)
+        case "local_shell_call":
+            arguments = _arguments(require_object(item, "action", where), where)
+            yield _call(item, "local_shell", arguments, where)
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             content = _content(item, "output", where)
-            yield {"role": "tool", "tool_call_id": name, "content": content}
-        case "reasoning":
-            pass  # chat templates leave reasoning out
+            images = []
+            if isinstance(content, list):  # chats accept only texts in the messages of tools
+                images = [part for part in content if part["type"] != "text"]
+                content = "\n".join(part["text"] for part in content if part["type"] == "text")
+            yield {"role": "tool", "tool_call_id": _call_id_of(item, where), "content": content}
+            if images:
+                yield {"role": "user", "content": images}
         case kind:
             raise unsupported_type(where, "items", kind)
+
+
+def _call(item: Json, name: str, arguments: str, where: str) -> Json:
+    call = tool_call(_call_id_of(item, where), name, arguments)
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _call_id_of(item: Json, where: str) -> str:
+    """Return the id of a call; calls of the local shell may have no other one than the item's."""
+    is_missing = item.get("call_id") is None and isinstance(item.get("id"), str)
+    return require_text(item, "id" if is_missing else "call_id", where)
+
+
+def _arguments(arguments: Json, where: str) -> str:
+    try:
+        return dumps(arguments).decode()
+    except orjson.JSONEncodeError:
+        raise field_error(where, "nested too deep") from None
+
+
+def _reasoning(item: Json, where: str) -> str:
+    """Return a trace's text, or its summary if the text is not there. Encrypted ones have none."""
+    for name in ("content", "summary"):
+        if item.get(name):
+            parts = require_objects(item, name, where)
+            return "\n".join(require_text(part, "text", place) for part, place in parts)
+    return ""
 
 
 def _content(item: Json, name: str, where: str) -> str | list[Json]:
@@ -180,31 +261,23 @@ def _part(part: Json, where: str) -> Json:
             raise unsupported_type(where, "parts", kind)
 
 
-def _merged(messages: Iterable[Json]) -> list[Json]:
-    """Merge an assistant's tool calls into its message before them: they are separate items in a
-    response, and one message in a chat."""
-    merged: list[Json] = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        if calls and merged and merged[-1]["role"] == "assistant":
-            merged[-1]["tool_calls"] = [*merged[-1].get("tool_calls", ()), *calls]
-        else:
-            merged.append(message)
-    return merged
-
-
 # Answers.
 
 
 def assistant_message(answer: AnswerBlocks) -> Json:
     """Return the answer as the assistant's message in the next request."""
-    text = "".join(block.text for block in answer.blocks if block.kind is BlockKind.TEXT)
+    text, reasoning = (
+        "".join(block.text for block in answer.blocks if block.kind is kind)
+        for kind in (BlockKind.TEXT, BlockKind.REASONING)
+    )
     calls = [
         tool_call(block.id, block.name, block.text)
         for block in answer.blocks
         if block.kind is BlockKind.TOOL_CALL
     ]
     message: Json = {"role": "assistant", "content": text or None if calls else text}
+    if reasoning:
+        message["reasoning"] = reasoning
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -256,7 +329,7 @@ class ResponseOutput(DialectOutput):
             "text": request.get("text") or {"format": {"type": "text"}},
             "tool_choice": request.get("tool_choice") or "auto",
             "tools": request.get("tools") or [],
-            "truncation": "disabled",
+            "truncation": request.get("truncation") or "disabled",
             "usage": None,
         }
 
@@ -340,3 +413,8 @@ def _part_of(block: AnswerBlock, text: str) -> Json:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def response_of_item(id: str) -> str:
+    """Return the id of the response that an item with this id may belong to."""
+    return "resp_" + id.partition("_")[2].rpartition("_")[0]

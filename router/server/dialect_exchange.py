@@ -158,7 +158,11 @@ class ResponsesDialect(ApiDialect):
             name = require_text(body, "previous_response_id")
             found = await self.stored.find(self._tenant, name)
             before, self._root = found.messages, found.root
-        chat, self._history = chat_from_response(body, before)
+        if isinstance(items := body.get("input"), list):
+            items = await self.stored.resolve_references(self._tenant, items)
+            body = {**body, "input": items}
+        left_out: set[str] = set()
+        chat, self._history = chat_from_response(body, before, left_out)
         self.is_streamed = bool(body.get("stream"))
         self._is_stored = body.get("store") is not False
         echoed = {name: value for name, value in body.items() if name != "input"}
@@ -167,6 +171,7 @@ class ResponsesDialect(ApiDialect):
         if has_previous:
             chat.setdefault("conversation_id", self._root)
         _take_chat(request, gateway, chat)
+        _log_left_out(gateway, RESPONSES_PATH, left_out)
 
     def error(self, status: int, error: Json) -> Json:
         message = str(error.get("message", "")).replace(MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from router.conversations.store import MemoryStore, StoreError
 from router.conversations.stored_responses import (
+    MAX_REFERENCED_RESPONSES,
     ResponseStore,
     StoredResponse,
+    UnknownItemError,
     UnknownResponseError,
 )
 from router.openai.errors import BadRequestError, ResponseStoreError
@@ -31,8 +33,32 @@ ASKED = {"model": "m", "input": "hi"}
 HI = {"role": "user", "content": "hi"}
 
 
+FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+# What else Codex sends.
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+    {"type": "namespace", "name": "agents", "description": "", "tools": [FUNCTION]},
+    {"type": "local_shell"},
+    {"type": "web_search", "external_web_access": False},
+]
+
+
+def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """Fields of a request with the tool f, whose choice allows the tools with these names."""
+    allowed = [{"type": "function", "name": name} for name in names]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    return {"tools": [FUNCTION], "tool_choice": choice}
+
+
+def calling(*names: str, **fields: Any) -> dict[str, Any]:
+    """A chat's message with calls of f."""
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function} for name in names]
+    return {"role": "assistant", "content": None, **fields, "tool_calls": calls}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_from_response(ASKED | fields, []).chat
+    return chat_from_response(ASKED | fields, [], set()).chat
 
 
 def test_a_text_is_a_users_message() -> None:
@@ -123,6 +149,119 @@ def test_items_become_messages() -> None:
     ]
 
 
+def test_tools_that_no_engine_can_call_are_left_out_beside_functions() -> None:
+    left_out: set[str] = set()
+    given = chat_from_response(ASKED | {"tools": [*CODEX_TOOLS, FUNCTION]}, [], left_out)
+    assert [tool["function"]["name"] for tool in given.chat["tools"]] == ["f"]
+    assert left_out == {"tools of type 'custom', 'local_shell', 'namespace', 'web_search'"}
+
+
+def test_only_allowed_tools_reach_the_engine() -> None:
+    other = {**FUNCTION, "name": "g"}
+    given = chat(**allowing("g", mode="required") | {"tools": [FUNCTION, other, *CODEX_TOOLS]})
+    assert [tool["function"]["name"] for tool in given["tools"]] == ["g"]
+    assert given["tool_choice"] == "required"
+    none_left = chat(**allowing())
+    assert "tools" not in none_left
+    assert "tool_choice" not in none_left
+
+
+def test_a_prompt_may_be_shortened_but_is_not() -> None:
+    assert chat(truncation="auto") == chat()
+
+
+def test_fields_that_are_for_openai_do_not_reach_engines() -> None:
+    given = chat(client_metadata={"a": "b"}, context_management=[], moderation={}, store=False)
+    assert given == chat()
+
+
+def test_calls_of_other_tools_in_the_history_become_calls_of_functions() -> None:
+    shell = {"type": "exec", "command": ["ls"], "env": {}}
+    items = [
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "local_shell_call", "id": "c2", "call_id": None, "action": shell},
+        {"type": "function_call", "call_id": "c3", "namespace": "n", "name": "f", "arguments": ""},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+        {"type": "local_shell_call_output", "id": "c2", "output": "a.txt"},
+        {"type": "function_call_output", "call_id": "c3", "output": "3"},
+    ]
+    left_out: set[str] = set()
+    given = chat_from_response(ASKED | {"input": items}, [], left_out)
+    called, *results = given.chat["messages"]
+    assert [tuple(call["function"].values()) for call in called["tool_calls"]] == [
+        ("apply_patch", '{"input":"*** Begin"}'),
+        ("local_shell", '{"type":"exec","command":["ls"],"env":{}}'),
+        ("n__f", "{}"),
+    ]
+    assert [(one["tool_call_id"], one["content"]) for one in results] == [
+        ("c1", "Done"),
+        ("c2", "a.txt"),
+        ("c3", "3"),
+    ]
+    assert left_out == {"items of type 'web_search_call'"}
+
+
+def test_instructions_and_developer_items_become_one_system_message() -> None:
+    items = [
+        {"role": "developer", "content": "be short"},
+        {"role": "developer", "content": "be honest"},
+        {"role": "user", "content": "context"},
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": "be quick"},
+    ]
+    assert chat(instructions="be kind", input=items)["messages"] == [
+        {"role": "system", "content": "be kind\n\nbe short\n\nbe honest"},
+        {"role": "user", "content": "context\n\nhi\n\nbe quick"},
+    ]
+
+
+def test_items_of_one_answer_in_any_order_become_one_message_with_the_calls_last() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    text = {"role": "assistant", "content": [{"type": "output_text", "text": "I look"}]}
+    trace = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+    said = calling("c1", content="I look", reasoning="hm")
+    for items in ([trace, call, text], [trace, text, call], [text, trace, call]):
+        messages = chat(input=[*items, output])["messages"]
+        assert messages == [said, {"role": "tool", "tool_call_id": "c1", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("trace", "text"),
+    [
+        ({"content": [{"type": "reasoning_text", "text": "hm"}], "summary": []}, "hm"),
+        ({"summary": [{"type": "summary_text", "text": "so"}], "content": None}, "so"),
+        ({"summary": [], "encrypted_content": "gAAAA"}, None),
+    ],
+)
+def test_reasoning_goes_along(trace: dict[str, Any], text: str | None) -> None:
+    answer = {"role": "assistant", "content": "yes"}
+    items = [{"role": "user", "content": "hi"}, {"type": "reasoning", **trace}, answer]
+    _, said = chat(input=items)["messages"]
+    assert said == (answer if text is None else answer | {"reasoning": text})
+
+
+def test_images_of_a_result_become_the_users() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    output = [{"type": "input_text", "text": "one"}, image]
+    items = [
+        {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"}
+        for name in ("c1", "c2")
+    ] + [
+        {"type": "function_call_output", "call_id": "c1", "output": output},
+        {"type": "function_call_output", "call_id": "c2", "output": "two"},
+    ]
+    assert chat(input=items)["messages"] == [
+        calling("c1", "c2"),
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+        ]},
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "where", "what"),
     [
@@ -140,7 +279,19 @@ def test_items_become_messages() -> None:
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
         ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "disabled"),
+        ({"truncation": "all"}, "truncation", "disabled"),
+        ({"tools": [FUNCTION, {"type": 7}]}, "tools[1].type", "string"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "custom"}}, "tool_choice", "custom"),
+        (allowing("f", mode="maybe"), "tool_choice.mode", "required"),
+        (allowing("g"), "tool_choice.tools[0]", "among the tools"),
+        (allowing(mode="required"), "tool_choice.tools", "can be called"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id", "str"),
+        (
+            {"input": [{"type": "reasoning", "content": [{"text": 7}]}]},
+            "input[0].content[0].text",
+            "string",
+        ),
         ({"instructions": ["a"]}, "instructions", "string"),
     ],
 )
@@ -154,11 +305,14 @@ def test_what_is_not_known_is_refused_by_name(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4)
-    | st.sampled_from(["message", "function_call", "function_call_output", "input_text", "user"]),
+    | st.sampled_from(
+        ["message", "function_call", "function_call_output", "input_text", "user", "reasoning",
+         "custom_tool_call", "local_shell_call", "web_search_call", "allowed_tools", "function"]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(
             ["type", "role", "content", "text", "call_id", "name", "arguments", "output", "format",
-             "schema", "image_url", "effort"]
+             "schema", "image_url", "effort", "id", "input", "action", "summary", "tools", "mode"]
         ), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
@@ -259,10 +413,56 @@ async def test_calls_are_gone_on_with(router: Router, d: MockEngine) -> None:
     more = {"model": "m", "input": [output], "previous_response_id": first["id"]}
     assert (await router.client.post(PATH, json=more)).status_code == 200
     said = d.last.json["messages"][1]
-    assert (said["content"], [call["id"] for call in said["tool_calls"]]) == (
-        "Well",
-        ["call_a", "call_b"],
-    )
+    assert (said["content"], said["reasoning"]) == ("Well", "hmm")
+    assert [call["id"] for call in said["tool_calls"]] == ["call_a", "call_b"]
+
+
+async def test_references_to_items_of_a_stored_response_are_replaced(
+    router: Router, d: MockEngine
+) -> None:
+    d.scripts = [thinks_and_calls]
+    first = (await router.client.post(PATH, json=ASKED)).json()
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    del references[0]["type"]
+    output = {"type": "function_call_output", "call_id": "call_a", "output": "1"}
+    for items in (references, first["output"]):
+        again = {"model": "m", "input": [{"role": "user", "content": "hi"}, *items, output]}
+        assert (await router.client.post(PATH, json=again)).status_code == 200
+        _, said, result = d.last.json["messages"]
+        assert (said["content"], said["reasoning"]) == ("Well", "hmm")
+        assert [call["id"] for call in said["tool_calls"]] == ["call_a", "call_b"]
+        assert result["tool_call_id"] == "call_a"
+
+
+@pytest.mark.parametrize("other", ["msg_x", "", "rs_1_2", "__", "twice"])
+async def test_references_to_unknown_items_are_a_404(router: Router, other: str) -> None:
+    first = (await router.client.post(PATH, json=ASKED)).json()
+    known = first["output"][0]["id"]
+    items = [{"type": "item_reference", "id": id} for id in (known, other)]
+    if other == "twice":
+        items[1]["id"] = known
+    answer = await router.client.post(PATH, content=json.dumps({**ASKED, "input": items}))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "input"
+    foreign = {"authorization": "Bearer other"}
+    answer = await router.client.post(PATH, json={**ASKED, "input": items[:1]}, headers=foreign)
+    assert answer.status_code == 404
+
+
+async def test_what_is_left_out_is_logged_once(
+    router: Router, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "disagg_router.proxy")
+    tools = [FUNCTION, {"type": "web_search"}, {"type": "a" * 999}]
+    for _ in range(3):
+        answer = await router.client.post(PATH, json={**ASKED, "tools": tools})
+        assert answer.status_code == 200
+        assert answer.json()["tools"] == tools
+    (line,) = [line for line in caplog.messages if "left out" in line]
+    assert PATH in line
+    assert "'web_search'" in line
+    assert "'aaa" in line
+    assert len(line) < 300
 
 
 @pytest.mark.slow
@@ -403,6 +603,26 @@ async def test_a_store_that_fails_costs_what_was_said_before_and_no_request() ->
     await kept.keep("t", "a", KEPT)
     with pytest.raises(ResponseStoreError):
         await kept.find("t", "a")
+
+
+async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
+    kept = ResponseStore(MemoryStore(999, 10**6), "authorization", 100)
+    items: list[object] = []
+    for number in range(MAX_REFERENCED_RESPONSES + 1):
+        item = {"id": f"msg_{number}_0"}
+        items.append(item)
+        await kept.keep("t", f"resp_{number}", StoredResponse("", [], {"output": [item]}))
+    assert await kept.resolve_references("t", items[:-1]) == items[:-1]
+    with pytest.raises(BadRequestError, match="too many"):
+        await kept.resolve_references("t", items)
+
+
+@pytest.mark.parametrize("output", [None, 7, [7, {}, {"id": []}], {"id": "msg_1_0"}])
+async def test_a_stored_response_without_items_has_none_to_refer_to(output: object) -> None:
+    kept = ResponseStore(MemoryStore(9, 10_000), "authorization", 100)
+    await kept.keep("t", "resp_1", StoredResponse("", [], {"output": output}))
+    with pytest.raises(UnknownItemError):
+        await kept.resolve_references("t", [{"id": "msg_1_0"}])
 
 
 async def test_two_tenants_with_one_id_are_two() -> None:
