@@ -142,6 +142,10 @@ class Fleet:
             return True
         return any(e.models is None or model in e.models for e in self._engines.values())
 
+    def reports_model(self, model: str) -> bool:
+        """Return True if an engine, healthy or not, reports that it serves the model."""
+        return any(e.models is not None and model in e.models for e in self._engines.values())
+
     def unavailable_roles(self) -> dict[EngineRole, str]:
         """Map each role without a healthy engine to the reasons."""
         able = {role: [e for e in self.engines if e.role.plays(role)] for role in LEGS}

@@ -38,7 +38,7 @@ Together with router.http_client.errors these are all the failures of a request.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -46,6 +46,9 @@ import orjson
 from router.http_client import errors as upstream
 from router.http_client.engine_answer import Headers
 from router.openai.answers import GeneratedTokens
+
+# How many models an error lists, and how much of each name.
+MAX_SHOWN_MODELS, MAX_SHOWN_CHARS = 20, 256
 
 
 class ErrorShape(NamedTuple):
@@ -128,13 +131,14 @@ class NoEngineError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """The message is vLLM's."""
+    """The message begins like vLLM's."""
 
     shape = ErrorShape(404, "NotFoundError")
     param = "model"
 
-    def __init__(self, model: object) -> None:
-        super().__init__(f"The model `{model}` does not exist.")
+    def __init__(self, model: object, served: Collection[str] = ()) -> None:
+        text = f"The model `{str(model)[:MAX_SHOWN_CHARS]}` does not exist."
+        super().__init__(text + _list_models("Models that are served", served))
 
 
 class UnauthorizedError(RequestError):
@@ -169,15 +173,23 @@ class RateLimitError(RequestError):
 
 
 class ForbiddenModelError(RequestError):
-    """The message is OpenAI's, and is the same for a model that does not exist."""
+    """The message begins like OpenAI's, and is the same for a model that does not exist."""
 
     shape = ErrorShape(404, "invalid_request_error")
     code, param = "model_not_found", "model"
 
-    def __init__(self, model: object) -> None:
-        super().__init__(
-            f"The model `{model}` does not exist or you do not have access to it."[:1024]
-        )
+    def __init__(self, model: object, allowed: Collection[str] = ()) -> None:
+        shown = str(model)[:MAX_SHOWN_CHARS]
+        text = f"The model `{shown}` does not exist or you do not have access to it."
+        super().__init__(text + _list_models("Models that this API key may use", allowed))
+
+
+def _list_models(title: str, models: Collection[str]) -> str:
+    if not models:
+        return ""
+    names = [name[:MAX_SHOWN_CHARS] for name in sorted(models)[:MAX_SHOWN_MODELS]]
+    rest = len(models) - len(names)
+    return f" {title}: {', '.join(names)}" + (f", and {rest} more." if rest else ".")
 
 
 class EngineCredentialError(RequestError):

@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from router.openai.errors import (
     RequestError,
@@ -16,13 +17,32 @@ from router.openai.errors import (
     type_of_status,
 )
 
+API_PREFIX = "/v1"
+
 
 async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if status == 404:
+        message += _base_url_advice(request)
     body = error_body(status, type_of_status(status), message)
     return Response(body, status, error.headers, "application/json")
+
+
+def _base_url_advice(request: Request) -> str:
+    """Return what is wrong with the base URL of the client, if that explains the path."""
+    path = request.url.path
+    if path.startswith(f"{API_PREFIX}{API_PREFIX}/"):
+        advice = f"a base URL that does not end in {API_PREFIX}"
+        path = path.removeprefix(API_PREFIX)
+    else:
+        advice = f"a base URL that ends in {API_PREFIX}"
+        path = API_PREFIX + path
+    routes = request.app.router.routes
+    if any(r.matches({**request.scope, "path": path})[0] is Match.FULL for r in routes):
+        return f". The endpoint is {path}: give the client {advice}."
+    return ""
 
 
 async def validation_error(_: Request, error: Exception) -> Response:

@@ -60,7 +60,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if authenticator is not None:
             key = key_limits.identify_key(request.exchange, authenticator)
         if reading is None:
-            read_request(request, limits, gateway.conversations)
+            read_request(request, limits, gateway.conversations, gateway.aliases)
             is_several = request.decode_only_reason == SEVERAL
             if is_several and gateway.routes.shares_kv_loads(request.model):
                 share_answers(request)
@@ -71,11 +71,11 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
         if limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = HeartbeatExchange(request, limits)
-        bodies = RawBody(request.exchange.body) if request.form else LegBodies(request.body)
+        bodies = RawBody(request.form_body) if request.form else LegBodies(request.body)
 
         # Plan, after a wait for a place at engines that have limits.
         if gateway.admission is not None:
-            pools = gateway.routes.pools(request.model)
+            pools = gateway.routes.pools(request)
             slot = gateway.admission.admit_at_once(request, pools)
             slot = slot or await gateway.admission.wait_for_slot(request)
         if request.turn is None or request.decode_only_reason or gateway.conversations is None:
@@ -161,7 +161,7 @@ async def _plan_turn(
     Raises UnknownModelError, NoEngineError.
     """
     limits = gateway.limits
-    gateway.routes.pools(request.model)  # raises before the last turn's entry is taken
+    gateway.routes.pools(request)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
     reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, limits.conversation_unproven)
     try:

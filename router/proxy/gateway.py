@@ -23,6 +23,7 @@ from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
+from router.proxy.model_aliases import ModelAliases
 from router.proxy.release import KvReleaser
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
@@ -66,7 +67,7 @@ class RouteFinder:
         The decode engine `home` comes before others. Groups in `but` are left out. Raises
         UnknownModelError, NoEngineError.
         """
-        pools = self.pools(request.body.get("model"))
+        pools = self.pools(request)
         if but:
             pools = [pool for pool in pools if pool.group not in but]
         session = "" if request.turn is None else request.turn.session
@@ -88,14 +89,21 @@ class RouteFinder:
             if pool.group == planned.group:
                 yield from pool.by_role(role)
 
-    def pools(self, model: object) -> Sequence[GroupPool]:
-        """Return the groups that serve a model. Raises UnknownModelError, NoEngineError."""
-        pools = self._fleet.snapshot.pools(model)
+    def pools(self, request: Request) -> Sequence[GroupPool]:
+        """Return the groups that serve the request's model. Raises UnknownModelError,
+        NoEngineError."""
+        pools = self._fleet.snapshot.pools(request.model)
         if pools:
             return pools
-        if self._fleet.may_serve(model):
+        if self._fleet.may_serve(request.model):
             raise NoEngineError("no decode engine is healthy")
-        raise UnknownModelError(model)
+        caller = request.exchange.caller
+        served = [
+            model
+            for model in self._fleet.snapshot.by_model
+            if caller is None or caller.allows_model(model)
+        ]
+        raise UnknownModelError(request.requested_model, served)
 
     def shares_kv_loads(self, model: object) -> bool:
         """Return True if each decode engine of a model loads KV once for several answers."""
@@ -261,6 +269,7 @@ class Gateway:
         # What other dialects than chat completions cannot translate and leave out.
         self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))
         self.routes = RouteFinder(settings, fleet)
+        self.aliases = ModelAliases(settings.model_alias, fleet) if settings.model_alias else None
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
         self.budget = RetryBudget()

@@ -51,7 +51,7 @@ async def admit_request(
     """
     request.record.key = key.name
     if not key.allows_model(request.model):
-        raise ForbiddenModelError(request.model)
+        raise ForbiddenModelError(request.requested_model, key.models)
     if not key.has_limits:
         return None
     permit = await acquire_permit(

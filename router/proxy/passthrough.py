@@ -40,11 +40,11 @@ MAX_FIELD_HEAD_BYTES = 4096
 
 async def read_json(request: Request, gateway: Gateway) -> None:
     """Read the JSON body of a passed request. Raises BadRequestError, UnsupportedTypeError."""
-    read_request(request, gateway.limits, None)
+    read_request(request, gateway.limits, None, gateway.aliases)
     request.decode_only_reason, request.threshold = PASSED, 0.0
 
 
-async def read_form(request: Request, _: Gateway) -> None:
+async def read_form(request: Request, gateway: Gateway) -> None:
     """Read the model from a form. Raises BadRequestError, UnsupportedTypeError."""
     exchange = request.exchange
     check_form(exchange.headers)
@@ -52,26 +52,31 @@ async def read_form(request: Request, _: Gateway) -> None:
     found = BOUNDARY.search(kind)
     if found is None or len(BOUNDARIES.findall(kind)) > 1:
         raise BadRequestError("multipart/form-data without a boundary, or with several")
-    model = model_of_form(exchange.body, found[1] or found[2])
-    if model is not None:
+    form = exchange.body
+    span = find_model_in_form(form, found[1] or found[2])
+    if span is not None:
+        start, end = span
+        model = form[start:end].decode("utf-8", "replace")
+        target = None if gateway.aliases is None else gateway.aliases.target_of(model)
+        if target is not None:
+            form, request.alias, model = form[:start] + target.encode() + form[end:], model, target
         request.body = {"model": model}
         request.record.model = model
-    request.decode_only_reason, request.form = PASSED, kind
+    request.decode_only_reason, request.form, request.form_body = PASSED, kind, form
 
 
-def model_of_form(form: bytes, boundary: bytes) -> str | None:
-    """Return the value of the field `model`, or None if the form has no such field.
+def find_model_in_form(form: bytes, boundary: bytes) -> tuple[int, int] | None:
+    """Return where the value of the field `model` begins and ends, or None if the form has no such
+    field.
 
     Raises BadRequestError for a form that an engine might parse in another way: the router checks
     the API key's permission for this model.
     """
-    found = [form[start:end] for name, start, end in _fields(form, boundary) if name == b"model"]
+    found = [(start, end) for name, start, end in _fields(form, boundary) if name == b"model"]
     if len(found) > 1:
         raise _ambiguous_form("several fields are called model")
-    value = found[0] if found else None
-    if value is None or len(value) > MAX_MODEL_CHARS:
-        return None
-    return value.decode("utf-8", "replace")
+    start, end = found[0] if found else (0, MAX_MODEL_CHARS + 1)
+    return None if end - start > MAX_MODEL_CHARS else (start, end)
 
 
 def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, int]]:

@@ -24,6 +24,7 @@ from router.openai.errors import BadRequestError, UnsupportedTypeError
 from router.openai.request_fields import find_invalid_field
 from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import wants_logprobs
+from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN
 from router.telemetry.record import Record
@@ -58,6 +59,8 @@ class Request(Struct, eq=False):
     """The number of the request in this process, which spreads requests over engines."""
     body: Body = {}
     """The part of the client's body that engines may see. It is never changed."""
+    alias: object = None
+    """The model's name in the client's body, if the router replaced it by the one of an engine."""
     decode_only_reason: str = ""
     """Why one engine must do all the work; empty if two can share it."""
     turn: Turn | None = None
@@ -72,6 +75,8 @@ class Request(Struct, eq=False):
     """The path at the engines, if it is not the client's own endpoint."""
     form: bytes = b""
     """The Content-Type of a body that is not JSON and goes to an engine as it is."""
+    form_body: bytes = b""
+    """That body, with the name of the model that engines know."""
     tokens: int = 0
     """The prompt's tokens, estimated by its bytes: a measure of load."""
     is_several: bool = False
@@ -79,7 +84,13 @@ class Request(Struct, eq=False):
 
     @property
     def model(self) -> object:
+        """The model's name as engines know it."""
         return self.body.get("model")
+
+    @property
+    def requested_model(self) -> object:
+        """The model's name as the client knows it."""
+        return self.alias or self.model
 
 
 EXTRA_ARGS = "vllm_xargs"
@@ -110,18 +121,27 @@ IDENTITY = (b"", b"identity")
 
 
 def read_request(
-    request: Request, limits: RequestLimits, conversations: Conversations | None
+    request: Request,
+    limits: RequestLimits,
+    conversations: Conversations | None,
+    aliases: ModelAliases | None,
 ) -> None:
     """Read the request's JSON body. Raises BadRequestError, UnsupportedTypeError."""
     check_json(request.exchange.headers)
-    take_body(request, parse_body(request.exchange.body), limits, conversations)
+    take_body(request, parse_body(request.exchange.body), limits, conversations, aliases)
 
 
 def take_body(
-    request: Request, body: Body, limits: RequestLimits, conversations: Conversations | None
+    request: Request,
+    body: Body,
+    limits: RequestLimits,
+    conversations: Conversations | None,
+    aliases: ModelAliases | None,
 ) -> None:
     """Fill the request in from a parsed body. Raises BadRequestError."""
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
+    if aliases is not None and (resolved := aliases.resolve(body)) is not body:
+        request.alias, body = body.get("model"), resolved
     model = body.get("model")
     if type(model) is str and len(model) <= MAX_MODEL_CHARS:
         request.record.model = model

@@ -132,7 +132,8 @@ class CountTokensDialect(MessagesDialect):
     """Counts the tokens of a message with an engine's /tokenize."""
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        take_body(request, count_request_from_messages(body, set()), gateway.limits, None)
+        chat = count_request_from_messages(body, set())
+        take_body(request, chat, gateway.limits, None, gateway.aliases)
         request.path, request.decode_only_reason, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
     def whole_answer(self, content: Json) -> Json:
@@ -201,7 +202,7 @@ def _log_left_out(gateway: Gateway, path: str, left_out: set[str]) -> None:
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
     request.path = CHAT_PATH
-    take_body(request, chat, gateway.limits, gateway.conversations)
+    take_body(request, chat, gateway.limits, gateway.conversations, gateway.aliases)
     request.tokens = max(request.tokens, estimate_tokens(chat))  # the stored messages count, too
     check_fields(request, gateway.fleet.snapshot.context_lengths)
 

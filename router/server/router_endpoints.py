@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version as installed_version
 from time import monotonic as now
 from typing import Any
@@ -38,6 +38,7 @@ from router.openai.responses import RESPONSES_PATH
 from router.proxy import messages
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import acquire_permit
+from router.proxy.model_aliases import ModelAliases
 from router.proxy.request import check_json, parse_body
 from router.server.middleware import CALLER
 from router.server.router_state import state_of
@@ -71,10 +72,12 @@ async def one_model(name: str, request: Request) -> Response:
     found = await _list_models(request)
     if isinstance(found, Response):
         return found
-    for model in found:
-        if model["id"] == name:
-            return _json(model)
-    raise UnknownModelError(name)
+    aliases = state_of(request.app).gateway.aliases
+    by_name = {model["id"]: model for model in found}
+    target = name if aliases is None else aliases.target_of(name) or name
+    if target not in by_name:
+        raise UnknownModelError(name, by_name)
+    return _json({**by_name[target], "id": name})
 
 
 async def _list_models(request: Request) -> Sequence[Model] | Response:
@@ -93,12 +96,19 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
                 lists.append((engine, found))
     if lists:
         served = servable_models(lists, gateway.limits.without_prefiller == "decode")
-        return [model for model in served if caller is None or caller.allows_model(model["id"])]
+        served = [model for model in served if caller is None or caller.allows_model(model["id"])]
+        return [*served, *_listed_aliases(served, gateway.aliases)]
     for answer in () if gateway.hides_credentials else answers:
         if answer is not None and 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")
             return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
     raise NoEngineError("no engine answers")
+
+
+def _listed_aliases(served: Sequence[Model], aliases: ModelAliases | None) -> Iterator[Model]:
+    by_name = {model["id"]: model for model in served}
+    for alias, target in () if aliases is None else aliases.names_for(by_name.keys()):
+        yield {**by_name[target], "id": alias}
 
 
 async def _ask_for_models(engine: Engine, shown: str) -> CompleteAnswer | None:

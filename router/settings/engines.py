@@ -16,6 +16,7 @@ from router.settings.fields import (
     DnsNames,
     Hosts,
     Lower,
+    ModelAliasTexts,
     Namespace,
     PodPort,
     Ports,
@@ -34,12 +35,15 @@ class EngineSettings(SettingsGroup):
     prefiller_ports: HTTP ports of the prefill engines: one for each host, or one for all.
     decoder_hosts: Hosts of the decode engines.
     decoder_ports: HTTP ports of the decode engines: one for each host, or one for all.
+    model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME is a model that
+        engines serve. The first match counts; names that engines serve are no aliases.
     """
 
     prefiller_hosts: Hosts = ()
     prefiller_ports: Ports = ()
     decoder_hosts: Hosts = ()
     decoder_ports: Ports = ()
+    model_alias: ModelAliasTexts = ()
 
     @property
     def prefillers(self) -> tuple[Address, ...]:

@@ -198,6 +198,21 @@ def _parse_weight(value: object) -> object:
     return text
 
 
+def _parse_aliases(value: object) -> object:
+    """A YAML file may also have a mapping."""
+    if isinstance(value, dict):
+        value = [f"{pattern}={name}" for pattern, name in value.items()]
+    return _parse_list(value)
+
+
+def _parse_alias(value: object) -> object:
+    text = str(value)
+    pattern, _, name = text.partition("=")
+    if not pattern or not name:
+        raise ValueError("not as in claude-*=NAME: a name or pattern, and the name of a model")
+    return text
+
+
 # A text in an annotation stands for a value of the type in `--help`.
 AsList = BeforeValidator(_parse_list)
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -244,6 +259,8 @@ Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 Weight = Annotated[str, BeforeValidator(_parse_weight), "GROUP=WEIGHT"]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_weights)]
+ModelAliasText = Annotated[str, BeforeValidator(_parse_alias), "PATTERN=NAME"]
+ModelAliasTexts = Annotated[tuple[ModelAliasText, ...], BeforeValidator(_parse_aliases)]
 Policy = Annotated[
     Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower
 ]

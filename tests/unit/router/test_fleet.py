@@ -194,7 +194,8 @@ async def test_models_are_those_that_a_request_is_served_with(
     unknown = await router.complete(model="nobody's")
     assert unknown.status_code == 404
     assert unknown.json()["error"] == {
-        "message": "The model `nobody's` does not exist.",
+        "message": "The model `nobody's` does not exist. "
+        "Models that are served: m, only-d, only-p.",
         "type": "NotFoundError",
         "param": "model",
         "code": 404,

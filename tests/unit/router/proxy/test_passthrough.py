@@ -10,7 +10,7 @@ import pytest
 
 from router.auth.api_keys import digest_of
 from router.openai.errors import BadRequestError
-from router.proxy.passthrough import model_of_form
+from router.proxy.passthrough import find_model_in_form
 from router.telemetry.logs import LINES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
@@ -22,6 +22,11 @@ PATHS = (
 )  # fmt: skip
 LONG = b"w" * 300
 AUDIO = "/v1/audio/transcriptions"
+
+
+def model_of_form(form: bytes, boundary: bytes) -> str | None:
+    span = find_model_in_form(form, boundary)
+    return None if span is None else form[slice(*span)].decode("utf-8", "replace")
 
 
 async def odd(_: Received, peer: Peer) -> None:
