@@ -41,6 +41,7 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 class Tunables:
     """The settings that processes take over at run time, with their names in Settings."""
 
+    changing_prompt_lines: tuple[str, ...]
     group_weights: tuple[str, ...]
     log_level: str
     max_body_size: int

@@ -5,12 +5,13 @@ https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import orjson
 
 from router.common.exact_json import dumps, loads
 from router.openai.answers import Json
+from router.openai.changing_lines import without_changing_lines
 from router.openai.dialects import (
     AnswerBlock,
     AnswerBlocks,
@@ -81,27 +82,28 @@ DELTAS = {
 }
 
 
-def chat_from_messages(body: Json, left_out: set[str]) -> Json:
+def chat_from_messages(body: Json, left_out: set[str], changing_lines: Sequence[str]) -> Json:
     """Return the chat completion request for a message request. Raises BadRequestError.
 
     What only Anthropic can act on is left out; `left_out` receives a phrase for each kind of it.
+    So are the first lines of system texts that match a pattern of `changing_lines`.
     """
     if "max_tokens" not in body:
         raise field_error("max_tokens", "Field required")
-    return _translate_request(body, left_out)
+    return _translate_request(body, MessageTranslator(left_out, changing_lines))
 
 
-def count_request_from_messages(body: Json, left_out: set[str]) -> Json:
+def count_request_from_messages(
+    body: Json, left_out: set[str], changing_lines: Sequence[str]
+) -> Json:
     """Return the /tokenize request that counts a message's tokens. Raises BadRequestError."""
-    chat = _translate_request(body, left_out)
+    chat = _translate_request(body, MessageTranslator(left_out, changing_lines))
     return {name: chat[name] for name in COUNTED_FIELDS if name in chat}
 
 
-def _translate_request(body: Json, left_out: set[str]) -> Json:
-    chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, left_out)
-    chat["messages"] = merge_messages(
-        [*_system(body, left_out), *MessageTranslator(left_out).messages_of(body)]
-    )
+def _translate_request(body: Json, translator: MessageTranslator) -> Json:
+    chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, translator.left_out)
+    chat["messages"] = merge_messages([*translator.system_of(body), *translator.messages_of(body)])
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
     user = body.get("metadata")
@@ -155,29 +157,33 @@ def _tool(tool: Json, where: str) -> Json | None:
     return {"type": "function", "function": function}
 
 
-def _system(body: Json, left_out: set[str]) -> Iterator[Json]:
-    system = body.get("system")
-    if system is not None and not isinstance(system, str):
-        system = "\n".join(_texts(require_objects(body, "system"), left_out))
-    if system:
-        yield {"role": "system", "content": system}
-
-
-def _texts(blocks: list[tuple[Json, str]], left_out: set[str]) -> Iterator[str]:
-    """Return the texts of a system prompt."""
-    for block, where in blocks:
-        if block.get("type", "text") == "text":
-            yield require_text(block, "text", where)
-        else:
-            left_out.add(of_type("blocks", block.get("type")))
-
-
 class MessageTranslator:
-    """Translates the history. Blocks that cannot be translated are left out of it if something of
-    the message is left, and it is not a file of the user that the answer would be about."""
+    """Translates the system prompt and the history. Blocks that cannot be translated are left out
+    if something of the message is left, and they are no file of the user that the answer would be
+    about."""
 
-    def __init__(self, left_out: set[str]) -> None:
-        self._left_out = left_out
+    def __init__(self, left_out: set[str], changing_lines: Sequence[str]) -> None:
+        self.left_out, self._changing_lines = left_out, changing_lines
+
+    def system_of(self, body: Json) -> Iterator[Json]:
+        if body.get("system") is not None:
+            yield from self._system_message(body, "system")
+
+    def _system_message(self, holder: Json, name: str, where: str = "") -> Iterator[Json]:
+        """Yield the system message, unless its text is empty."""
+        given = holder.get(name)
+        texts = [given] if isinstance(given, str) else self._texts(holder, name, where)
+        kept = [without_changing_lines(text, self._changing_lines) for text in texts]
+        if any(kept):
+            yield {"role": "system", "content": "\n".join(filter(None, kept))}
+
+    def _texts(self, holder: Json, name: str, where: str = "") -> Iterator[str]:
+        """Return the texts of a list of blocks."""
+        for block, block_where in require_objects(holder, name, where):
+            if block.get("type", "text") == "text":
+                yield require_text(block, "text", block_where)
+            else:
+                self.left_out.add(of_type("blocks", block.get("type")))
 
     def messages_of(self, body: Json) -> Iterator[Json]:
         if not body.get("messages"):
@@ -188,6 +194,9 @@ class MessageTranslator:
             if not isinstance(given, str) or given not in ROLES:
                 raise field_error(f"{where}.role", "must be user, assistant or system")
             role = ROLES[given]
+            if role == "system":
+                yield from self._system_message(message, "content", where)
+                continue
             if isinstance(content, str):
                 yield {"role": role, "content": content}
                 continue
@@ -197,7 +206,7 @@ class MessageTranslator:
                 continue
             if not blocks:
                 raise field_error(f"{where}.content", "at least one block is required")
-            translated = list(self._user_messages(blocks, role))
+            translated = list(self._user_messages(blocks))
             if not translated and message is placed[-1][0]:
                 raise unsupported_type(blocks[0][1], "blocks", blocks[0][0].get("type"))
             yield from translated
@@ -218,13 +227,13 @@ class MessageTranslator:
                 case "compaction" if isinstance(block.get("content"), str):
                     texts.append(block["content"])
                 case kind:
-                    self._left_out.add(of_type("blocks", kind))
+                    self.left_out.add(of_type("blocks", kind))
         text = "".join(texts)
         if not calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": text if texts else None, "tool_calls": calls}
 
-    def _user_messages(self, blocks: list[tuple[Json, str]], role: str) -> Iterator[Json]:
+    def _user_messages(self, blocks: list[tuple[Json, str]]) -> Iterator[Json]:
         """Translate blocks of the user. Tool results come first, as messages of their own."""
         parts: list[Json] = []
         for block, where in blocks:
@@ -235,7 +244,7 @@ class MessageTranslator:
             elif (part := self._part(block, where)) is not None:
                 parts.append(part)
         if parts:
-            yield {"role": role, "content": join_text_parts(parts)}
+            yield {"role": "user", "content": join_text_parts(parts)}
 
     def _result(self, block: Json, where: str) -> tuple[Json, list[Json]]:
         """Return a tool's message, and its images, which chats accept only in user messages."""
@@ -260,7 +269,7 @@ class MessageTranslator:
             part = self._part(block, where)
             if part is not None:
                 return part
-        self._left_out.add(of_type("parts of tool results", kind))
+        self.left_out.add(of_type("parts of tool results", kind))
         return {"type": "text", "text": f"[{of_type('content', kind)} cannot be shown]"}
 
     def _part(self, block: Json, where: str) -> Json | None:
@@ -273,12 +282,11 @@ class MessageTranslator:
             case "document" if isinstance(block.get("source"), dict):
                 return self._document(block, where)
             case "search_result":
-                texts = _texts(require_objects(block, "content", where), self._left_out)
-                return _titled(block, ("title", "source"), texts)
+                return _titled(block, ("title", "source"), self._texts(block, "content", where))
             case "document" | "container_upload" as kind:
                 raise unsupported_type(where, "blocks", kind)
             case kind:
-                self._left_out.add(of_type("blocks", kind))
+                self.left_out.add(of_type("blocks", kind))
                 return None
 
     def _document(self, block: Json, where: str) -> Json:
@@ -289,7 +297,7 @@ class MessageTranslator:
             case "content" if isinstance(source.get("content"), str):
                 texts = [source["content"]]
             case "content":
-                texts = list(_texts(require_objects(source, "content", where), self._left_out))
+                texts = list(self._texts(source, "content", where))
             case kind:
                 raise unsupported_type(where, "documents", kind)
         return _titled(block, ("title", "context"), texts)

@@ -304,6 +304,7 @@ class Gateway:
         self.settings = settings
         self.limits = replace(
             self.limits,
+            changing_prompt_lines=settings.changing_prompt_lines,
             max_body_size=settings.max_body_size,
             max_connections=settings.max_connections,
         )

@@ -11,6 +11,7 @@ from router.settings import Settings
 class RequestLimits:
     """A copy of some fields of Settings. Reading a pydantic model takes ten times as long."""
 
+    changing_prompt_lines: tuple[str, ...]
     client_read_timeout: float
     conversation_stream: str
     conversation_unproven: str

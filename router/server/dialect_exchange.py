@@ -102,7 +102,7 @@ class MessagesDialect(ApiDialect):
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
         left_out: set[str] = set()
-        chat = chat_from_messages(body, left_out)
+        chat = chat_from_messages(body, left_out, gateway.limits.changing_prompt_lines)
         self.is_streamed = bool(body.get("stream"))
         self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
         _take_chat(request, gateway, chat)
@@ -132,8 +132,9 @@ class CountTokensDialect(MessagesDialect):
     """Counts the tokens of a message with an engine's /tokenize."""
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        chat = count_request_from_messages(body, set())
-        take_body(request, chat, gateway.limits, None, gateway.aliases)
+        limits = gateway.limits
+        counted = count_request_from_messages(body, set(), limits.changing_prompt_lines)
+        take_body(request, counted, limits, None, gateway.aliases)
         request.path, request.decode_only_reason, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
     def whole_answer(self, content: Json) -> Json:

@@ -24,6 +24,7 @@ MAX_GROUP_WEIGHT = 1e6
 TLS_SCHEME = "https://"
 STORE_URL = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
 FIELD_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+LINE_PATTERN = re.compile(r"[^\s*].{0,199}")
 GROUP_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[a-z0-9._\[\]:-]{1,259}")
 LABEL_SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
@@ -124,6 +125,19 @@ def _parse_list(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return [item for part in value for item in _parse_list(part)]
     return [value]
+
+
+def _parse_patterns(value: object) -> list[object]:
+    """A pattern may contain spaces and commas, so only JSON and lists have several."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = list(json.loads(value))
+        except ValueError:
+            raise ValueError("not a JSON list") from None
+    given = value if isinstance(value, list | tuple) else [value]
+    if len(given) == 1 and isinstance(given[0], str) and given[0].lstrip().startswith("["):
+        return _parse_patterns(given[0])
+    return [pattern for pattern in given if pattern != ""]
 
 
 def _parse_host(text: str) -> str:
@@ -235,6 +249,14 @@ Origin = Annotated[
 Origins = Annotated[tuple[Origin, ...], AsList]
 Name = Annotated[str, _matches(FIELD_NAME, "not the name of a header or of a field"), "NAME"]
 Names = Annotated[tuple[Name, ...], AsList]
+LinePattern = Annotated[
+    str,
+    _matches(LINE_PATTERN, "not a pattern of 1 to 200 characters that begins without *"),
+    "PATTERN",
+]
+LinePatterns = Annotated[
+    tuple[LinePattern, ...], BeforeValidator(_parse_patterns), Field(max_length=32)
+]
 Selector = Annotated[
     str,
     _matches(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),

@@ -12,6 +12,7 @@ from router.settings.fields import (
     MIB,
     Count,
     Factor,
+    LinePatterns,
     Lower,
     Name,
     Names,
@@ -148,6 +149,9 @@ class ConversationSettings(SettingsGroup):
     conversation_max_bytes: Largest size of the memory store.
     conversation_ids: Where the router looks for a conversation's id, in this order. x-...: a
         header; prefix: recognise a chat by its messages; anything else: a field of the body.
+    changing_prompt_lines: Lines that the router removes from the beginning of system texts on
+        /v1/messages, because they change with each request and so prevent the reuse of KV; * stands
+        for any characters. The default is a line of Claude Code. An empty list keeps all lines.
     conversation_stream: auto: relay streams as they come, and reuse the turn if the decode engine
         puts kv_transfer_params into the stream. exact: request the answer without streaming, and
         make the stream from the whole answer. A request can set conversation_stream itself.
@@ -172,6 +176,7 @@ class ConversationSettings(SettingsGroup):
     conversation_max_entries: PositiveCount = 100_000
     conversation_max_bytes: ByteSize = ByteSize(256 * MIB)
     conversation_ids: Names = DEFAULT_CONVERSATION_IDS
+    changing_prompt_lines: LinePatterns = ("x-anthropic-billing-header*",)
     conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
     conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"
     tenant_header: Name = "authorization"

@@ -153,6 +153,31 @@ def test_lists_in_variables(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     assert load(flags).prefiller_hosts == ("a", "b")
 
 
+@pytest.mark.parametrize(
+    ("given_patterns", "expected"),
+    [
+        ("Today is, *", ("Today is, *",)),
+        ('["a b*", "c,"]', ("a b*", "c,")),
+        (['["a b*", "c,"]'], ("a b*", "c,")),
+        (["a b*", "c,"], ("a b*", "c,")),
+        ("", ()),
+        ([], ()),
+        ("[]", ()),
+    ],
+)
+def test_patterns_keep_their_spaces_and_commas(
+    given_patterns: object, expected: tuple[str, ...]
+) -> None:
+    settings = load({**ENGINES, "changing_prompt_lines": given_patterns})
+    assert settings.changing_prompt_lines == expected
+
+
+@pytest.mark.parametrize("pattern", ["*", " a", "*a", "a\nb", "a" * 201, "[a", ["a"] * 33])
+def test_a_pattern_that_would_match_any_line_is_refused(pattern: object) -> None:
+    with pytest.raises(SettingsError, match="changing-prompt-lines"):
+        load({**ENGINES, "changing_prompt_lines": pattern})
+
+
 def test_the_variables_of_a_kubernetes_service_of_our_name_are_not_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

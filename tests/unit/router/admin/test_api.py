@@ -331,6 +331,7 @@ async def test_limits_change_while_requests_run(p: MockEngine, d: MockEngine) ->
     async with administered([p], [d]) as here:
         here.given |= {"max_engine_requests": 1, "queue_size": 1, "queue_timeout": 60.0}
         here.given |= {"max_body_size": 2048, "max_held_bodies": 4096, "max_connections": 7}
+        here.given["changing_prompt_lines"] = ["Today is *"]
         asking = [asyncio.create_task(here.router.complete())]
         await eventually(lambda: len(d.requests) == 1)
         answer = await here.api.post("/admin/reload")
@@ -341,9 +342,11 @@ async def test_limits_change_while_requests_run(p: MockEngine, d: MockEngine) ->
             "max_body_size",
             "max_held_bodies",
             "max_connections",
+            "changing_prompt_lines",
         }
         gateway = here.router.gateway
         assert (gateway.limits.max_connections, gateway.memory.bodies.limit) == (7, 4096)
+        assert gateway.limits.changing_prompt_lines == ("Today is *",)
         asking += [asyncio.create_task(here.router.complete()) for _ in range(2)]
         await eventually(lambda: gateway.admission is not None and gateway.admission.depth == 1)
         assert here.router.metric("queue_depth") == 1

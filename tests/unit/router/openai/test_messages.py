@@ -37,7 +37,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "applicati
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_from_messages(ASKED | fields, set())
+    return chat_from_messages(ASKED | fields, set(), ())
 
 
 def test_a_plain_message_is_a_plain_chat() -> None:
@@ -194,7 +194,7 @@ HINTS = {
 
 def test_hints_to_anthropic_do_not_reach_engines() -> None:
     assert chat(**HINTS) == ASKED
-    count = count_request_from_messages({**HINTS, "model": "m", "messages": [HI]}, set())
+    count = count_request_from_messages({**HINTS, "model": "m", "messages": [HI]}, set(), ())
     assert count == {"model": "m", "messages": [HI]}
 
 
@@ -213,7 +213,7 @@ def test_a_call_without_input_has_an_empty_object(given: object) -> None:
 def test_tools_of_anthropic_are_left_out_beside_others() -> None:
     left_out: set[str] = set()
     bash = {"type": "bash_20250124", "name": "bash"}
-    told = chat_from_messages({**ASKED, "tools": [SEARCH, WEATHER, bash]}, left_out)
+    told = chat_from_messages({**ASKED, "tools": [SEARCH, WEATHER, bash]}, left_out, ())
     assert [tool["function"]["name"] for tool in told["tools"]] == ["weather"]
     assert left_out == {"tools of type 'bash_20250124', 'web_search_20250305'"}
 
@@ -234,7 +234,7 @@ def test_unknown_blocks_are_left_out_of_the_history() -> None:
         },
         HI,
     ]
-    told = chat_from_messages({**ASKED, "messages": said}, left_out)
+    told = chat_from_messages({**ASKED, "messages": said}, left_out, ())
     assert told["messages"] == [
         {"role": "user", "content": "find"}, {"role": "assistant", "content": "found"}, HI
     ]  # fmt: skip
@@ -331,7 +331,7 @@ FIELDS = st.sampled_from(
 def test_any_json_is_translated_or_refused(fields: dict[str, Any]) -> None:
     for translate in (chat_from_messages, count_request_from_messages):
         with contextlib.suppress(BadRequestError):
-            translate(ASKED | fields, set())
+            translate(ASKED | fields, set(), ())
 
 
 @given(JSON, JSON, JSON)
@@ -341,6 +341,63 @@ def test_any_answer_is_heard(choices: object, usage: object, error: object) -> N
     list(answer.add({"choices": [{"delta": choices, "message": usage, "logprobs": error}]}))
     list(answer.add({"error": error}))
     list(answer.close())
+
+
+# The prompt's changing parts.
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.a1b; cc_entrypoint=cli; cch="
+CLAUDE_CODE = ("x-anthropic-billing-header*",)
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": [text(f"{BILLING}1;"), text("be kind")]},
+        {"system": [text(f"{BILLING}1;\nbe kind")]},
+        {"system": f"{BILLING}1;\r\n\r\nbe kind"},
+        {"system": f" {BILLING}1; \nbe kind"},
+        {"messages": [{"role": "system", "content": f"{BILLING}1;"},
+                      {"role": "system", "content": "be kind"}, HI]},
+        {"messages": [{"role": "system", "content": [text(f"{BILLING}1;"), text("be kind")]}, HI]},
+    ],
+)  # fmt: skip
+def test_a_line_that_changes_with_each_request_is_removed(fields: dict[str, Any]) -> None:
+    for translate in (chat_from_messages, count_request_from_messages):
+        told = translate(ASKED | fields, set(), CLAUDE_CODE)["messages"]
+        assert told == [{"role": "system", "content": "be kind"}, HI]
+
+
+@pytest.mark.parametrize("system", [f"{BILLING}1;", [text(f"{BILLING}1;")], [], "", [text("")]])
+def test_an_empty_system_prompt_is_no_message(system: object) -> None:
+    told = chat_from_messages({**ASKED, "system": system}, set(), CLAUDE_CODE)
+    assert told["messages"] == [HI]
+
+
+def test_the_users_text_and_later_lines_are_kept() -> None:
+    asked = {**ASKED, "system": f"be kind\n{BILLING}1;"}
+    asked["messages"] = [{"role": "user", "content": f"{BILLING}1;"}]
+    told = chat_from_messages(asked, set(), CLAUDE_CODE)["messages"]
+    assert [message["content"] for message in told] == [asked["system"], f"{BILLING}1;"]
+
+
+async def test_engines_see_one_prompt_whatever_the_billing_line(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router()
+    for number in range(2):
+        asked = {**ASKED, "system": [text(f"{BILLING}{number};"), text("be kind")]}
+        assert (await router.client.post(PATH, json=asked)).status_code == 200
+    assert [request.json["messages"] for request in d.requests] == [
+        [{"role": "system", "content": "be kind"}, HI]
+    ] * 2
+    router = await start_router(changing_prompt_lines=["Today is *."])
+    asked = {**ASKED, "system": f"Today is Monday.\n{BILLING}1;"}
+    assert (await router.client.post(PATH, json=asked)).status_code == 200
+    assert d.last.json["messages"][0]["content"] == f"{BILLING}1;"
 
 
 # Through the router.
