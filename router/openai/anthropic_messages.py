@@ -212,9 +212,10 @@ class MessageTranslator:
             yield from translated
 
     def _assistant_message(self, blocks: list[tuple[Json, str]]) -> Json:
-        """Translate blocks of the assistant. Chat templates leave reasoning out, so it is
-        dropped."""
+        """Translate blocks of the assistant. Whether the model sees its reasoning is for the chat
+        template to decide."""
         texts: list[str] = []
+        traces: list[str] = []
         calls: list[Json] = []
         for block, where in blocks:
             match block.get("type"):
@@ -222,16 +223,19 @@ class MessageTranslator:
                     texts.append(require_text(block, "text", where))
                 case "tool_use":
                     calls.append(_call(block, where))
+                case "thinking" if isinstance(block.get("thinking"), str):
+                    traces.append(block["thinking"])
                 case "thinking" | "redacted_thinking":
-                    pass
+                    pass  # without a text that an engine can read
                 case "compaction" if isinstance(block.get("content"), str):
                     texts.append(block["content"])
                 case kind:
                     self.left_out.add(of_type("blocks", kind))
-        text = "".join(texts)
-        if not calls:
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": text if texts else None, "tool_calls": calls}
+        content = None if calls and not texts else "".join(texts)
+        message: Json = {"role": "assistant", "content": content}
+        if trace := "\n\n".join(filter(None, traces)):
+            message["reasoning"] = trace
+        return {**message, "tool_calls": calls} if calls else message
 
     def _user_messages(self, blocks: list[tuple[Json, str]]) -> Iterator[Json]:
         """Translate blocks of the user. Tool results come first, as messages of their own."""

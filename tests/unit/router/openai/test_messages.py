@@ -91,7 +91,7 @@ def test_tools_and_what_they_said_are_told() -> None:
         "function": {"name": "weather", "arguments": '{"at":"Rome"}'},
     }
     assert given["messages"][1:] == [
-        {"role": "assistant", "content": "I look", "tool_calls": [call]},
+        {"role": "assistant", "content": "I look", "reasoning": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
         {
             "role": "user",
@@ -104,6 +104,23 @@ def test_tools_and_what_they_said_are_told() -> None:
     function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     assert given["tools"] == [{"type": "function", "function": function}]
     assert given["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("traces", "expected"),
+    [
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "thinking", "thinking": "so"}],
+         {"reasoning": "hm\n\nso"}),
+        ([{"type": "redacted_thinking", "data": "gAAA"}], {}),
+        ([{"type": "thinking", "thinking": "", "signature": "s"}, {"type": "thinking"}], {}),
+    ],
+)  # fmt: skip
+def test_thinking_goes_along_as_reasoning(
+    traces: list[dict[str, Any]], expected: dict[str, str]
+) -> None:
+    content = [*traces, {"type": "text", "text": "yes"}]
+    given = chat(messages=[HI, {"role": "assistant", "content": content}, HI])
+    assert given["messages"][1] == {"role": "assistant", "content": "yes", **expected}
 
 
 @pytest.mark.parametrize(
