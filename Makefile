@@ -6,6 +6,7 @@
 # make test-vllm      10 min: the connector inside vLLM's CPU builds (3 GB to install)
 # make test-k8s       3 min: the chart, discovery, gateways on a real API server
 # make test-clients   30 s: OpenAI's, Anthropic's and other clients
+# make test-agents    1 min: Claude Code, Codex and opencode as npm has them (1 GB)
 # make test-nightly   hours: all of the above, what CI leaves out, all of it in the newest vLLM
 # make test-lowest    the router's tests with the lowest versions that pyproject.toml admits
 # make simulate       ten thousand seeds of the simulated engines
@@ -21,7 +22,7 @@ STAMP := $(VENV)/.installed
 # Of vLLM, beside the build; the last one is the newest.
 RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.txt)
 
-.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-lowest simulate soak chaos check docs install clean help
+.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-agents test-lowest simulate soak chaos check docs install clean help
 
 help:
 	@sed -n '/^# make\|^# Times/s/^# //p' Makefile
@@ -59,7 +60,7 @@ test-vllm-nightly: $(STAMP)
 		scripts/test tests/vllm --ignore-glob "*/test_next_*" --ignore-glob "*/test_stock*" \
 		--ignore tests/vllm/test_releases.py --ignore tests/vllm/test_layouts.py --timeout 600 $(ARGS)
 
-test-nightly: check docs test-all test-vllm-nightly test-k8s test-clients simulate soak chaos
+test-nightly: check docs test-all test-vllm-nightly test-k8s test-clients test-agents simulate soak chaos
 
 test-k8s: $(STAMP)
 	PYTHON="$(BIN)/python" scripts/install_helm
@@ -68,7 +69,10 @@ test-k8s: $(STAMP)
 	@VENV="$(VENV)" scripts/test tests/k8s -n 2 --dist loadfile --timeout 600 $(ARGS)
 
 test-clients: $(STAMP)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 120 $(ARGS)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 120 -m "not nightly" $(ARGS)
+
+test-agents: $(STAMP)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 900 -m nightly $(ARGS)
 
 test-lowest:
 	PYTHON="$(PYTHON)" scripts/test_lowest -n 2 --dist loadfile $(ARGS)
