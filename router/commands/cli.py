@@ -1,4 +1,4 @@
-"""The command disagg-router: `serve` (the default), `drain`, `status`, `bench`, `key`, `demo`."""
+"""The command disagg-router: `serve` (the default) and the commands of COMMANDS."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from importlib.metadata import version
 from typing import Any
 
 from router.commands.console import CommandParser
+from router.common.did_you_mean import did_you_mean
 from router.settings import (
     RENAMED,
     Settings,
     SettingsError,
+    as_yaml,
     default_of,
     deprecation_warnings,
     description_of,
@@ -33,12 +35,13 @@ DESCRIPTION = """\
 Routes OpenAI requests to pairs of prefill and decode engines.
 
 Commands:
-  serve    serve in front of running engines (the default, may be left out)
-  drain    wait until an engine can be stopped without failing a request
-  status   show the engines, groups and load of a router
-  bench    put a bounded load on a router and measure it
-  key      make an API key for a client of the router
-  demo     start engines and a router on this machine
+  serve       serve in front of running engines (the default, may be left out)
+  drain       wait until an engine can be stopped without failing a request
+  status      show the engines, groups and load of a router
+  bench       put a bounded load on a router and measure it
+  key         make an API key for a client of the router
+  demo        start engines and a router on this machine
+  completion  print a script that completes commands and options in bash or zsh
 
 `disagg-router COMMAND --help` shows a command's options. Every option below can also be a variable
 (DISAGG_ROUTER_PORT for --port) or a line of a YAML file (--config). An option takes precedence over
@@ -47,45 +50,71 @@ a variable, a variable over the file.
 # A command's module is imported only if it runs.
 COMMANDS = {
     "bench": "router.commands.bench.command",
+    "completion": "router.commands.completion",
     "demo": "router.commands.demo.command",
     "drain": "router.commands.drain",
     "key": "router.commands.key",
     "status": "router.commands.status",
 }
+# `--help` shows these settings; `--help-all` shows all.
+COMMON_SETTINGS = (
+    "config",
+    "prefill",
+    "decode",
+    "engines_file",
+    "host",
+    "port",
+    "workers",
+    "prefill_policy",
+    "conversation_store",
+    "api_keys_file",
+    "ui",
+    "log_level",
+)
 EXAMPLE = """\
 example:
-  disagg-router --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 \\
-                --decoder-hosts 10.0.1.1 --decoder-ports 8200 --host 0.0.0.0
+  disagg-router --prefill http://10.0.0.1:8100 http://10.0.0.2:8100 \\
+                --decode http://10.0.1.1:8200 --host 0.0.0.0
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in COMMANDS:
-        module = importlib.import_module(COMMANDS[arguments[0]])
+    command = arguments[0] if arguments else "serve"
+    if command in COMMANDS:
+        module = importlib.import_module(COMMANDS[command])
         return int(module.main(arguments[1:]))
-    if arguments[:1] == ["serve"]:
+    if command == "serve":
         arguments = arguments[1:]
-    return _serve(vars(parser().parse_args(arguments)))
+    elif not command.startswith("-"):
+        suggestion = did_you_mean(command, [*COMMANDS, "serve"])
+        parser().error(f"unknown command {command}{suggestion}")
+    shows_all = "--help" not in arguments and "-h" not in arguments
+    return _serve(vars(parser(shows_all).parse_args(arguments)))
 
 
-def parser() -> CommandParser:
-    """Return a parser with a flag for each setting; values stay text, which the model checks."""
+def parser(shows_all: bool = True) -> CommandParser:
+    """Return a parser with a flag for each setting; values stay text, which the model checks.
+
+    Its help shows all settings or only the common ones.
+    """
     made = CommandParser(
         PROGRAM,
         DESCRIPTION,
-        usage=f"{PROGRAM} [serve] [options]\n       {PROGRAM} drain URL [options]\n"
-        f"       {PROGRAM} status | bench [URL] [options]\n"
-        f"       {PROGRAM} key NAME [options]\n"
-        f"       {PROGRAM} demo [options]",
+        usage=f"{PROGRAM} [serve] --prefill URL ... --decode URL ... [options]\n"
+        f"       {PROGRAM} COMMAND [options]",
         epilog=EXAMPLE,
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
     general = made.add_argument_group("General")
-    general.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    general.add_argument("-h", "--help", action="help", help="Show the common options and exit.")
+    general.add_argument("--help-all", action="help", help="Show all options and exit.")
     text = f"{PROGRAM} {version(PROGRAM)}"
     general.add_argument("--version", action="version", version=text, help="Show it and exit.")
+    add_action = partial(general.add_argument, action="store_true")
+    add_action("--check", help="Check the settings and the files they name, and exit.")
+    add_action("--print-config", help="Print the settings as YAML, without secrets, and exit.")
     groups = {"General": general}
     for name in Settings.model_fields:
         title = group_title(name)
@@ -94,7 +123,10 @@ def parser() -> CommandParser:
         flags = [flag_of(name)]
         if name.endswith(("_hosts", "_ports")):  # --decoder-host, as in vLLM's example proxies
             flags.append(flags[0][:-1])
-        groups[title].add_argument(*flags, dest=name, **_options(name))
+        options = _options(name)
+        if not shows_all and name not in COMMON_SETTINGS:
+            options["help"] = argparse.SUPPRESS
+        groups[title].add_argument(*flags, dest=name, **options)
     for name, current in RENAMED.items():
         options = _options(current) | {"help": argparse.SUPPRESS}
         made.add_argument(flag_of(name), dest=name, **options)
@@ -120,19 +152,26 @@ def _serve(flags: dict[str, Any]) -> int:
     from router.server.app import check_files
     from router.telemetry import logs
 
+    only_check, only_print = flags.pop("check", False), flags.pop("print_config", False)
     try:
         settings = load(flags)
+        if only_print:
+            print(as_yaml(settings), end="")
+            return 0
         logs.configure(settings.log_level, settings.log_format)
         logger = logging.getLogger("disagg_router")
         for line in deprecation_warnings(settings, flags):
             logger.warning("%s", line)
-        for variable in unknown_variables(os.environ):
-            logger.warning("%s is not a setting, and is ignored", variable)
+        for line in unknown_variables(os.environ):
+            logger.warning("%s", line)
         check_sources(settings)
         # Report unreadable secrets and files before the router listens.
         for secret in ("admin_token", "ui_token", "engine_api_key"):
             read_secret(settings, secret)
         check_files(settings)
+        if only_check:
+            print("the settings are valid")
+            return 0
         if settings.workers > 1:
             return supervisor.run(settings, partial(load, flags))
         serve.run(settings, partial(load, flags))

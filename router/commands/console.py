@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
+from router.common.did_you_mean import did_you_mean
+
 
 class CommandError(Exception):
     """A command has failed; the message has a line for each reason."""
@@ -31,6 +33,18 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Like argparse, and suggest the option that an unknown one may have meant."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            what = "option" if name.startswith("-") else "argument"
+            self.error(f"unknown {what} {name}{did_you_mean(name, self.option_strings())}")
+        return options
+
+    def option_strings(self) -> list[str]:
+        return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -106,7 +106,13 @@ class ShutdownSequence:
             logger.warning("%s again: exiting now", number.name)
             self._gateway.records.flush()
             os._exit(128 + number)
-        logger.info("%s: shutting down", number.name)
+        logger.info(
+            "%s: shutting down: waiting up to %g s for %d requests; another %s ends them at once",
+            number.name,
+            self._settings.shutdown_delay + self._settings.shutdown_timeout,
+            len(self._gateway.tasks.running),
+            number.name,
+        )
         self._gateway.tasks.is_draining = True
         self._task = asyncio.get_running_loop().create_task(self._proceed())
 

@@ -34,6 +34,7 @@ from router.settings.model import (
     metavar_of,
     unknown_variables,
 )
+from router.settings.rendering import as_yaml
 from router.settings.secret import read_secret
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "BrokenFileError",
     "Settings",
     "SettingsError",
+    "as_yaml",
     "canonical",
     "default_of",
     "deprecation_warnings",

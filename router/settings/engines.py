@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ByteSize
 
@@ -14,6 +14,7 @@ from router.settings.fields import (
     Address,
     Count,
     DnsNames,
+    EngineUrls,
     Hosts,
     Lower,
     ModelAliasTexts,
@@ -24,21 +25,28 @@ from router.settings.fields import (
     Seconds,
     Selector,
     SettingsGroup,
+    split_port,
 )
 
 
 class EngineSettings(SettingsGroup):
     """Engines
 
-    prefiller_hosts: Hosts of the prefill engines: names, IPv4 or IPv6 addresses. Put https://
-        before a host that is reached over TLS.
-    prefiller_ports: HTTP ports of the prefill engines: one for each host, or one for all.
-    decoder_hosts: Hosts of the decode engines.
-    decoder_ports: HTTP ports of the decode engines: one for each host, or one for all.
+    prefill: Prefill engines: http://HOST:PORT, https://HOST:PORT or HOST:PORT.
+    decode: Decode engines.
+    prefiller_hosts: Hosts of prefill engines: names, IPv4 or IPv6 addresses, each with a port
+        (HOST:PORT) or without. Put https:// before a host that is reached over TLS.
+    prefiller_ports: HTTP ports of the prefill engines: one for each host, one for all, or several
+        for one host.
+    decoder_hosts: Hosts of decode engines.
+    decoder_ports: HTTP ports of the decode engines: one for each host, one for all, or several for
+        one host.
     model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME is a model that
         engines serve. The first match counts; names that engines serve are no aliases.
     """
 
+    prefill: EngineUrls = ()
+    decode: EngineUrls = ()
     prefiller_hosts: Hosts = ()
     prefiller_ports: Ports = ()
     decoder_hosts: Hosts = ()
@@ -46,38 +54,87 @@ class EngineSettings(SettingsGroup):
     model_alias: ModelAliasTexts = ()
 
     @property
+    def prefill_engines(self) -> StaticEngines:
+        hosts, ports = self.prefiller_hosts, self.prefiller_ports
+        return StaticEngines("prefill", "prefiller", self.prefill, hosts, ports)
+
+    @property
+    def decode_engines(self) -> StaticEngines:
+        return StaticEngines(
+            "decode", "decoder", self.decode, self.decoder_hosts, self.decoder_ports
+        )
+
+    @property
     def prefillers(self) -> tuple[Address, ...]:
-        return pair_addresses(self.prefiller_hosts, self.prefiller_ports)
+        return self.prefill_engines.addresses
 
     @property
     def decoders(self) -> tuple[Address, ...]:
-        return pair_addresses(self.decoder_hosts, self.decoder_ports)
+        return self.decode_engines.addresses
 
     @property
     def over_tls(self) -> frozenset[Address]:
-        hosts = (*self.prefiller_hosts, *self.decoder_hosts)
-        pairs = zip(hosts, (*self.prefillers, *self.decoders), strict=True)
-        return frozenset(address for host, address in pairs if host.startswith(TLS_SCHEME))
+        both = (*self.prefill_engines.endpoints(), *self.decode_engines.endpoints())
+        return frozenset(address for address, has_tls in both if has_tls)
 
 
-def pair_addresses(hosts: tuple[str, ...], ports: tuple[int, ...]) -> tuple[Address, ...]:
-    """Return one address for each host; a single port is the port of every host."""
-    ports = ports * len(hosts) if len(ports) == 1 else ports
-    return tuple(map(Address, (host.removeprefix(TLS_SCHEME) for host in hosts), ports))
+class StaticEngines(NamedTuple):
+    """The engines of one role that flags, variables or the YAML file list."""
+
+    role: str
+    flag: str
+    """How the flags with hosts and ports begin."""
+    urls: tuple[str, ...]
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    def endpoints(self) -> Iterator[tuple[Address, bool]]:
+        """Yield each engine's address, and whether it is reached over TLS.
+
+        Ports go to the hosts without a port: one each, or one to all; and one host gets several.
+        """
+        listed: list[tuple[str, int | None]] = [(url, None) for url in self.urls]
+        listed += [(host, None) for host in self.hosts if _port_of(host) is not None]
+        portless = [host for host in self.hosts if _port_of(host) is None]
+        if len(portless) == 1:
+            listed += [(portless[0], port) for port in self.ports]
+        else:
+            ports = self.ports * len(portless) if len(self.ports) == 1 else self.ports
+            listed += zip(portless, ports, strict=False)
+        for text, port in listed:
+            host, own_port = split_port(text.removeprefix(TLS_SCHEME))
+            yield Address(host.strip("[]"), own_port or port or 0), text.startswith(TLS_SCHEME)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return tuple(address for address, _ in self.endpoints())
+
+    def problems(self, is_required: bool) -> Iterator[str]:
+        """Yield a line if hosts and ports do not fit. `is_required`: no other source has any."""
+        portless = sum(_port_of(host) is None for host in self.hosts)
+        if not self.urls and not self.hosts and not self.ports:
+            if is_required:
+                yield (
+                    f"no {self.role} engine: --{self.role} http://HOST:PORT is missing "
+                    f"(or --{self.flag}-hosts and --{self.flag}-ports)"
+                )
+        elif self.ports and not self.hosts:
+            yield f"no {self.role} engine for --{self.flag}-ports: --{self.flag}-hosts is missing"
+        elif portless and not self.ports:
+            yield f"no port for the {self.role} engines: --{self.flag}-ports is missing"
+        elif self.ports and not portless:
+            yield f"--{self.flag}-ports: each host of --{self.flag}-hosts has a port already"
+        elif portless > 1 and len(self.ports) not in (1, portless):
+            yield (
+                f"--{self.flag}-hosts names {portless} and --{self.flag}-ports {len(self.ports)}: "
+                "give one port for each host, or one for all"
+            )
+        elif len(set(self.addresses)) < len(self.addresses):
+            yield f"--{self.role}, --{self.flag}-hosts and --{self.flag}-ports name an engine twice"
 
 
-def pairing_problems(role: str, hosts: tuple[str, ...], ports: tuple[int, ...]) -> Iterator[str]:
-    """Yield a line if hosts and ports of a role do not fit."""
-    if not hosts or not ports:
-        missing = "hosts" if not hosts else "ports"
-        yield f"no {role} engine: --{role}-{missing} is missing"
-    elif len(ports) not in (1, len(hosts)):
-        yield (
-            f"--{role}-hosts names {len(hosts)} and --{role}-ports {len(ports)}: "
-            "give one port for each host, or one for all"
-        )
-    elif len(set(pair_addresses(hosts, ports))) < len(hosts):
-        yield f"--{role}-hosts and --{role}-ports name an engine twice"
+def _port_of(host: str) -> int | None:
+    return split_port(host.removeprefix(TLS_SCHEME))[1]
 
 
 class DiscoverySettings(SettingsGroup):

@@ -143,13 +143,30 @@ def _parse_patterns(value: object) -> list[object]:
 def _parse_host(text: str) -> str:
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not (_is_address(_ipv6, host) if ":" in host else HOST_NAME.fullmatch(host)):
-        raise ValueError("not a host: give a name, IPv4 or IPv6, without scheme or port")
+        raise ValueError("must be a host: a name, an IPv4 or an IPv6 address")
     return host
+
+
+def split_port(text: str) -> tuple[str, int | None]:
+    """Split "HOST:PORT" or "[IPv6]:PORT"; the port is None if there is none."""
+    host, mark, port = text.rpartition(":")
+    if mark and is_port(port) and (":" not in host or (host[0] == "[" and host[-1] == "]")):
+        return host, int(port)
+    return text, None
 
 
 def _parse_engine_host(text: str) -> str:
     scheme = TLS_SCHEME if text.startswith(TLS_SCHEME) else ""
-    return scheme + _parse_host(text.removeprefix(TLS_SCHEME))
+    host, port = split_port(text.removeprefix(TLS_SCHEME))
+    host = _parse_host(host)
+    return scheme + (host if port is None else str(Address(host, port)))
+
+
+def _parse_engine_url(text: str) -> str:
+    plain = text.removeprefix("http://").removesuffix("/")
+    if split_port(plain.removeprefix(TLS_SCHEME))[1] is None:
+        raise ValueError("must be http://HOST:PORT, https://HOST:PORT or HOST:PORT")
+    return _parse_engine_host(plain)
 
 
 def _check_dns_name(text: str) -> str:
@@ -233,6 +250,8 @@ Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) el
 Host = Annotated[str, AfterValidator(_parse_host), "HOST"]
 EngineHost = Annotated[str, AfterValidator(_parse_engine_host), "HOST"]
 Hosts = Annotated[tuple[EngineHost, ...], AsList]
+EngineUrl = Annotated[str, AfterValidator(_parse_engine_url), "URL"]
+EngineUrls = Annotated[tuple[EngineUrl, ...], AsList]
 Port = Annotated[int, Field(ge=1, le=65535), "PORT"]
 Ports = Annotated[tuple[Port, ...], AsList]
 ListenPort = Annotated[int, Field(ge=0, le=65535), "PORT"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
 from inspect import getdoc
@@ -29,8 +28,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from router.common.did_you_mean import did_you_mean
 from router.settings import engines, routing, server
-from router.settings.engines import pairing_problems
 from router.settings.fields import (
     ADMIN_URL,
     PREFIX,
@@ -39,6 +38,7 @@ from router.settings.fields import (
     flag_of,
     variable_of,
 )
+from router.settings.problems import describe
 from router.settings.secret import SECRETS, read_secret
 
 # Deprecated names of settings and the current ones. A deprecated name works as flag, as variable
@@ -126,11 +126,9 @@ class Settings(
                 yield f"{flag_of(name)} and its -file are both set"
         is_discovered = bool(self.engines_file) or self.admin_port is not None
         prefill_found = is_discovered or self.prefiller_dns or self.kubernetes_prefill_selector
-        if self.prefiller_hosts or self.prefiller_ports or not prefill_found:
-            yield from pairing_problems("prefiller", self.prefiller_hosts, self.prefiller_ports)
+        yield from self.prefill_engines.problems(is_required=not prefill_found)
         decode_found = is_discovered or self.decoder_dns or self.kubernetes_decode_selector
-        if self.decoder_hosts or self.decoder_ports or not decode_found:
-            yield from pairing_problems("decoder", self.decoder_hosts, self.decoder_ports)
+        yield from self.decode_engines.problems(is_required=not decode_found)
         if self.workers > 1 and self.conversation_store == "memory":
             yield (
                 f"--workers {self.workers} cannot share a conversation store in memory: set "
@@ -196,39 +194,16 @@ def load(flags: Mapping[str, Any]) -> Settings:
     try:
         return Settings(**flags)
     except ValidationError as error:
-        raise SettingsError(_problems(error, flags)) from None
-
-
-def _problems(error: ValidationError, flags: Mapping[str, Any]) -> list[str]:
-    lines: list[str] = []
-    for problem in error.errors(include_url=False, include_context=False):
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["loc"]:
-            name = str(problem["loc"][0])
-            if name not in SECRET_NAMES:
-                message += f" (got {textwrap.shorten(repr(problem['input']), 80)})"
-            message = f"{_origin(name, flags)}: {message}"
-        lines += message.split("\n")
-    return list(dict.fromkeys(lines))
-
-
-def _origin(name: str, flags: Mapping[str, Any]) -> str:
-    names = [name, *(old for old, current in RENAMED.items() if current == name)]
-    for given in names:
-        if given in flags:
-            return flag_of(given)
-    for given in names:
-        if name in Settings.model_fields and variable_of(given) in os.environ:
-            return variable_of(given)
-    return f"{name.replace('_', '-')} (in the configuration file)"
+        names = Settings.model_fields
+        raise SettingsError(describe(error, flags, names, RENAMED, SECRET_NAMES)) from None
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables with our prefix that are not settings, most likely misspelt."""
+    """Return the variables with our prefix that are not settings, with the closest setting."""
     links = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
     known = {ADMIN_URL, *map(variable_of, (*Settings.model_fields, *RENAMED))}
     ours = {name for name in environment if name.startswith(PREFIX) and not name.startswith(links)}
-    return sorted(ours - known)
+    return [f"{name} is not a setting{did_you_mean(name, known)}" for name in sorted(ours - known)]
 
 
 def deprecation_warnings(settings: Settings, flags: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ the release's name must begin with a letter, as a Service's has to: or say fulln
 router.port, router.livenessPort, router.metricsPort and admin.port must differ
 {{- end }}
 {{- $settings := .settings }}
-{{- $sources := list "prefiller-hosts" "prefiller-dns" "engines-file" }}
+{{- $sources := list "prefill" "prefiller-hosts" "prefiller-dns" "engines-file" }}
 {{- $named := false }}
 {{- range $sources }}{{- $named = or $named (hasKey $settings .) }}{{- end }}
 {{- if not (or .discovery.enabled $named (not .router.enabled)) }}

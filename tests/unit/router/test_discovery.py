@@ -257,8 +257,8 @@ def test_flags_may_lack_what_comes_from_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--prefiller-dns", "p.svc:1"], "no decoder engine: --decoder-hosts"),
-        (["--kubernetes-decode-selector", "a=b"], "no prefiller engine: --prefiller-hosts"),
+        (["--prefiller-dns", "p.svc:1"], "no decode engine: --decode http://HOST:PORT"),
+        (["--kubernetes-decode-selector", "a=b"], "no prefill engine: --prefill http://HOST:PORT"),
         (["--engines-file", "x", "--prefiller-hosts", "p"], "--prefiller-ports is missing"),
         ([*FLAGS, "--decoder-dns", "d.svc"], "--decoder-dns"),
         ([*FLAGS, "--decoder-dns", "10.0.0.1:80"], "--decoder-dns"),

@@ -81,6 +81,16 @@ def test_one_host_may_be_called_a_host() -> None:
     assert settings.decoders == (Address("d", 2), Address("e", 2))
 
 
+def test_an_engine_is_given_as_a_url_or_as_host_and_port() -> None:
+    settings = parsed(
+        "--prefill http://p:1 https://q:2/ [::1]:3 --decode d:4 --decoder-hosts e:5 f "
+        "--decoder-ports 6 7"
+    )
+    assert list(map(str, settings.prefillers)) == ["p:1", "q:2", "[::1]:3"]
+    assert list(map(str, settings.decoders)) == ["d:4", "e:5", "f:6", "f:7"]
+    assert list(map(str, settings.over_tls)) == ["q:2"]
+
+
 def test_one_port_serves_many_hosts() -> None:
     settings = load(ENGINES | {"prefiller_hosts": ["a", "b", "c"]})
     assert settings.prefillers == (Address("a", 8100), Address("b", 8100), Address("c", 8100))
@@ -105,7 +115,19 @@ def test_a_host_is_a_name_or_an_address(given: str, host: str, written: str | No
 
 @pytest.mark.parametrize(
     "host",
-    ["http://a", "a:80", "a/b", "-a", "", "a b;c", "[::1", "1::2::3", '::1%a"b', "::1%a\r\nb: c"],
+    [
+        "http://a",
+        "a:0",
+        "a:x",
+        "a/b",
+        "-a",
+        "",
+        "a b;c",
+        "[::1",
+        "1::2::3",
+        '::1%a"b',
+        "::1%a\r\nb: c",
+    ],
 )
 def test_anything_else_is_no_host(host: str) -> None:
     with pytest.raises(SettingsError):
@@ -197,7 +219,11 @@ def test_the_variables_of_a_kubernetes_service_of_our_name_are_not_ours(
         (["--prefill-timeout", "inf"], "--prefill-timeout"),
         (["--max-body-size", "big"], "--max-body-size"),
         (["--log-format", "xml"], "--log-format"),
-        (["--decoder-ports", "1", "2"], "--decoder-ports"),
+        (["--decoder-hosts", "e", "f", "--decoder-ports", "1"], "--decoder-ports"),
+        (["--decoder-hosts", "e:1", "--prefill", "a"], "HOST:PORT"),
+        (["--prefill", "p:8100"], "twice"),
+        (["--prot", "1"], "did you mean --port?"),
+        (["--log-level", "inof"], "must be debug, info, warning or error; did you mean info?"),
         (["--decoder-hosts", "d2", "--decoder-ports", "8201"], None),
         (["--prefiller-hosts", "p"], "twice"),
         (["--no-such-flag"], "--no-such-flag"),
@@ -226,14 +252,56 @@ def test_every_problem_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_engines_are_a_problem_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = problems(capsys)
     assert len(lines) == 2
-    assert "--prefiller-hosts" in lines[0]
-    assert "--decoder-hosts" in lines[1]
+    assert "--prefill http://HOST:PORT" in lines[0]
+    assert "--decode http://HOST:PORT" in lines[1]
+
+
+def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = problems(capsys, "statsu")
+    assert line == "disagg-router: error: unknown command statsu; did you mean status?"
+
+
+def test_check_reports_problems_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*FLAGS, "--check"]) == 0
+    assert capsys.readouterr().out == "the settings are valid\n"
+    assert problems(capsys, *FLAGS, "--check", "--api-keys-file", str(tmp_path / "none"))
+
+
+def test_the_printed_configuration_sets_the_same_settings_and_shows_no_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = [*FLAGS, "--conversation-store=redis://:pa55@h", "--max-body-size=2MiB"]
+    arguments += ["--group-weights=blue=9", "--admin-token=a-long-pa55-word", "--admin-port=1"]
+    assert main([*arguments, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert "pa55" not in text
+    file = tmp_path / "router.yaml"
+    file.write_text(text)
+    again = load({"config": str(file)} | ENGINES)
+    for name in ("prefillers", "max_body_size", "group_weights", "port"):
+        assert getattr(again, name) == getattr(parsed(" ".join(arguments)), name)
+
+
+def test_the_completion_script_is_valid_and_completes_options() -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "router.commands.cli", "completion", "bash"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    script += (
+        'COMP_WORDS=(disagg-router --prefill-t); COMP_CWORD=1; _disagg_router; echo "$COMPREPLY"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "--prefill-timeout\n"
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("prot: 1", "prot"),
+        ("prot: 1", "prot (in the configuration file): not a setting; did you mean port?"),
         ("port: [1", "router.yaml"),
         ("- 1", "router.yaml"),
         ("config: other.yaml", "config"),
@@ -264,7 +332,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["serve", "--help"], ["demo", "--help"], ["--version"]):
+    for arguments in (["--help-all"], ["serve", "--help"], ["demo", "--help"], ["--version"]):
         with pytest.raises(SystemExit) as left:
             main(arguments)
         assert left.value.code == 0
