@@ -5,12 +5,12 @@ the engine, so none gets out: a request whose hook fails is served locally or en
 vLLM calls while it starts may raise: then it does not start.
 """
 
-import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -107,6 +107,9 @@ NOT_KEPT: Finished = (False, None)
 
 
 class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
+    _of_this_worker: ClassVar["weakref.ref[DisaggConnector] | None"] = None
+    """In a worker's process, its half, for `inspect_worker`."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -116,7 +119,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
         self._windows = describe.windows(kv_cache_config)
-        self._view = functools.partial(RequestView, names_media=describe.names_media(vllm_config))
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._wakeups: WakeupListener | None = None
@@ -202,7 +204,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
         self._weights.label(request)
-        view = self._view(request)
+        view = RequestView(request)
         num_left = self.scheduler.backs_off(view)
         if num_left is not None:
             back_off(request, num_left)
@@ -212,7 +214,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: NOTHING)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
-        view = self._view(request)
+        view = RequestView(request)
         if request.lora_request is not None and view.content_keys is None:
             # Its adapter's files have changed while it waited.
             self.scheduler.change_weights([view.request_id])
@@ -237,7 +239,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             self._pending_reports.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
         block_ids = self._by_group(blocks.get_block_ids())
-        self.scheduler.update_state_after_alloc(self._view(request), block_ids, num_external_tokens)
+        self.scheduler.update_state_after_alloc(
+            RequestView(request), block_ids, num_external_tokens
+        )
 
     @guarded(lambda: DisaggMetadata(EMPTY_STEP))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -295,7 +299,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
-        view = self._view(request)
+        view = RequestView(request)
         self._prompt_progress.forget(view.request_id)
         decision = self.scheduler.request_finished(
             view, self._by_group(block_ids), view.finish_status
@@ -310,7 +314,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
         """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
-        return self.scheduler.load_failure_policy(self._view(request))
+        return self.scheduler.load_failure_policy(RequestView(request))
 
     @guarded(nothing)
     def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
@@ -418,6 +422,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        DisaggConnector._of_this_worker = weakref.ref(self)
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = build_worker(self._config, geometry, identity)
@@ -540,13 +545,10 @@ def _install_engine_patches() -> None:
 
 def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:
     """Called in each worker process. Return its leases and transfers, or why there are none."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    if not has_kv_transfer_group():
-        return "no KV connector"
-    connector = ours_in(get_kv_transfer_group())
+    reference = DisaggConnector._of_this_worker
+    connector = None if reference is None else reference()
     if connector is None:
-        return "another KV connector"
+        return "no KV connector of ours"
     try:
         return connector.inspect(key, asked)
     except Exception as error:

@@ -9,7 +9,6 @@ from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -110,16 +109,6 @@ def _unknown_modes(states: Sequence[MambaSpec]) -> set[str]:
     return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
 
 
-def names_media(vllm_config: VllmConfig) -> bool:
-    """Return True if vLLM identifies an image by a hash of its content. With both of its caches
-    off, it counts images instead (`_process_mm_uuids`)."""
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is None:
-        return True
-    caches_media: bool = multimodal.mm_processor_cache_gb > 0
-    return caches_media or bool(vllm_config.cache_config.enable_prefix_caching)
-
-
 def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones. Of
     layers that vLLM puts in one group though they differ, workers see each one's kind."""
@@ -215,8 +204,10 @@ def _lookahead(vllm_config: VllmConfig) -> int:
 
 
 def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
-    """Return the geometry of this worker's cache; only workers have a tensor rank."""
-    cache = vllm_config.cache_config
+    """Return the geometry of this worker's cache; only workers have a rank. vLLM numbers them by
+    stage, then by tensor rank (context parallelism is refused)."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     return CacheGeometry(
         block_size=cache.block_size,
@@ -225,8 +216,8 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         attn_backend_name=backend,
         is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES,
         num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
-        tp_rank=get_tensor_model_parallel_rank(),
-        pp_rank=get_pp_group().rank_in_group,
+        tp_rank=tp_rank,
+        pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
     )
 

@@ -8,7 +8,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
 from engine_ext.vllm.metric_deltas import histogram_buckets
@@ -53,8 +52,7 @@ class DisaggPromMetrics(KVConnectorPromMetrics):
             metric = metric_types[kind](
                 name=name, documentation=text, labelnames=labelnames, **options
             )
-            by_engine: dict[int, Any] = create_metric_per_engine(metric, per_engine_labelvalues)
-            return by_engine
+            return {rank: metric.labels(*of) for rank, of in per_engine_labelvalues.items()}
 
         self._counters = _counters(make)
         self._histograms = [

@@ -18,7 +18,6 @@ from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from vllm.entrypoints.launchers import app as launcher
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.v1.engine.core import EngineCore
 
 from engine_ext.http import identity, leases, release
@@ -135,5 +134,5 @@ def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:
 
 def _error(message: str, status: HTTPStatus) -> JSONResponse:
     kind = f"{status.phrase.replace(' ', '')}Error"
-    error = create_error_response(message, kind, status)
-    return JSONResponse(error.model_dump(), status)
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status)

@@ -25,12 +25,10 @@ _CONTENT_HASH = re.compile(r"(^|:)([0-9a-f]{64}|[0-9a-f]{128})$")
 class RequestView:
     """Reads through: nothing is copied but what vLLM lends as a view."""
 
-    __slots__ = ("_names_media", "_request")
+    __slots__ = ("_request",)
 
-    def __init__(self, request: Request, names_media: bool) -> None:
-        """`names_media`: a medium's identifier comes of its content, see describe.py."""
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self._names_media = names_media
 
     @property
     def request_id(self) -> str:
@@ -59,12 +57,12 @@ class RequestView:
     def content_keys(self) -> Keys | None:
         """What vLLM hashes into its own prefix cache's blocks (`generate_block_hash_extra_keys`),
         but with absolute positions, and the weights that compute it where these can change, see
-        weights.py. Embeddings have no name, nor has a medium whose identifier is a client's own
-        word instead of a hash."""
+        weights.py. Embeddings have no name, nor has a medium whose identifier is no hash of its
+        content: a client's own word, or vLLM's count of media where it caches none."""
         request = self._request
         media = [(one.identifier or "", one.mm_position) for one in request.mm_features]
-        are_named = self._names_media and all(_CONTENT_HASH.search(name) for name, _ in media)
-        if request.prompt_embeds is not None or (media and not are_named):
+        are_named = all(_CONTENT_HASH.search(name) for name, _ in media)
+        if request.prompt_embeds is not None or not are_named:
             return None
         keys = weights.keys_of(request)
         if keys is None:

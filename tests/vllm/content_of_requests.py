@@ -35,6 +35,8 @@ def request(**more: object) -> Request:
 
 
 ONE, OTHER = "1" * 64, "2" * 64
+COUNTED = "renderer0-mm-1-image-0"
+"""As vLLM names a medium when both of its caches are off."""
 REQUESTS = {
     "plain": {},
     "salt": {"cache_salt": "x"},
@@ -53,7 +55,7 @@ REQUESTS = {
 
 
 def proven(held: Request, wanted: Request) -> int:
-    ours, theirs = (RequestView(one, names_media=True) for one in (held, wanted))
+    ours, theirs = (RequestView(one) for one in (held, wanted))
     proof = PrefixHashes.of(ours.token_ids, ours.content_keys or ())
     return proof.count_verified_tokens(theirs.prompt_token_ids, theirs.content_keys or ())
 
@@ -69,9 +71,9 @@ def main() -> None:
     again = [request(**more) for more in REQUESTS.values()]
     embeddings = request(prompt=None, prompt_embeds=torch.zeros(32, 4))
     nameless = {
-        "embeddings": RequestView(embeddings, names_media=True),
-        "a client's name": RequestView(request(mm_features=[image("cat", 3)]), names_media=True),
-        "counted media": RequestView(request(mm_features=[image(ONE, 3)]), names_media=False),
+        "embeddings": RequestView(embeddings),
+        "a client's name": RequestView(request(mm_features=[image("cat", 3)])),
+        "counted media": RequestView(request(mm_features=[image(COUNTED, 3)])),
     }
     answer = {
         "names": list(REQUESTS),

@@ -28,7 +28,7 @@ CONNECTOR = Feature(
             requires_kv_delivery reset_cache save_kv_layer set_xfer_handshake_metadata_pp_aware
             shutdown start_load_kv supports_divergent_local_hybrid_hits update_connector_output
             update_state_after_alloc wait_for_layer_load wait_for_save _kv_cache_config
-            _vllm_config
+            _vllm_config _get_connector_metadata
         {BASE}:KVConnectorBase_V1 asks build_connector_meta get_num_new_matched_tokens
             save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load
             wait_for_save
@@ -38,7 +38,6 @@ CONNECTOR = Feature(
         {BASE}:KVConnectorBase_V1.update_state_after_alloc takes self request blocks
             num_external_tokens
         {BASE}:KVConnectorBase_V1.get_transfer_results takes self finished_req_ids
-        {BASE}:KVConnectorBase_V1._get_connector_metadata takes self
         {BASE}:KVConnectorWorkerMetadata has aggregate
         {BASE}:SupportsHMA asks request_finished_all_groups
         {BASE}:SupportsHMA.request_finished_all_groups takes self request block_ids
@@ -52,7 +51,7 @@ CONNECTOR = Feature(
             kv_role
         {CONFIG}:ParallelConfig has data_parallel_index data_parallel_size
             data_parallel_size_local decode_context_parallel_size pipeline_parallel_size
-            prefill_context_parallel_size tensor_parallel_size
+            prefill_context_parallel_size rank tensor_parallel_size
         vllm.envs has VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
     """),
     modules=("connector",),
@@ -71,21 +70,16 @@ CACHE = Feature(
         {CACHES}:SlidingWindowSpec has sliding_window
         {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
         {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs
-        {CONFIG}:CacheConfig has block_size cache_dtype enable_prefix_caching
-            get_resolved_kv_cache_layout
+        {CONFIG}:CacheConfig has block_size cache_dtype get_resolved_kv_cache_layout
         {CONFIG}:ModelConfig has dtype enable_cumem_allocator enable_sleep_mode get_head_size
             get_total_num_hidden_layers get_total_num_kv_heads hf_text_config max_model_len
-            model multimodal_config use_mla
+            model use_mla
         {CONFIG}:SchedulerConfig has disable_hybrid_kv_cache_manager
         {CONFIG}:SpeculativeConfig has method num_speculative_tokens
         {CONFIG}:VllmConfig has cache_config kv_transfer_config max_concurrent_batches
             model_config parallel_config scheduler_config speculative_config
         vllm.v1.attention.backend:AttentionBackend.get_name takes
-        vllm.v1.kv_cache_layout:KVCacheLayout has LBHNC
         {KV}.utils:get_current_attn_backends takes vllm_config
-        vllm.distributed.parallel_state:get_tensor_model_parallel_rank takes
-        vllm.distributed.parallel_state:get_pp_group takes
-        vllm.distributed.parallel_state:GroupCoordinator has rank_in_group
     """),
 )
 """Where a token's KV lies."""
@@ -97,7 +91,7 @@ CONTENT = Feature(
         vllm.v1.request:Request has all_token_ids block_hashes cache_salt is_finished
             kv_transfer_params lora_request mm_features num_computed_tokens num_in_flight_tokens
             num_prompt_tokens num_tokens prompt_embeds prompt_token_ids request_id status
-        vllm.v1.request:Request.update_block_hashes takes self
+            update_block_hashes
         vllm.v1.request:RequestStatus has FINISHED_ABORTED FINISHED_LENGTH_CAPPED
             FINISHED_STOPPED
         {ENGINE}.core:EngineCore has list_loras scheduler vllm_config
@@ -111,9 +105,7 @@ CONTENT = Feature(
         vllm.v1.outputs:ModelRunnerOutput has kv_connector_output
         vllm.lora.request:LoRARequest has is_3d_lora_weight load_inplace lora_int_id lora_name
             lora_path
-        vllm.lora.utils:get_adapter_absolute_path takes lora_path
         vllm.multimodal.inputs:MultiModalFeatureSpec has identifier mm_position
-        {CONFIG}:MultiModalConfig has mm_processor_cache_gb
         vllm.multimodal.inputs:PlaceholderRange has length offset
         vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys uses
             _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys _gen_prompt_embeds_extra_hash_keys
@@ -132,7 +124,6 @@ METRICS = Feature(
         {KV}.v1.metrics:KVConnectorPromMetrics.__init__ takes self vllm_config metric_types
             labelnames per_engine_labelvalues
         {KV}.v1.metrics:KVConnectorPromMetrics.observe takes self transfer_stats_data engine_idx
-        vllm.v1.metrics.utils:create_metric_per_engine takes metric per_engine_labelvalues
     """),
     modules=("metrics",),
 )
@@ -144,13 +135,9 @@ PAGES = Feature(
         vllm.entrypoints.launchers.app:attach_endpoint_plugins
         {APP_STATE} has engine_client vllm_config
         {ENGINE}.async_llm:AsyncLLM has engine_core
-        vllm.entrypoints.serve.exception_handling.error_response:create_error_response takes
-            message err_type status_code
         {ENGINE}.core:EngineCore has model_executor
         vllm.v1.executor:Executor.collective_rpc takes self method timeout args
         {ENGINE}.core_client:AsyncMPClient.call_utility_all_async takes self method
-        vllm.distributed.kv_transfer:get_kv_transfer_group takes
-        vllm.distributed.kv_transfer:has_kv_transfer_group takes
     """),
     modules=("pages",),
     patches=("pages",),

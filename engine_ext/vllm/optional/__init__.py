@@ -46,7 +46,6 @@ SEVERAL = Feature(
     "several_connectors",
     "ours is not to be one of MultiConnector's, which looks for each by its name alone",
     symbols(f"""
-        {KV}.factory:KVConnectorFactory.register_connector takes name module_path class_name
         {KV}.v1.multi_connector:MultiConnector has sub_connectors
     """),
     modules=("optional.connector_names",),
@@ -98,9 +97,6 @@ RENDERS = Feature(
     "it is not known whether another engine renders messages as this one",
     symbols(f"""
         {APP_STATE} has online_renderer vllm_config
-        vllm.renderers.online_renderer:OnlineRenderer has chat_template
-            default_chat_template_kwargs renderer
-        vllm.renderers.base:BaseRenderer has tokenizer
         {CONFIG}:ModelConfig has hf_config revision
     """),
     modules=("renders",),
@@ -126,9 +122,6 @@ LOAD_FAILURES = Feature(
         {ENGINE}.async_llm:AsyncLLM.generate takes self prompt sampling_params request_id {ANY}
         vllm.sampling_params:SamplingParams has output_kind
         vllm.sampling_params:RequestOutputKind has DELTA
-        vllm.exceptions:GenerationError has status_code
-        vllm.entrypoints.serve.engine.protocol:ErrorResponse has error
-        vllm.entrypoints.serve.engine.protocol:ErrorInfo has code
     """),
     requires=(STREAMS, PAGES),
     modules=("optional.patch_load_errors",),
@@ -152,13 +145,9 @@ IDLE_REST = Feature(
     "an engine steps all the time while it waits for readers, or for KV",
     _ENGINE_LOOP
     + symbols(f"""
-        {SCHEDULER_CLASS}.has_finished_requests takes self
-        {SCHEDULER_CLASS}.get_request_counts takes self
-        {SCHEDULER_CLASS}.has_requests takes self
-        {SCHEDULER_CLASS}.schedule
         {SCHEDULER_CLASS} has connector ec_connector failed_recving_kv_req_ids
-            finished_recving_kv_req_ids finished_req_ids kv_holding_waiting pause_state running
-            waiting
+            finished_recving_kv_req_ids finished_req_ids has_finished_requests has_requests
+            kv_holding_waiting pause_state running schedule waiting
         vllm.v1.request:RequestStatus has WAITING_FOR_REMOTE_KVS
         {CONFIG}:ParallelConfig has distributed_executor_backend nnodes
     """),
@@ -239,8 +228,7 @@ _OUTPUTS = symbols(f"""
 """Where the engine's outputs become results."""
 
 _EARLY_ENDS = _OUTPUTS + symbols(f"""
-    {SCHEDULER_CLASS}.schedule
-    {SCHEDULER_CLASS}.has_requests takes self
+    {SCHEDULER_CLASS} has has_requests schedule
     {SCHEDULER_CLASS}.finish_requests takes self request_ids finished_status
     {ENGINE}:EngineCoreOutput has events finish_reason kv_transfer_params new_token_ids
         request_id stop_reason trace_headers
@@ -297,9 +285,9 @@ RESUME = Feature(
     + _OUTPUTS
     + symbols(f"""
         {SCHEDULER_CLASS}.add_request takes self request
-        {SCHEDULER_CLASS}.schedule
         {SCHEDULER_CLASS}._handle_blocked_waiting_request takes self request
-        {SCHEDULER_CLASS} has grammar_compile_error_reqs max_model_len structured_output_manager
+        {SCHEDULER_CLASS} has grammar_compile_error_reqs max_model_len schedule
+            structured_output_manager
         {SCHED}.output:SchedulerOutput has scheduled_new_reqs
         {SCHED}.output:NewRequestData has num_computed_tokens req_id
         vllm.v1.structured_output:StructuredOutputManager.accept_tokens takes self request
@@ -323,11 +311,9 @@ RESUME = Feature(
         {OUTPUTS}:OutputProcessor has has_request request_states
         {OUTPUTS}:RequestState has is_prefilling queue request_id sent_tokens_offset
             stream_interval
-        {ENGINE}.detokenizer:IncrementalDetokenizer.num_output_tokens takes self
         {ENGINE}.logprobs:LogprobsProcessor has num_logprobs
         vllm.v1.outputs:LogprobsLists takes logprob_token_ids logprobs sampled_token_ranks
-        {CHAT_SERVING} has engine_client model_config
-        {COMPLETION_SERVING} has engine_client model_config
+        vllm.entrypoints.generate.base.serving:GenerateBaseServing has engine_client model_config
         {ENGINE}.async_llm:AsyncLLM has vllm_config
         {CONFIG}:ModelConfig has get_vocab_size
         {CHAT} has logprobs max_completion_tokens max_tokens messages stream top_logprobs

@@ -89,7 +89,8 @@ class IdleRestPart(Host):
 
     def has_finished_requests(self) -> bool:
         has_finished = bool(super().has_finished_requests())
-        if not has_finished or self.finished_req_ids or any(self.get_request_counts()):
+        has_others = self.finished_req_ids or self.running or self.waiting
+        if not has_finished or has_others or self.kv_holding_waiting:
             return has_finished
         if self._can_sleep and not self._is_waited_for():
             return self._woken.is_set()

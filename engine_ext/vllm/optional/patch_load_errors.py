@@ -13,11 +13,11 @@ retries without knowing which engine failed.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,6 +26,8 @@ from engine_ext.common.load_failure import KEY
 from engine_ext.vllm.compat.patching import wrap
 
 MESSAGE = "the KV cache of this request could not be loaded from the remote engine"
+
+STATUS = HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class LoadGenerationError(GenerationError):
@@ -46,9 +48,8 @@ def add_handler(app: FastAPI) -> None:
 
 
 def _answer(request: Request, error: Any) -> JSONResponse:
-    response = create_error_response(error)
-    setattr(response.error, KEY, error.failure)
-    return JSONResponse(response.model_dump(), response.error.code)
+    fields = {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": STATUS}
+    return JSONResponse({"error": {**fields, KEY: error.failure}}, STATUS)
 
 
 def _raising_load_failures(original: Any) -> Any:

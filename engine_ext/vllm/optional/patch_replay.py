@@ -79,19 +79,20 @@ def _replay(processor: Any, request: Any, replay: Replay, queue: Any) -> None:
     end, interval = _end(request, replay.token_ids), state.stream_interval
     state.queue, state.stream_interval = None, 1
     parts: list[RequestOutput] = []
-    num_sent = 0
+    num_sent = num_replayed = 0
     for number, token in enumerate(replay.token_ids[: end.num_tokens]):
         if not processor.has_request(request.request_id):
             break  # A stop string.
         is_last = number + 1 == end.num_tokens
         output = _output(state, token, replay.logprobs_of(number), end if is_last else NO_END)
+        num_replayed = number + 1
         parts += processor.process_outputs([output]).request_outputs
         if number < replay.num_sent:
             num_sent = len(parts)
             text = state.detokenizer.get_next_output_text(False, False)
             setattr(state, SENT, SentCounts(number + 1, len(text)))
     state.queue, state.stream_interval = queue, interval
-    state.sent_tokens_offset = state.detokenizer.num_output_tokens() if interval > 1 else 0
+    state.sent_tokens_offset = num_replayed if interval > 1 else 0
     # The prompt's statistics come with the engine's first token.
     state.is_prefilling = True
     if parts:

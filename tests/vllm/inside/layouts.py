@@ -197,7 +197,7 @@ def block_sizes(backend: Any) -> list[int]:
     return sorted(sizes)[:2]
 
 
-def config_of(backend: Any, block_size: int, layout: str | None, ranks: int) -> Any:
+def config_of(backend: Any, block_size: int, layout: str | None, ranks: int, rank: int = 0) -> Any:
     """What vLLM and our code ask of a VllmConfig, as far as they ask here."""
     cache = CacheConfig(block_size=block_size)
     cache.num_gpu_blocks_override = NUM_BLOCKS
@@ -221,6 +221,7 @@ def config_of(backend: Any, block_size: int, layout: str | None, ranks: int) -> 
             get_total_num_kv_heads=lambda: NUM_HEADS,
         ),
         parallel_config=SimpleNamespace(
+            rank=rank,
             tensor_parallel_size=ranks,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -246,7 +247,7 @@ class Rank:
     @classmethod
     def of(cls, kind: Kind, layout: str, block_size: int, rank: int = 0, ranks: int = 1) -> "Rank":
         backend = backend_of(kind)
-        config = config_of(backend, block_size, layout, ranks)
+        config = config_of(backend, block_size, layout, ranks, rank)
         specs = {layer: spec_of(kind, layer, block_size, ranks) for layer in LAYERS}
         groups = planning.get_kv_cache_groups(config, specs)
         cache: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
@@ -261,11 +262,7 @@ class Rank:
             prepare_kernel_block_sizes(cache, attention),
         )
         describe.refuse_unsupported(config, cache)
-        with (
-            patch.object(describe, "get_current_attn_backends", lambda _: [backend]),
-            patch.object(describe, "get_tensor_model_parallel_rank", lambda: rank),
-            patch.object(describe, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
-        ):
+        with patch.object(describe, "get_current_attn_backends", lambda _: [backend]):
             geometry = describe.cache_geometry(config, cache)
         regions = describe.regions(caches, cache)
         in_group = {
