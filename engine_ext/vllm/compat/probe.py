@@ -34,6 +34,8 @@ class Symbol:
     """What a subclass must define, at most: ours defines it."""
     values: tuple[object, ...] = ()
     """The object is one of these."""
+    why: str = ""
+    """What it is used for, and what breaks if the assumption fails; for docs/development.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,21 +59,27 @@ class Feature:
 
 def symbols(table: str) -> tuple[Symbol, ...]:
     """Read a table of symbols. A row is an object of vLLM's, which begins with `vllm.`, then
-    perhaps the name of a field of Symbol (`is` for values) and what it lists; a row may be wrapped
-    anywhere."""
+    perhaps the name of a field of Symbol (`is` for values) and what it lists. A row that begins
+    with `-` says why, of the rows below it. A row may be wrapped anywhere."""
     rows: list[list[str]] = []
     for word in table.split():
-        if word.startswith("vllm."):
+        if word == "-" or word.startswith("vllm."):
             rows.append([])
         rows[-1].append(word)
-    return tuple(_symbol(*row) for row in rows)
+    found, why = [], ""
+    for first, *words in rows:
+        if first == "-":
+            why = " ".join(words)
+        else:
+            found.append(_symbol(why, first, *words))
+    return tuple(found)
 
 
-def _symbol(at: str, kind: str = "has", *names: str) -> Symbol:
+def _symbol(why: str, at: str, kind: str = "has", *names: str) -> Symbol:
     if kind == "is":
-        return Symbol(at, values=tuple(map(int, names)))
+        return Symbol(at, values=tuple(map(int, names)), why=why)
     listed: dict[str, Any] = {kind: " ".join(names)}
-    return Symbol(at, **listed)
+    return Symbol(at, why=why, **listed)
 
 
 def problem(symbol: Symbol) -> str | None:

@@ -21,6 +21,8 @@ CONNECTOR = Feature(
     "connector",
     "no KV moves",
     symbols(f"""
+        - hooks that we override, and fields of the base class. A renamed hook is never called: KV
+            is lost, or leaks, without an error
         {BASE}:KVConnectorBase_V1 has build_connector_meta build_connector_worker_meta
             get_finished get_handshake_metadata get_loaded_kv_cache_group_ids
             get_num_new_matched_tokens get_required_kvcache_layout get_transfer_results
@@ -38,14 +40,18 @@ CONNECTOR = Feature(
         {BASE}:KVConnectorBase_V1.update_state_after_alloc takes self request blocks
             num_external_tokens
         {BASE}:KVConnectorBase_V1.get_transfer_results takes self finished_req_ids
-        {BASE}:KVConnectorWorkerMetadata has aggregate
         {BASE}:SupportsHMA asks request_finished_all_groups
         {BASE}:SupportsHMA.request_finished_all_groups takes self request block_ids
+        - records between vLLM and our hooks. What workers report is not understood: the engine
+            ends, or waits for blocks forever
+        {BASE}:KVConnectorWorkerMetadata has aggregate
         {BASE}:KVConnectorTransferResults takes finished_sending finished_recving failed_recving
         {BASE}:KVConnectorRole has SCHEDULER WORKER
         vllm.v1.outputs:KVConnectorOutput has failed_recving finished_recving finished_sending
             kv_connector_worker_meta
         vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids takes self
+        - the connector's settings, parallelism and side channel, as stock reads them. The engine
+            announces a wrong address, or divides heads among ranks in another way than vLLM
         {CONFIG}:KVTransferConfig has enable_permute_local_kv engine_id is_kv_consumer
             kv_buffer_device kv_connector kv_connector_extra_config kv_load_failure_policy
             kv_role
@@ -62,6 +68,8 @@ CACHE = Feature(
     "cache",
     "no KV moves",
     symbols(f"""
+        - groups of the cache and the kind of each. Blocks are not found, or a kind that cannot be
+            moved passes for one that can
         {CACHES}:KVCacheConfig has kv_cache_groups num_blocks transfer_group_ids
         {CACHES}:KVCacheGroupSpec has kv_cache_spec layer_names
         {CACHES}:KVCacheSpec has block_size
@@ -70,6 +78,8 @@ CACHE = Feature(
         {CACHES}:SlidingWindowSpec has sliding_window
         {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
         {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs
+        - what two engines compare before KV moves, and what is refused at start. Engines with
+            different caches exchange KV
         {CONFIG}:CacheConfig has block_size cache_dtype get_resolved_kv_cache_layout
         {CONFIG}:ModelConfig has dtype enable_cumem_allocator enable_sleep_mode get_head_size
             get_total_num_hidden_layers get_total_num_kv_heads hf_text_config max_model_len
@@ -88,12 +98,21 @@ CONTENT = Feature(
     "content",
     "no KV moves",
     symbols(f"""
+        - what a request's KV depends on, the ingredients of prefix hashes. KV of other content is
+            loaded
         vllm.v1.request:Request has all_token_ids block_hashes cache_salt is_finished
             kv_transfer_params lora_request mm_features num_computed_tokens num_in_flight_tokens
             num_prompt_tokens num_tokens prompt_embeds prompt_token_ids request_id status
             update_block_hashes
+        vllm.multimodal.inputs:MultiModalFeatureSpec has identifier mm_position
+        vllm.multimodal.inputs:PlaceholderRange has length offset
+        vllm.lora.request:LoRARequest has is_3d_lora_weight load_inplace lora_int_id lora_name
+            lora_path
+        - how a request ended. KV of an aborted or failed request is offered
         vllm.v1.request:RequestStatus has FINISHED_ABORTED FINISHED_LENGTH_CAPPED
             FINISHED_STOPPED
+        - every way to change weights, and the loads that are under way then. KV of old weights is
+            used with new ones
         {ENGINE}.core:EngineCore has list_loras scheduler vllm_config
         {ENGINE}.core:EngineCore.add_lora takes self lora_request
         {ENGINE}.core:EngineCore.collective_rpc takes self method {ANY}
@@ -103,10 +122,8 @@ CONTENT = Feature(
         {SCHED}.scheduler:Scheduler.update_from_output takes self scheduler_output
             model_runner_output
         vllm.v1.outputs:ModelRunnerOutput has kv_connector_output
-        vllm.lora.request:LoRARequest has is_3d_lora_weight load_inplace lora_int_id lora_name
-            lora_path
-        vllm.multimodal.inputs:MultiModalFeatureSpec has identifier mm_position
-        vllm.multimodal.inputs:PlaceholderRange has length offset
+        - all that vLLM hashes into a block's key. Something new that KV depends on is missing in
+            our hashes
         vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys uses
             _gen_lora_extra_hash_keys _gen_mm_extra_hash_keys _gen_prompt_embeds_extra_hash_keys
             cache_salt tuple
@@ -118,6 +135,7 @@ METRICS = Feature(
     "metrics",
     "what moves is not counted in /metrics",
     symbols(f"""
+        - the way of a connector's counts to /metrics. Nothing is counted
         {BASE}:KVConnectorBase_V1 has build_kv_connector_stats build_prom_metrics
             get_kv_connector_stats
         {KV}.v1.metrics:KVConnectorStats has aggregate data is_empty reduce reset
@@ -132,6 +150,8 @@ PAGES = Feature(
     "pages",
     "no /disagg/identity, /disagg/release and /disagg/leases",
     symbols(f"""
+        - the application that our pages are added to, and the way from a page to the engine and
+            its workers. The router takes the engine for stock
         vllm.entrypoints.launchers.app:attach_endpoint_plugins
         {APP_STATE} has engine_client vllm_config
         {ENGINE}.async_llm:AsyncLLM has engine_core

@@ -36,6 +36,8 @@ STOCK_PEERS = Feature(
     "stock_peers",
     "this engine and stock ones read nothing from each other",
     symbols(f"""
+        - stock's own hash of what must be equal, and the version of its protocol. A stock engine
+            refuses our handshake, or reads it in another way
         {KV}.v1.nixl.metadata:compute_nixl_compatibility_hash takes vllm_config
             attn_backend_name transfer_mode
         {KV}.v1.nixl.metadata:NIXL_CONNECTOR_VERSION is 13 14 15
@@ -46,6 +48,8 @@ SEVERAL = Feature(
     "several_connectors",
     "ours is not to be one of MultiConnector's, which looks for each by its name alone",
     symbols(f"""
+        - ours among MultiConnector's. Weights that change, pages and our scheduler class do not
+            find it
         {KV}.v1.multi_connector:MultiConnector has sub_connectors
     """),
     modules=("optional.connector_names",),
@@ -53,6 +57,8 @@ SEVERAL = Feature(
 )
 
 _ENGINE_LOOP = symbols(f"""
+    - the loop of the engine: what is called before it sleeps or ends, and what wakes it. The
+        engine sleeps while KV has come, or leaves while a remote reads
     {ENGINE}.core:EngineCoreProc._handle_shutdown takes self
     {ENGINE}.core:EngineCoreProc has input_queue scheduler shutdown_state vllm_config
     {ENGINE}.core:EngineShutdownState has REQUESTED
@@ -66,6 +72,7 @@ EARLY_EXIT = Feature(
     "an engine that leaves or pauses waits for turns that nobody reads, until they expire",
     _ENGINE_LOOP
     + symbols(f"""
+        - pause and sleep. They wait for turns that nobody may read, until these expire
         {SCHEDULER_CLASS}.set_pause_state takes self pause_state
     """),
     modules=("optional.patch_engine_loop",),
@@ -76,6 +83,8 @@ STREAMS = Feature(
     "streams",
     "streams say no kv_transfer_params, nor the ids of their tokens",
     symbols(f"""
+        - the generators of streams, and the choices, ids and errors of the results that they get.
+            Chunks are doubled, or lack ids and params
         {CHAT_SERVING}.chat_completion_stream_generator takes self request result_generator
             request_id {ANY}
         {COMPLETION_SERVING}.completion_stream_generator takes self request engine_inputs
@@ -83,6 +92,8 @@ STREAMS = Feature(
         {CHAT_SERVING} has parser_cls
         {CHAT} has kv_transfer_params model n
         {COMPLETION} has kv_transfer_params model n
+        - results that wait for a slow stream are merged. Replayed tokens are sent twice, or are
+            lost
         vllm.outputs:RequestOutput.add takes self next_output aggregate
         vllm.outputs:RequestOutput has finished kv_transfer_params outputs prompt_token_ids
         vllm.outputs:CompletionOutput has finish_reason index logprobs stop_reason text
@@ -96,6 +107,8 @@ RENDERS = Feature(
     "renders",
     "it is not known whether another engine renders messages as this one",
     symbols(f"""
+        - templates and tokenizer that render a chat. Routers do not know which engines may resume
+            each other's answers
         {APP_STATE} has online_renderer vllm_config
         {CONFIG}:ModelConfig has hf_config revision
     """),
@@ -106,6 +119,8 @@ SCHEDULER = Feature(
     "scheduler",
     "no --scheduler-cls of ours",
     symbols(f"""
+        - what our scheduler class reads and sets when it is built. With steps under way, blocks of
+            an aborted request are handed out while they are written
         {SCHEDULER_CLASS} has defer_block_free kv_cache_manager vllm_config
         {CONFIG}:SchedulerConfig has scheduler_cls
     """),
@@ -117,6 +132,8 @@ LOAD_FAILURES = Feature(
     "load_failures",
     "answers do not say from which engine a prompt's KV could not be loaded",
     symbols(f"""
+        - outputs and results of a failed request. Errors do not say which engine lost the KV, and
+            the router retries without knowing
         {ENGINE}:EngineCoreOutput has finish_reason kv_transfer_params request_id
         {ENGINE}:EngineCoreOutputs has outputs
         {ENGINE}.async_llm:AsyncLLM.generate takes self prompt sampling_params request_id {ANY}
@@ -134,6 +151,8 @@ FAILURE_POLICY = Feature(
     "a turn whose KV is lost ends by the engine's policy, as every request, and prompts are pushed "
     "early only where the longest one fits beside",
     symbols(f"""
+        - what becomes of a request whose load failed. A turn that is lost ends with an error,
+            though its prompt is there
         {SCHEDULER_CLASS}._handle_failed_recving takes self failed_req_ids
         {SCHEDULER_CLASS} has recompute_kv_load_failures _inflight_prefills
     """),
@@ -145,6 +164,7 @@ IDLE_REST = Feature(
     "an engine steps all the time while it waits for readers, or for KV",
     _ENGINE_LOOP
     + symbols(f"""
+        - what the scheduler still has to do. The engine rests while a request could run
         {SCHEDULER_CLASS} has connector ec_connector failed_recving_kv_req_ids
             finished_recving_kv_req_ids finished_req_ids has_finished_requests has_requests
             kv_holding_waiting pause_state running schedule waiting
@@ -159,6 +179,8 @@ LAST_WINDOW = Feature(
     "last_window",
     "behind sliding windows, decode engines compute some prompts again",
     symbols("""
+        - the blocks that leave a sliding window. Decode engines compute one prompt in a block's
+            number of tokens again
         vllm.v1.core.kv_cache_manager:KVCacheManager.remove_skipped_blocks takes self request_id
             processed_computed_tokens num_prompt_tokens
     """),
@@ -169,6 +191,7 @@ EARLY_WRITES = Feature(
     "early_writes",
     "prompts are pushed when they are computed, not before",
     symbols(f"""
+        - what a step computes, and into which blocks. Blocks are pushed before they are written
         {SCHED}.output:SchedulerOutput has num_scheduled_tokens preempted_req_ids
             scheduled_cached_reqs scheduled_new_reqs
         {SCHED}.output:NewRequestData has block_ids num_computed_tokens req_id
@@ -183,10 +206,14 @@ STATE_LAYERS = Feature(
     "state_layers",
     "models with layers that keep a state (Mamba, linear attention) are refused",
     symbols(f"""
+        - how a state is kept, typed and laid out. A state of another layout, or of other tokens,
+            is loaded
         {CACHES}:MambaSpec has mamba_cache_mode num_speculative_blocks
         {CONFIG}:CacheConfig has mamba_cache_dtype mamba_ssm_cache_dtype
         {CONFIG}:ModelConfig has is_attention_free is_hybrid
         vllm.envs has VLLM_SSM_CONV_STATE_LAYOUT
+        - a prompt is cut by its last token, which the reader of its state computes. The state
+            includes that token twice
         vllm.v1.request:Request has _all_token_ids get_skip_reading_prefix_cache max_tokens
     """),
 )
@@ -196,6 +223,8 @@ LOOKAHEAD = Feature(
     "lookahead",
     "behind what was loaded, layers that guess (EAGLE's, MTP's) guess worse",
     symbols(f"""
+        - how far drafting layers look ahead. Their KV at the end of a loaded prompt is of other
+            tokens, and fewer drafts are accepted
         {CONFIG}:VllmConfig has num_prefill_lookahead_tokens
         {CACHES}:SlidingWindowSpec has extra_retained_tokens
     """),
@@ -203,6 +232,8 @@ LOOKAHEAD = Feature(
 """Their keys and values depend on tokens to come; see CacheGeometry.lookahead."""
 
 _REQUESTS = symbols(f"""
+    - the request as the HTTP server has it before the prompt is rendered, and the fields that rule
+        a resumed answer out. A payload is ignored, or an answer resumed that cannot be
     vllm.entrypoints.serve.engine.serving:BaseServing._check_model takes self request
     {CHAT} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
     {COMPLETION} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
@@ -215,6 +246,8 @@ _REQUESTS = symbols(f"""
 """What the HTTP server passes on to our scheduler class."""
 
 _OUTPUTS = symbols(f"""
+    - where the engine's outputs become results. Clients see `abort` instead of our finish reason;
+        a resumed answer lacks text or log-probabilities
     {OUTPUTS}:RequestState.make_request_output takes self new_token_ids pooling_output
         finish_reason stop_reason kv_transfer_params
     {OUTPUTS}:RequestState has detokenizer logprobs_processor output_kind
@@ -228,6 +261,7 @@ _OUTPUTS = symbols(f"""
 """Where the engine's outputs become results."""
 
 _EARLY_ENDS = _OUTPUTS + symbols(f"""
+    - our scheduler class ends a request itself. Its output is late or lost, and the client waits
     {SCHEDULER_CLASS} has has_requests schedule
     {SCHEDULER_CLASS}.finish_requests takes self request_ids finished_status
     {ENGINE}:EngineCoreOutput has events finish_reason kv_transfer_params new_token_ids
@@ -253,6 +287,8 @@ THRESHOLD = Feature(
     _EARLY_ENDS
     + _REQUESTS
     + symbols(f"""
+        - a request's turn has come, and how much of it is cached. It is never rejected, or after
+            blocks were allocated
         {SCHEDULER_CLASS}._handle_blocked_waiting_request takes self request
         {SCHEDULER_CLASS}._get_local_prefix_cache_hit takes self request
         {SCHEDULER_CLASS} has block_size
@@ -269,6 +305,8 @@ PREEMPTION_RETURN = Feature(
     _EARLY_ENDS
     + _REQUESTS
     + symbols(f"""
+        - the preempted requests of a step, and what is needed to resume them. They are computed
+            again here
         {SCHED}.output:SchedulerOutput has preempted_req_ids
         vllm.v1.request:Request has output_token_ids resumable
         vllm.sampling_params:SamplingParams has logprobs output_kind
@@ -284,6 +322,8 @@ RESUME = Feature(
     _REQUESTS
     + _OUTPUTS
     + symbols(f"""
+        - the scheduler's and the grammar's view of a request that already has output. The answer
+            repeats tokens, or its JSON is not that of its schema
         {SCHEDULER_CLASS}.add_request takes self request
         {SCHEDULER_CLASS}._handle_blocked_waiting_request takes self request
         {SCHEDULER_CLASS} has grammar_compile_error_reqs max_model_len schedule
@@ -292,9 +332,10 @@ RESUME = Feature(
         {SCHED}.output:NewRequestData has num_computed_tokens req_id
         vllm.v1.structured_output:StructuredOutputManager.accept_tokens takes self request
             new_token_ids
-        {SCHED}.utils:check_stop takes request max_model_len
         vllm.v1.metrics.stats:PrefillStats.set takes self num_prompt_tokens
             num_local_cached_tokens num_external_cached_tokens
+        - vLLM's rules for the end of an answer. An answer whose replayed tokens end it goes on
+        {SCHED}.utils:check_stop takes request max_model_len
         vllm.v1.request:Request has abort_immediately append_output_token_ids
             get_finished_reason max_tokens num_output_tokens output_token_ids prefill_stats
             resumable sampling_params stop_reason
@@ -302,6 +343,8 @@ RESUME = Feature(
         vllm.v1.request:Request.from_engine_core_request takes request block_hasher
         {ENGINE}:FinishReason has STOP
         {ENGINE}:EngineCoreOutput has new_logprobs
+        - the HTTP server's state of a request, which replayed tokens are fed to. Resumed answers
+            lack text or fail
         {OUTPUTS}:OutputProcessor.add_request takes self request prompt parent_req request_index
             queue
         {OUTPUTS}:OutputProcessor.process_outputs takes self engine_core_outputs
@@ -312,16 +355,19 @@ RESUME = Feature(
         {OUTPUTS}:RequestState has is_prefilling queue request_id sent_tokens_offset
             stream_interval
         {ENGINE}.logprobs:LogprobsProcessor has num_logprobs
+        {ENGINE}:EngineCoreRequest has abort_immediately prompt_token_ids request_id
+            sampling_params
         vllm.v1.outputs:LogprobsLists takes logprob_token_ids logprobs sampled_token_ranks
+        - limits of the model and of the request. A payload that does not fit reaches the engine
         vllm.entrypoints.generate.base.serving:GenerateBaseServing has engine_client model_config
         {ENGINE}.async_llm:AsyncLLM has vllm_config
         {CONFIG}:ModelConfig has get_vocab_size
         {CHAT} has logprobs max_completion_tokens max_tokens messages stream top_logprobs
         {COMPLETION} has logprobs max_tokens prompt stream
-        {ENGINE}:EngineCoreRequest has abort_immediately prompt_token_ids request_id
-            sampling_params
         vllm.sampling_params:SamplingParams has max_tokens min_tokens
         vllm.renderers.chat_utils:has_non_text_content takes messages
+        - the workers' view of a request that already has output. Penalties and seeds act as if the
+            output were prompt
         vllm.v1.worker.gpu_input_batch:InputBatch.add_request takes self request
         vllm.v1.worker.gpu_input_batch:CachedRequestState has generator output_token_ids
             sampling_params

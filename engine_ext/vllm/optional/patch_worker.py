@@ -5,9 +5,11 @@ other logits processors read a request's output tokens there when it is added. W
 tokens on the request before that, once, and advance a seeded generator by one draw per token.
 
 This is for vLLM's first model runner only: the second gets all tokens of a new request, and its
-generators count positions. If `add_request` no longer reads `output_token_ids`, resumed answers are
-sampled as if these tokens were prompt; if vLLM draws more often or in another way, a seeded answer
-differs from that of one engine.
+generators count positions.
+
+If `add_request` no longer reads `output_token_ids`, resumed answers are sampled as if these tokens
+were prompt. If vLLM draws more often or in another way, a seeded answer differs from that of one
+engine.
 """
 
 from typing import Any

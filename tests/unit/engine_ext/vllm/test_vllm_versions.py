@@ -14,6 +14,7 @@ from engine_ext.vllm import optional
 from engine_ext.vllm.compat.probe import ANY, Feature, Symbol, problem
 from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
 from engine_ext.vllm.optional import LOAD_FAILURES, PREEMPTION_RETURN, RESUME, STREAMS, THRESHOLD
+from scripts.write_vllm_names import DOCUMENT, with_table
 
 ROOT = Path(__file__).parents[4]
 REFUSAL = (
@@ -192,6 +193,20 @@ def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
     section = text.partition("## Versions of vLLM")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
     assert named == [each.name for each in OPTIONAL]
+
+
+def test_each_name_says_what_it_is_for_and_what_breaks_without_it() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == with_table(text), "run scripts/write_vllm_names.py"
+    for symbol in (symbol for feature in ALL for symbol in feature.symbols):
+        assert all(symbol.why.partition(". ")), symbol.at
+
+
+@pytest.mark.parametrize("words", [r"vLLM", r"\b[Ww]e\b", r"\nIf "])
+def test_each_patch_begins_with_what_vllm_does_what_we_change_and_what_breaks(words: str) -> None:
+    for path in (ROOT / "engine_ext/vllm").rglob("patch_*.py"):
+        head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert re.search(words, head), path
 
 
 def _with_required(feature: Feature) -> set[Feature]:

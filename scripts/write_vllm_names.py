@@ -1,0 +1,49 @@
+"""Writes the table of vLLM's names in docs/development.md, from the tables of symbols."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
+from engine_ext.vllm.optional import TIER_2
+
+DOCUMENT = Path(__file__).parents[1] / "docs/development.md"
+BEGIN = "<!-- Written by scripts/write_vllm_names.py. -->\n"
+END = "<!-- End of what is written. -->\n"
+FEATURES = REQUIRED + PROMISED + TIER_2
+
+
+def main() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    DOCUMENT.write_text(with_table(text), encoding="utf-8")
+
+
+def with_table(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+
+
+def table() -> str:
+    """Return a row for each reason, with all features and objects that have it."""
+    features: dict[str, dict[str, None]] = {}
+    objects: dict[str, dict[str, None]] = {}
+    for feature in FEATURES:
+        for symbol in feature.symbols:
+            features.setdefault(symbol.why, {})[f"`{feature.name}`"] = None
+            objects.setdefault(symbol.why, {})[f"`{_short(symbol.at)}`"] = None
+    rows = ["| feature | names | used for | if the assumption fails |", "|---|---|---|---|"]
+    for why, named in objects.items():
+        use, _, loss = why.partition(". ")
+        rows.append(f"| {', '.join(features[why])} | {', '.join(named)} | {use} | {loss} |")
+    number = len({symbol.at for feature in FEATURES for symbol in feature.symbols})
+    return f"vLLM's objects, each counted once: {number}.\n\n" + "\n".join(rows) + "\n"
+
+
+def _short(at: str) -> str:
+    """Return the object's name without its module; a module's own whole."""
+    module, _, path = at.partition(":")
+    return path or module
+
+
+if __name__ == "__main__":
+    main()
