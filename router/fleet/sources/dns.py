@@ -101,7 +101,8 @@ class DnsSource:
         # Sorted, since resolvers shuffle.
         listed = [EngineSpec(self._role, at, tls=self._tls) for at in sorted(found.addresses)]
         pause = min(max(found.ttl, MIN_TTL_S), MAX_TTL_S)
-        return SourceReport(tuple(listed)), pause
+        problem = "" if listed else f"{self._dns_name} does not exist in DNS, or has no addresses"
+        return SourceReport(tuple(listed), problem), pause
 
     async def _look_up(self) -> DnsLookup:
         """Look up in a thread and an event loop of its own: dnspython takes a tenth of a second to

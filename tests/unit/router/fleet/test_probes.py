@@ -166,8 +166,9 @@ async def test_an_unresolved_name_makes_no_engine_unhealthy(
     d: MockEngine,
     monkeypatch: pytest.MonkeyPatch,
     is_slow: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither one without an address nor a resolver that takes its time."""
+    """Neither one without an address nor a resolver that takes its time. The log says it once."""
     p.identity = {"capabilities": ["release"]}
     changes = {"health_interval": 0.03, "health_timeout": 0.1, "request_timeout": 0.5}
     router = await start_router(engine_idle_connections=0, **changes)
@@ -190,6 +191,8 @@ async def test_an_unresolved_name_makes_no_engine_unhealthy(
     assert "name cannot be resolved" in answer.json()["error"]["message"]
     assert [engine.capabilities for engine in engines] == capabilities
     assert all(e.is_available and not e.lost_at and not e.breaker.failures for e in engines)
+    logged = [record.getMessage() for record in caplog.records if "not probed" in record.message]
+    assert len(logged) == len(engines), logged
 
 
 async def test_probes_without_a_file_descriptor_make_no_engine_unhealthy(

@@ -151,13 +151,15 @@ async def test_the_third_empty_answer_in_a_row_counts(zone: Zone, how: str) -> N
     zone.records, zone.names = dict(records), {"decode.svc"}
     assert (await asking._look())[0] == first
     await vanish()
-    assert (await asking._look())[0] == SourceReport(())
-    assert (await asking._look())[0] == SourceReport(()), "nothing more to doubt"
+    problem = "decode.svc:8200 does not exist in DNS, or has no addresses"
+    assert (await asking._look())[0] == SourceReport((), problem)
+    assert (await asking._look())[0] == SourceReport((), problem), "nothing more to doubt"
 
 
 async def test_a_first_empty_answer_needs_no_confirmation(zone: Zone) -> None:
     report, pause = await source(zone)._look()
-    assert (report, pause) == (SourceReport(()), EMPTY_TTL_S)
+    assert (report.listed, pause) == ((), EMPTY_TTL_S)
+    assert "does not exist in DNS" in report.problem
 
 
 async def test_all_queries_of_a_look_have_one_deadline(
