@@ -12,7 +12,7 @@ DESCRIPTION = """\
 Makes an API key for a client of the router. The key is printed to standard error, this once. The
 line for --api-keys-file is printed to standard output and contains only the key's digest:
 
-  disagg-router key team-a >> keys.yaml      (a new file begins with a line of "keys:")
+  disagg-router key team-a >> keys.yaml
 
 Add limits and models by hand, as in
   - {name: team-a, sha256: ..., requests_per_minute: 600, tokens_per_minute: 100000,

@@ -1,4 +1,4 @@
-"""YAML files that consist of one named list: engines, API keys."""
+"""YAML files that consist of one list, with or without its name: engines, API keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ MAX_DEPTH = 4
 
 
 def parse_yaml_list(content: bytes, name: str) -> list[object]:
-    """Return the entries under `name`.
+    """Return the entries under `name`, or those of a file that is itself a list.
 
     Raises yaml.YAMLError, ValueError, RecursionError or OverflowError.
     """
     _check_shape(content, name)
     found = yaml.load(content, SafeLoader)
     nothing = ValueError(f"has no list of {name}: begin it with a line of '{name}:'")
+    if isinstance(found, list) and found:
+        return found
     if not isinstance(found, dict) or name not in found:
         raise nothing
     entries = found.pop(name)
