@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from sys import getsizeof
@@ -193,7 +193,8 @@ class JsonDepth:
 @dataclass(slots=True)
 class AnswerBlock:
     """One block. `number` counts the blocks of the answer, and is set when the block begins; `call`
-    is the engine's index of a tool call; `sent` is how many of the parts were passed on."""
+    is the engine's index of a tool call; `sent` is how many of the parts were passed on. `logprobs`
+    are those of a text's tokens, by the number of the part."""
 
     kind: BlockKind
     call: int = -1
@@ -203,12 +204,15 @@ class AnswerBlock:
     sent: int = 0
     parts: list[str] = field(default_factory=list)
     arguments: JsonDepth = field(default_factory=JsonDepth)
+    logprobs: dict[int, list[object]] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
-    def append(self, text: str) -> None:
+    def append(self, text: str, logprobs: list[object]) -> None:
+        if logprobs:
+            self.logprobs[len(self.parts)] = logprobs
         self.parts.append(text)
         if self.kind is BlockKind.TOOL_CALL:
             self.arguments.feed(text)
@@ -223,6 +227,7 @@ class BlockStep(NamedTuple):
     kind: StepKind
     block: AnswerBlock
     text: str = ""
+    logprobs: Sequence[object] = ()
 
 
 class AnswerUsage(NamedTuple):
@@ -257,8 +262,9 @@ class AnswerBlocks:
         self.usage = AnswerUsage()
         self.model = ""
         self.error: Json | None = None
-        self.logprobs: list[object] = []
         self.memory = 0
+        # Log-probabilities of tokens that belong to no piece so far.
+        self._waiting_logprobs: list[object] = []
         # How many blocks have ended, the first ones of `blocks`.
         self._ended = 0
         # Tool calls by index and id, and the latest one of an index under an empty id.
@@ -278,11 +284,14 @@ class AnswerBlocks:
         # These dialects have only the first choice.
         choice = next((one for one in choices_of(content) if one.get("index", 0) == 0), {})
         message = choice.get("delta") or choice.get("message")
-        for block, text in _pieces(message) if isinstance(message, dict) else ():
-            yield from self._add_piece(block, text)
+        pieces = list(_pieces(message)) if isinstance(message, dict) else []
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-            self._add_logprobs(logprobs["content"])
+            of_text = self._logprobs_of_text(pieces, logprobs["content"])
+        else:
+            of_text = []
+        for block, text in pieces:
+            yield from self._add_piece(block, text, of_text)
         if finish := _text(choice, "finish_reason"):
             self.finish_reason, self.stop_reason = finish, choice.get("stop_reason")
 
@@ -312,17 +321,40 @@ class AnswerBlocks:
     def has_tool_calls(self) -> bool:
         return any(block.kind is BlockKind.TOOL_CALL for block in self.blocks)
 
-    def _add_logprobs(self, given: list[object]) -> None:
+    def _logprobs_of_text(
+        self, pieces: list[tuple[AnswerBlock, str]], given: list[object]
+    ) -> list[object]:
+        """Return those of the log-probabilities that belong to the piece of text.
+
+        Engines give them for all tokens: for those of reasoning, of tool calls and of the tags
+        around them, too. A token may come before its text, if a parser had to wait for more.
+        """
         try:
             size = len(dumps(given))
         except orjson.JSONEncodeError:  # nested beyond 250 levels: they could not be sent
-            return
+            return []
         self._size += size
-        if self._size <= MAX_ANSWER_CHARS:
-            self.logprobs += given
-            self.memory += size * MEMORY_PER_JSON_BYTE
+        if self._size > MAX_ANSWER_CHARS:
+            return []
+        self.memory += size * MEMORY_PER_JSON_BYTE
+        if not pieces:
+            self._waiting_logprobs += given
+            return []
+        candidates, self._waiting_logprobs = [*self._waiting_logprobs, *given], []
+        texts = {piece.kind: text for piece, text in pieces}
+        text = texts.get(BlockKind.TEXT)
+        if text is None:
+            return []
+        before = "" if BlockKind.TOOL_CALL in texts else None
+        found = _find_tokens(candidates, text, texts.get(BlockKind.REASONING, before))
+        if found is None and len(texts) == 1:
+            is_plain = all(block.kind is BlockKind.TEXT for block in self.blocks)
+            return candidates if is_plain else given
+        return found or []
 
-    def _add_piece(self, piece: AnswerBlock, text: str) -> Iterator[BlockStep]:
+    def _add_piece(
+        self, piece: AnswerBlock, text: str, of_text: list[object]
+    ) -> Iterator[BlockStep]:
         """Add a text to the block that it extends, or to `piece` as a new block."""
         block = self._extended_by(piece, text)
         size = len(text) if block else len(text) + BLOCK_SIZE + len(piece.id) + len(piece.name)
@@ -340,7 +372,7 @@ class AnswerBlocks:
         if block.kind is BlockKind.TOOL_CALL:
             self._calls[block.call, block.id] = self._calls[block.call, ""] = block
         if text and not (block.number >= 0 and block.number < self._ended):
-            block.append(text)
+            block.append(text, of_text if block.kind is BlockKind.TEXT else [])
         yield from self._advance()
 
     def _extended_by(self, piece: AnswerBlock, text: str) -> AnswerBlock | None:
@@ -372,8 +404,10 @@ class AnswerBlocks:
             if is_call and not is_open and self.error is None:
                 block.set_default_arguments()
             while block.sent < len(block.parts):
+                part = block.sent
                 block.sent += 1
-                yield BlockStep(StepKind.EXTEND, block, block.parts[block.sent - 1])
+                logprobs = block.logprobs.get(part, ())
+                yield BlockStep(StepKind.EXTEND, block, block.parts[part], logprobs)
             if is_open:
                 return
             self._ended += 1
@@ -389,6 +423,30 @@ def _is_another_call(piece: AnswerBlock, text: str, call: AnswerBlock) -> bool:
     if piece.id and call.id:
         return bool(piece.name) or not text or is_complete
     return bool(is_complete and call.name and piece.name and text.strip())
+
+
+def _find_tokens(logprobs: list[object], text: str, before: str | None) -> list[object] | None:
+    """Return the log-probabilities of the tokens that make up `text`, None if it is not there.
+
+    The text is the first one after `before`, or the last one if `before` is None.
+    """
+    tokens = [_text(entry, "token") for entry in logprobs]
+    joined = "".join(tokens)
+    if before is None:
+        start = joined.rfind(text)
+    else:
+        place = joined.find(before)
+        start = joined.find(text, place + len(before) if place >= 0 else 0)
+    if start < 0:
+        return None
+    found, position = [], 0
+    for entry, token in zip(logprobs, tokens, strict=True):
+        end = position + len(token)
+        # A token without a text is the first part of a character.
+        if position < start + len(text) and (end > start or position == end == start):
+            found.append(entry)
+        position = end
+    return found
 
 
 class DialectOutput(ABC):

@@ -258,7 +258,12 @@ class PreemptedError(EngineError):
 
 
 class RejectedMidStreamError(EngineError):
-    """An engine reports in mid-stream that the request is invalid. It is not the engine's fault."""
+    """An engine reports in mid-stream that the request is invalid, with a 4xx `status`. It is not
+    the engine's fault."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.shape = ErrorShape(status, type_of_status(status))
 
 
 class RepeatedCrashError(EngineError):
@@ -337,6 +342,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     422: "UnprocessableEntityError",
+    429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
 

@@ -58,6 +58,17 @@ UNTOLD_ITEMS = frozenset((
     "web_search_call",
 ))  # fmt: skip
 CHAT_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+# OpenAI's codes of errors, by the codes and types that engines and the router write. All other
+# errors are `server_error`.
+ERROR_CODES = {
+    **dict.fromkeys(
+        ("400", "413", "422", "BadRequestError", "invalid_request_error", "invalid_prompt"),
+        "invalid_prompt",
+    ),
+    **dict.fromkeys(
+        ("429", "RateLimitError", "rate_limit_error", "rate_limit_exceeded"), "rate_limit_exceeded"
+    ),
+}
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Of a block's id, and of the events for its text.
 ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
@@ -107,6 +118,8 @@ def chat_from_response(
     include = request.get("include")
     if isinstance(include, list) and INCLUDE_LOGPROBS in include:
         chat["logprobs"] = True
+    else:
+        chat.pop("top_logprobs", None)  # engines refuse it alone
     return TranslatedResponseRequest(chat, history)
 
 
@@ -291,13 +304,12 @@ class ResponseOutput(DialectOutput):
 
     def whole(self) -> Json:
         answer, usage = self._answer, self._answer.usage
-        reason = answer.finish_reason or ""
-        if not answer.has_unknown_finish:
-            reason = INCOMPLETE_REASONS.get(reason, "")
+        reason = self._incomplete_reason
         status = "failed" if answer.error is not None else "incomplete" if reason else "completed"
         return {
             **self._in_progress(),
             "status": status,
+            "error": None if answer.error is None else _error(answer.error),
             "incomplete_details": {"reason": reason} if reason else None,
             "output": [self._item(block) for block in answer.blocks],
             "usage": {
@@ -309,16 +321,23 @@ class ResponseOutput(DialectOutput):
             },
         }
 
+    @property
+    def _incomplete_reason(self) -> str:
+        reason = self._answer.finish_reason or ""
+        if self._answer.has_unknown_finish:
+            return reason
+        return INCOMPLETE_REASONS.get(reason, "")
+
     def _in_progress(self) -> Json:
         """Return the response object before its first block."""
-        request, error = self._request, self._answer.error
+        request = self._request
         return {
             "id": self._name,
             "object": "response",
             "created_at": self._created,
             "status": "in_progress",
             "background": False,
-            "error": None if error is None else _error(error),
+            "error": None,
             "incomplete_details": None,
             "model": self._answer.model or request.get("model") or "",
             "output": [],
@@ -344,7 +363,7 @@ class ResponseOutput(DialectOutput):
         has_parts = block.kind is not BlockKind.TOOL_CALL
         if has_parts:
             at["content_index"] = 0
-        more: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        is_text = block.kind is BlockKind.TEXT
         kind = TEXT_EVENTS[block.kind]
         match step.kind:
             case StepKind.BEGIN:
@@ -356,12 +375,14 @@ class ResponseOutput(DialectOutput):
                     part = _part_of(block, "")
                     yield self._event("response.content_part.added", part=part, **at)
             case StepKind.EXTEND:
+                more: Json = {"logprobs": _without_bytes(step.logprobs)} if is_text else {}
                 yield self._event(f"{kind}.delta", delta=step.text, **more, **at)
             case StepKind.END:
                 text = block.text
                 if has_parts:
-                    yield self._event(f"{kind}.done", text=text, **more, **at)
                     part = _part_of(block, text)
+                    more = {"logprobs": _without_bytes(part["logprobs"])} if is_text else {}
+                    yield self._event(f"{kind}.done", text=text, **more, **at)
                     yield self._event("response.content_part.done", part=part, **at)
                 else:
                     yield self._event(f"{kind}.done", name=block.name, arguments=text, **at)
@@ -378,13 +399,13 @@ class ResponseOutput(DialectOutput):
 
     def _item(self, block: AnswerBlock) -> Json:
         """Return the output item of a block that has ended."""
-        item = {**self._empty(block), "status": "completed"}
+        answer = self._answer
+        is_cut = answer.error is not None or bool(self._incomplete_reason)
+        status = "incomplete" if is_cut and block is answer.blocks[-1] else "completed"
+        item = {**self._empty(block), "status": status}
         if block.kind is BlockKind.TOOL_CALL:
             return {**item, "arguments": block.text}
-        part = _part_of(block, block.text)
-        if block.kind is BlockKind.TEXT and self._answer.logprobs:
-            part["logprobs"] = self._answer.logprobs
-        return {**item, "content": [part]}
+        return {**item, "content": [_part_of(block, block.text)]}
 
     def _empty(self, block: AnswerBlock) -> Json:
         given = {"id": self._id(block), "status": "in_progress"}
@@ -406,13 +427,29 @@ class ResponseOutput(DialectOutput):
 
 
 def _error(error: Json) -> Json:
-    return {"code": "server_error", "message": str(error.get("message", ""))}
+    """Return OpenAI's error for one that an engine or the router wrote into a stream."""
+    names = (str(error.get("code")), str(error.get("type")))
+    code = next((ERROR_CODES[name] for name in names if name in ERROR_CODES), "server_error")
+    return {"code": code, "message": str(error.get("message", ""))}
+
+
+def _without_bytes(logprobs: Iterable[object]) -> list[object]:
+    """Return log-probabilities as the events of deltas have them: tokens without their bytes."""
+    found: list[object] = []
+    for entry in logprobs:
+        if isinstance(entry, dict):
+            entry = {name: value for name, value in entry.items() if name != "bytes"}
+            if isinstance(entry.get("top_logprobs"), list):
+                entry["top_logprobs"] = _without_bytes(entry["top_logprobs"])
+        found.append(entry)
+    return found
 
 
 def _part_of(block: AnswerBlock, text: str) -> Json:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    logprobs = [entry for part in block.logprobs.values() for entry in part] if text else []
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def response_of_item(id: str) -> str:

@@ -277,7 +277,7 @@ def failure_midway(
         failure = failure_of(content, role)
         if isinstance(failure, EngineRejectedError):
             text = f"the {role} engine ended the answer{error_text(failure.body)}"
-            return event.start, RejectedMidStreamError(text)
+            return event.start, RejectedMidStreamError(text, failure.status)
         if failure is not None:
             return event.start, failure
     return len(block), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -18,15 +19,16 @@ from router.conversations.stored_responses import (
     UnknownItemError,
     UnknownResponseError,
 )
+from router.openai.dialects import AnswerBlocks, BlockStep
 from router.openai.errors import BadRequestError, ResponseStoreError
-from router.openai.responses import chat_from_response
+from router.openai.responses import ResponseOutput, chat_from_response
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received
+from tests.unit.router.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
 from tests.unit.router.mock_engine import chunk as framed
-from tests.unit.router.openai.chats import HELLO, events_of, thinks_and_calls, whole
+from tests.unit.router.openai.chats import HELLO, chunk, events_of, thinks_and_calls, whole
 
 PATH = "/v1/responses"
 ASKED = {"model": "m", "input": "hi"}
@@ -557,12 +559,200 @@ async def test_a_stream_that_breaks_has_failed(router: Router, d: MockEngine) ->
     assert (await router.client.get(f"{PATH}/{failed['id']}")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ({"code": 400, "type": "BadRequestError"}, "invalid_prompt"),
+        ({"code": "400"}, "invalid_prompt"),
+        ({"type": "invalid_request_error", "code": None}, "invalid_prompt"),
+        ({"code": 429}, "rate_limit_exceeded"),
+        ({"code": "rate_limit_exceeded", "type": "requests"}, "rate_limit_exceeded"),
+        ({"code": 500, "type": "InternalServerError"}, "server_error"),
+        ({"code": [], "type": {}}, "server_error"),
+        ({}, "server_error"),
+    ],
+)
+def test_errors_have_openais_codes(error: dict[str, Any], code: str) -> None:
+    answer = AnswerBlocks()
+    output = ResponseOutput(answer, {}, "resp_1", 0)
+    written = [*output.events(answer.add({"error": {"message": "no", **error}}))]
+    events = events_of(b"".join([*written, *output.last_events()]).decode())
+    assert [event["type"] for event in events] == [
+        "response.created", "response.in_progress", "error", "response.failed"
+    ]  # fmt: skip
+    for event in events[:2]:  # they tell nothing of what followed
+        assert event["response"]["error"] is None
+        assert event["response"]["status"] == "in_progress"
+    assert (events[2]["code"], events[2]["message"]) == (code, "no")
+    assert events[3]["response"]["error"] == {"code": code, "message": "no"}
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "invalid_prompt"), (500, "server_error")])
+async def test_an_engines_error_in_mid_stream_keeps_its_code(
+    router: Router, d: MockEngine, status: int, code: str
+) -> None:
+    is_seen = asyncio.Event()
+
+    async def fails(_: Received, peer: Peer) -> None:
+        await peer.send(STREAM_HEAD + framed(b"".join(HELLO[:2])))
+        await is_seen.wait()
+        error = json.dumps({"error": {"message": "no", "code": status}}).encode()
+        await peer.send(framed(b"data: " + error + b"\n\n") + b"0\r\n\r\n")
+
+    d.usual = fails
+    seen = ""
+    async with router.client.stream("POST", PATH, json={**ASKED, "stream": True}) as answer:
+        async for text in answer.aiter_text():
+            seen += text
+            is_seen.set()
+    error, failed = events_of(seen)[-2:]
+    assert (error["type"], error["code"]) == ("error", code)
+    assert failed["response"]["error"]["code"] == code
+    assert failed["response"]["output"][-1]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+async def test_what_was_cut_has_an_incomplete_last_item(
+    router: Router, d: MockEngine, finish: str
+) -> None:
+    async def thinks(_: Received, peer: Peer) -> None:
+        await peer.stream(
+            *(chunk({"reasoning": "hm"}), chunk({"content": "x"}), chunk({}, finish), DONE)
+        )
+
+    d.usual = thinks
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    events = events_of(answer.text)
+    expected = ["completed", "incomplete" if finish == "length" else "completed"]
+    for items in (
+        [event["item"] for event in events if event["type"] == "response.output_item.done"],
+        events[-1]["response"]["output"],
+    ):
+        assert [item["status"] for item in items] == expected
+
+
 async def test_what_cannot_be_said_back_is_refused(router: Router, p: MockEngine) -> None:
     deep = b"[" * 253 + b"]" * 253
     body = b'{"model": "m", "input": "hi", "metadata": %b}' % deep
     answer = await router.client.post(PATH, content=body)
     assert answer.status_code == 400
     assert not p.requests
+
+
+# Log-probabilities.
+
+
+def entries(*tokens: str) -> dict[str, Any]:
+    """Log-probabilities of a chat."""
+    return {
+        "content": [
+            {"token": token, "logprob": -1.5, "bytes": [*token.encode()], "top_logprobs": [
+                {"token": token, "logprob": -1.5, "bytes": [*token.encode()]}
+            ]}
+            for token in tokens
+        ]
+    }  # fmt: skip
+
+
+def tokens_of(logprobs: list[dict[str, Any]]) -> list[str]:
+    return [entry["token"] for entry in logprobs]
+
+
+THOUGHTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"role": "assistant", "content": ""}, []),
+    ({"reasoning": "hm"}, ["<think>", "hm"]),
+    ({}, ["</think>"]),
+    ({"reasoning": " so", "content": "A"}, [" so", "</think>", "A"]),
+    ({}, ["B"]),
+    ({"content": "BC"}, ["C"]),
+    ({"content": "A"}, ["A"]),
+    ({}, ["<call>"]),
+    ({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f"}}]}, ["f"]),
+    ({"tool_calls": [{"index": 0, "function": {"arguments": '{"A": 1}'}}]}, ['{"', "A", '": 1}']),
+    ({}, ["</call>"]),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_those_of_the_text_alone(
+    router: Router, d: MockEngine, stream: bool
+) -> None:
+    async def thinks(request: Received, peer: Peer) -> None:
+        assert request.json["logprobs"] is True
+        assert request.json["top_logprobs"] == 1
+        if stream:
+            chunks = [chunk(delta, logprobs=entries(*tokens)) for delta, tokens in THOUGHTS]
+            await peer.stream(*chunks, chunk({}, "tool_calls"), DONE)
+            return
+        tokens = [token for _, tokens in THOUGHTS for token in tokens]
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"A": 1}'}}
+        message = {"reasoning": "hm so", "content": "ABCA", "tool_calls": [call]}
+        await peer.answer(whole(message, "tool_calls", logprobs=entries(*tokens)))
+
+    d.usual = thinks
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "stream": stream}
+    answer = await router.client.post(PATH, json=ASKED | asked)
+    if stream:
+        events = events_of(answer.text)
+        text = [event for event in events if event["type"].startswith("response.output_text.")]
+        deltas, done = text[:-1], text[-1]
+        assert [(one["delta"], tokens_of(one["logprobs"])) for one in deltas] == [
+            ("A", ["A"]), ("BC", ["B", "C"]), ("A", ["A"])
+        ]  # fmt: skip
+        assert deltas[0]["logprobs"][0] == {
+            "token": "A", "logprob": -1.5, "top_logprobs": [{"token": "A", "logprob": -1.5}]
+        }  # fmt: skip
+        assert tokens_of(done["logprobs"]) == ["A", "B", "C", "A"]
+        assert not any("logprobs" in event for event in events if "reasoning" in event["type"])
+        parts = [event["part"] for event in events if "content_part" in event["type"]]
+        assert [tokens_of(part["logprobs"]) for part in parts if "logprobs" in part] == [
+            [], ["A", "B", "C", "A"]
+        ]  # fmt: skip
+        output = events[-1]["response"]["output"]
+    else:
+        output = answer.json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    (part,) = output[1]["content"]
+    assert part["logprobs"] == entries("A", "B", "C", "A")["content"]
+    assert "logprobs" not in output[0]["content"][0]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([("Hi", ["Hi"]), ("", ["<eos>"])], ["Hi"]),
+        ([("", [""]), ("é", ["é"])], ["", "é"]),  # a character of two tokens
+        ([("", ["token_id:1"]), ("é", ["token_id:2"])], ["token_id:1", "token_id:2"]),
+        ([("a", ["a"]), ("a", ["a"]), ("ab", ["a", "b"])], ["a", "a", "a", "b"]),
+    ],
+)
+def test_every_token_of_a_text_has_its_logprob(
+    pieces: list[tuple[str, list[str]]], expected: list[str]
+) -> None:
+    answer = AnswerBlocks()
+    steps: list[BlockStep] = []
+    for text, tokens in pieces:
+        steps += answer.add(json.loads(chunk({"content": text}, logprobs=entries(*tokens))[6:]))
+    found = [entry for step in steps for entry in step.logprobs]
+    assert [entry["token"] for entry in found if isinstance(entry, dict)] == expected
+
+
+@given(st.lists(JSON, max_size=4), st.text(max_size=3), st.text(max_size=3))
+def test_strange_logprobs_break_nothing(content: list[Any], text: str, reasoning: str) -> None:
+    answer = AnswerBlocks()
+    output = ResponseOutput(answer, {}, "resp_1", 0)
+    delta = {"content": text, "reasoning": reasoning}
+    deltas: list[dict[str, Any]] = [{}, delta, {"content": text}]
+    for given_delta in deltas:
+        choice = {"delta": given_delta, "logprobs": {"content": content}}
+        assert list(output.events(answer.add({"choices": [choice]}))) is not None
+    answer.finish_reason = "stop"
+    assert list(output.events(answer.close())) is not None
+    assert list(output.last_events())
+
+
+def test_top_logprobs_alone_are_not_asked_of_the_engine() -> None:
+    assert chat(top_logprobs=2) == chat()
 
 
 # What is kept.
