@@ -12,6 +12,7 @@ import orjson
 from router.common.exact_json import dumps, loads
 from router.openai.answers import Json
 from router.openai.changing_lines import without_changing_lines
+from router.openai.context_errors import as_anthropic_states
 from router.openai.dialects import (
     AnswerBlock,
     AnswerBlocks,
@@ -338,8 +339,19 @@ def _url(source: Json, where: str) -> str:
 
 
 def anthropic_error(status: int, error: Json) -> Json:
+    """Return Anthropic's error body for OpenAI's error object."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error.get("message", ""))}}
+    message = str(error.get("message", ""))
+    if status == 400:
+        message = as_anthropic_states(message)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_body_for(path: str, status: int, body: bytes) -> bytes:
+    """Return the body of an OpenAI error as a client of the API at this path expects it."""
+    if path != MESSAGES_PATH and not path.startswith(f"{MESSAGES_PATH}/"):
+        return body
+    return dumps(anthropic_error(status, loads(body)["error"]))
 
 
 class MessageOutput(DialectOutput):

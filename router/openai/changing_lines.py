@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from router.common.wildcards import is_match
+
 # How many lines are removed from the beginning of a text at most.
 MAX_LINES = 8
 
@@ -20,25 +22,9 @@ def without_changing_lines(text: str, patterns: Sequence[str]) -> str:
     for _ in range(MAX_LINES):
         line, newline, rest = text.partition("\n")
         line = line.strip()
-        if not any(_matches(line, pattern.split("*")) for pattern in patterns):
+        if not any(is_match(line, pattern.split("*")) for pattern in patterns):
             return text
         text = rest.lstrip("\r\n")
         if not newline:
             break
     return text
-
-
-def _matches(line: str, pieces: list[str]) -> bool:
-    """Return True if the line consists of the pieces with any characters between them."""
-    first, last = pieces[0], pieces[-1]
-    if len(pieces) == 1:
-        return line == first
-    if len(line) < len(first) + len(last) or not line.startswith(first) or not line.endswith(last):
-        return False
-    at, end = len(first), len(line) - len(last)
-    for piece in pieces[1:-1]:
-        at = line.find(piece, at, end)
-        if at < 0:
-            return False
-        at += len(piece)
-    return True

@@ -1,4 +1,5 @@
-"""Exception handlers that answer with OpenAI error objects, for a FastAPI application."""
+"""Exception handlers for a FastAPI application that answer with OpenAI's error objects, or with
+Anthropic's below /v1/messages."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from router.openai.anthropic_messages import error_body_for
 from router.openai.errors import (
     RequestError,
     body_of,
@@ -27,6 +29,7 @@ async def http_error(request: Request, error: Exception) -> Response:
     if status == 404:
         message += _base_url_advice(request)
     body = error_body(status, type_of_status(status), message)
+    body = error_body_for(request.url.path, status, body)
     return Response(body, status, error.headers, "application/json")
 
 
@@ -49,9 +52,10 @@ async def validation_error(_: Request, error: Exception) -> Response:
     return Response(error_body(422, type_of_status(422), str(error)), 422, None, "application/json")
 
 
-async def failure(_: Request, error: Exception) -> Response:
+async def failure(request: Request, error: Exception) -> Response:
     given = {name.decode(): value.decode("latin-1") for name, value in headers_of(error)}
-    return Response(body_of(error), shape_of(error).status, given)
+    status = shape_of(error).status
+    return Response(error_body_for(request.url.path, status, body_of(error)), status, given)
 
 
 def install(app: FastAPI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
+from router.common.wildcards import is_match
 from router.fleet.fleet import Fleet
 
 
@@ -24,7 +25,7 @@ class ModelAliases:
         """Return the name of the model that engines know, or None if `model` is no alias."""
         if not isinstance(model, str) or not model:
             return None
-        found = (target for _, pieces, target in self._aliases if _matches(pieces, model))
+        found = (target for _, pieces, target in self._aliases if is_match(model, pieces))
         target = next(found, None)
         return None if target is None or self._fleet.reports_model(model) else target
 
@@ -38,18 +39,3 @@ class ModelAliases:
         for name, _, target in self._aliases:
             if target in models and name not in models:
                 yield name, target
-
-
-def _matches(pieces: Sequence[str], name: str) -> bool:
-    """Return True if `name` is these pieces with any text between them, in linear time."""
-    first, last, at = pieces[0], pieces[-1], len(pieces[0])
-    if len(pieces) == 1:
-        return name == first
-    if not name.startswith(first):
-        return False
-    for piece in pieces[1:-1]:
-        at = name.find(piece, at)
-        if at < 0:
-            return False
-        at += len(piece)
-    return name.endswith(last) and len(name) - len(last) >= at

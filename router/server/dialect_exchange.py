@@ -33,7 +33,7 @@ from router.openai.anthropic_messages import (
 )
 from router.openai.dialects import AnswerBlocks, DialectOutput, require_text
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.request_fields import MAX_COMPLETION_TOKENS
+from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS
 from router.openai.responses import (
     MAX_OUTPUT_TOKENS,
     RESPONSES_PATH,
@@ -105,6 +105,7 @@ class MessagesDialect(ApiDialect):
         chat = chat_from_messages(body, left_out, gateway.limits.changing_prompt_lines)
         self.is_streamed = bool(body.get("stream"))
         self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
+        _lower_max_tokens(chat, gateway)
         _take_chat(request, gateway, chat)
         _log_left_out(gateway, MESSAGES_PATH, left_out)
 
@@ -199,6 +200,17 @@ DIALECTS: dict[str, type[ApiDialect]] = {
 def _log_left_out(gateway: Gateway, path: str, left_out: set[str]) -> None:
     for what in left_out:
         gateway.left_out.info(f"requests to {path}: {what} are left out")
+
+
+def _lower_max_tokens(chat: Json, gateway: Gateway) -> None:
+    """Lower max_tokens to the context length. Clients of Anthropic's API ask for as many tokens as
+    its models allow, and do not know the engines' context."""
+    model, asked = chat.get("model"), chat.get(MAX_TOKENS)
+    if gateway.aliases is not None:
+        model = gateway.aliases.target_of(model) or model
+    context = gateway.fleet.snapshot.context_lengths.get(model) if type(model) is str else None
+    if context is not None and type(asked) is int and asked > context:
+        chat[MAX_TOKENS] = context
 
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:

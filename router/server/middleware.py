@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING
+from router.openai.anthropic_messages import error_body_for
 from router.openai.errors import UnauthorizedError, body_of, error_body, headers_of, shape_of
 from router.proxy.exchange import Header, cors_headers, preflight_headers
 from router.server.router_state import RouterState
@@ -58,7 +59,8 @@ class AccessMiddleware:
         error = UnauthorizedError(reason)
         headers = {name.decode(): value.decode() for name, value in headers_of(error)}
         headers["connection"] = "close"
-        return Response(body_of(error), shape_of(error).status, headers)
+        status = shape_of(error).status
+        return Response(error_body_for(path, status, body_of(error)), status, headers)
 
 
 class HttpMethodsMiddleware:

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from router.conversations.stored_responses import ResponseStore
-from router.openai.errors import NotFoundError, RequestError, UnauthorizedError
+from router.openai.errors import NotFoundError, RequestError
 from router.proxy.dispatch import refuse, serve
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
@@ -48,9 +48,9 @@ def serve_proxied(
 def refuse_proxied(
     exchange: Exchange, gateway: Gateway, stored: ResponseStore, error: RequestError
 ) -> Coroutine[Any, Any, None]:
-    """Answer a request that was refused before it was complete. API keys are the router's own, so
-    their errors have OpenAI's form everywhere; other errors have that of the endpoint's dialect."""
-    if exchange.endpoint in DIALECTS and not isinstance(error, UnauthorizedError):
+    """Answer a request that was refused before it was complete, with an error of the endpoint's
+    dialect."""
+    if exchange.endpoint in DIALECTS:
         return _serve_dialect(exchange, gateway, stored, error)
     return refuse(exchange, gateway, error)
 

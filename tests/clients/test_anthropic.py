@@ -88,7 +88,6 @@ async def test_tokens_are_counted(client: Any) -> None:
     [
         ({"model": "none"}, anthropic.NotFoundError),
         ({"max_tokens": 0}, anthropic.BadRequestError),
-        ({"max_tokens": 10**7}, anthropic.BadRequestError),
         ({"temperature": 9}, anthropic.BadRequestError),
         ({"messages": []}, anthropic.BadRequestError),
         ({"mcp_servers": [{}]}, anthropic.BadRequestError),

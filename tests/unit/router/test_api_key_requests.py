@@ -162,8 +162,35 @@ async def test_every_page_that_is_not_listed_as_open_wants_a_key(
     assert not p.requests
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/tokenize"])
-async def test_unauthorized_requests_to_all_apis_get_openais_error(
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/messages", "/v1/messages?beta=true", "/v1/messages/count_tokens", "/v1/messages/x"],
+)
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_unauthorized_requests_to_anthropics_api_get_anthropics_error_and_an_access_line(
+    start_router: StartRouter, keys: WriteKeys, path: str, is_slow: bool
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    lines: list[str] = []
+    router.gateway.records._readers = [
+        lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
+    ]
+    sent = post(json.dumps(BODY).encode(), path, b"x-api-key: %b\r\n" % OTHER.encode())
+    async with router.socket() as client:
+        await client.send(sent[:-1] if is_slow else sent)  # the key is wrong whatever follows
+        head, body = await client.answer()
+    assert head.split(b" ", 2)[1] == b"401"
+    assert b"www-authenticate: bearer" in head.lower()
+    error = {"type": "authentication_error", "message": "Incorrect API key provided."}
+    assert json.loads(body) == {"type": "error", "error": error}
+    if path != "/v1/messages/x":  # the application's requests have no access lines
+        router.gateway.records.flush()
+        (line,) = (json.loads("{" + line + "}") for line in lines)
+        assert (line["endpoint"], line["status"]) == (path.partition("?")[0], 401)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
+async def test_unauthorized_requests_to_other_apis_get_openais_error(
     start_router: StartRouter, keys: WriteKeys, path: str
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY)))

@@ -327,7 +327,6 @@ async def test_a_websocket_handshake_is_answered_with_426(router: Router, path: 
         ("POST", "/v1/responses/compact", 404),
         ("POST", "/v1/responses/resp_1/cancel", 404),
         ("GET", "/v1/responses/resp_1/input_items", 404),
-        ("POST", "/v1/messages/batches", 404),
         ("POST", "/v1/completions//", 404),
         ("GET", "/v1/completions", 405),
         ("PUT", "/v1/chat/completions", 405),

@@ -535,6 +535,61 @@ async def test_an_engines_refusal_is_told_in_this_dialect(router: Router, d: Moc
     assert answer.json()["error"] == {"type": "invalid_request_error", "message": "no such thing"}
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words(
+    router: Router, p: MockEngine, d: MockEngine, path: str, is_streamed: bool
+) -> None:
+    async def refuses(_: Received, peer: Peer) -> None:
+        message = (
+            "This model's maximum context length is 100 tokens. However, your prompt contains 120 "
+            "input tokens, which exceeds this limit even without any output tokens."
+        )
+        await peer.answer({"error": {"message": message, "type": "BadRequestError"}}, 400)
+
+    p.usual = d.usual = refuses
+    answer = await router.client.post(path, json={**ASKED, "stream": is_streamed})
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "type": "invalid_request_error",
+        "message": "prompt is too long: 120 tokens > 100 maximum",
+    }
+
+
+async def test_max_tokens_above_the_context_is_lowered_to_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    d.contexts = {"m": 50}
+    router = await start_router(model_alias=["claude-*=m"])
+    await eventually(lambda: router.gateway.fleet.snapshot.context_lengths == {"m": 50})
+    for model in ("m", "claude-opus"):
+        asked = {**ASKED, "model": model, "max_tokens": 32000}
+        assert (await router.client.post(PATH, json=asked)).status_code == 200
+        assert (p.last.json["max_tokens"], d.last.json["max_tokens"]) == (1, 50)
+    for wrong in (0, -1, "x", True, 51.5, None):
+        asked = {**ASKED, "max_tokens": wrong}
+        answer = await router.client.post(PATH, json=asked)
+        assert answer.status_code == (200 if wrong in (True, None) else 400), wrong
+    assert (await router.client.post(PATH, json={**ASKED, "max_tokens": 7})).status_code == 200
+    assert d.last.json["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", PATH, 405, "invalid_request_error"),
+        ("POST", f"{PATH}/batches", 404, "not_found_error"),
+        ("GET", f"{PATH}/batches/x/results", 404, "not_found_error"),
+    ],
+)
+async def test_endpoints_that_do_not_exist_have_anthropics_errors(
+    router: Router, method: str, path: str, status: int, kind: str
+) -> None:
+    answer = await router.client.request(method, path)
+    assert answer.status_code == status
+    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+
+
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 @pytest.mark.parametrize(
     ("status", "body"),
