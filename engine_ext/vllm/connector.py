@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -48,12 +48,6 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
 from engine_ext.vllm.guard import guarded, nothing
-from engine_ext.vllm.metric_deltas import (
-    OF_SCHEDULER,
-    MetricDeltas,
-    scheduler_counts,
-    worker_values,
-)
 from engine_ext.vllm.optional import EARLY_EXIT, EARLY_WRITES, IDLE_REST, LOAD_FAILURES
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
@@ -61,6 +55,9 @@ from engine_ext.vllm.request_view import RequestView, back_off
 from engine_ext.vllm.wakeup_socket import WakeupListener, WakeupSender
 from engine_ext.vllm.weights import Adapter, Weights
 from engine_ext.worker.worker import WorkerConnector
+
+if TYPE_CHECKING:
+    from engine_ext.vllm.metrics import MetricDeltas
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +119,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._wakeups: WakeupListener | None = None
-        self._metric_deltas = MetricDeltas()
-        self._last_counts: tuple[int, ...] = ()
+        self._metric_deltas = _metric_deltas()
         self._pending_reports = PendingReports()
         self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
@@ -161,16 +157,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:
         """Return what this half has counted since the last call."""
-        changed: dict[str, float] = {}
-        if self._scheduler is not None:
-            counts = scheduler_counts(self._scheduler)
-            if counts == self._last_counts:
-                return None
-            self._last_counts = counts
-            changed = self._metric_deltas.take(dict(zip(OF_SCHEDULER, counts, strict=True)))
-        elif self._worker is not None:
-            changed = self._metric_deltas.take(worker_values(self._worker.stats()))
-        return self.build_kv_connector_stats(changed) if changed else None
+        if self._metric_deltas is not None and self._scheduler is not None:
+            return self._metric_deltas.of_scheduler(self._scheduler)
+        if self._metric_deltas is not None and self._worker is not None:
+            return self._metric_deltas.of_worker(self._worker.stats())
+        return None
 
     # Scheduler side.
 
@@ -178,7 +169,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """True lets vLLM count keys and values of more tokens than it has a state of as cached: a
         load brings the state, with however few tokens."""
-        return describe.lets_hits_diverge(self._kv_cache_config)
+        return describe.supports_divergent_hits(self._kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -518,6 +509,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _marked(mark: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.removeprefix(mark) for name in names if name.startswith(mark))
+
+
+def _metric_deltas() -> "MetricDeltas | None":
+    if not support.is_on(METRICS):
+        return None
+    from engine_ext.vllm.metrics import MetricDeltas
+
+    return MetricDeltas()
 
 
 def _adapter_name(request: Request) -> str | None:

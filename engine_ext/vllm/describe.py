@@ -71,10 +71,10 @@ def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig | None:
 
 def connector_config(vllm_config: VllmConfig) -> ConnectorConfig:
     """Raises ValueError, one line, for what is wrong or not supported."""
-    return _config_in(vllm_config.kv_transfer_config)
+    return _read_config(vllm_config.kv_transfer_config)
 
 
-def _config_in(config: KVTransferConfig) -> ConnectorConfig:
+def _read_config(config: KVTransferConfig) -> ConnectorConfig:
     raw: dict[str, Any] = {key: getattr(config, key) for key in CONFIG_KEYS}
     raw["kv_connector_extra_config"] = config.kv_connector_extra_config
     return ConnectorConfig.from_kv_transfer_config(
@@ -91,12 +91,12 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         **{
             f"KV cache of {kind}": True
-            for kind in sorted(_unknown_kinds(vllm_config, kv_cache_config))
+            for kind in sorted(_unknown_cache_kinds(vllm_config, kv_cache_config))
         },
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
-        "KV-cache groups that are not transferred": _has_private_groups(kv_cache_config),
-        **{f"states kept in mode {mode}": True for mode in _unknown_modes(states)},
+        "KV-cache groups that are not transferred": _has_untransferred_groups(kv_cache_config),
+        **{f"states kept in mode {mode}": True for mode in _unknown_state_modes(states)},
         "speculation with layers that keep a state": any(s.num_speculative_blocks for s in states),
     }
     found = [name for name, present in problems.items() if present]
@@ -104,26 +104,26 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
 
 
-def _unknown_modes(states: Sequence[MambaSpec]) -> set[str]:
+def _unknown_state_modes(states: Sequence[MambaSpec]) -> set[str]:
     """Known are a state for each request, and one more where its prefix is cached, before it."""
     return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
 
 
-def _unknown_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
+def _unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
     """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones. Of
     layers that vLLM puts in one group though they differ, workers see each one's kind."""
     model = vllm_config.model_config
     found: set[str] = set()
     for spec in _specs(kv_cache_config):
-        if not _is_known(spec, model):
+        if not _is_known_kind(spec, model):
             is_of_several = isinstance(spec, UniformTypeKVCacheSpecs)
             layers = spec.kv_cache_specs.values() if is_of_several else ()
-            unknown = {type(each).__name__ for each in layers if not _is_known(each, model)}
+            unknown = {type(each).__name__ for each in layers if not _is_known_kind(each, model)}
             found |= unknown or {type(spec).__name__}
     return found
 
 
-def _is_known(spec: KVCacheSpec, model: ModelConfig) -> bool:
+def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
     """vLLM also calls MLA what sparse attention keeps: an indexer's keys, whose scales stand apart
     from them in a block, or one state of several tokens."""
     if type(spec) is MLAAttentionSpec:
@@ -144,7 +144,7 @@ def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
     return {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
 
 
-def _has_private_groups(kv_cache_config: KVCacheConfig) -> bool:
+def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
     return len(kv_cache_config.transfer_group_ids) < len(kv_cache_config.kv_cache_groups)
 
 
@@ -165,7 +165,7 @@ def _window(spec: KVCacheSpec) -> int | None:
     return int(spec.sliding_window + more)
 
 
-def lets_hits_diverge(kv_cache_config: KVCacheConfig) -> bool:
+def supports_divergent_hits(kv_cache_config: KVCacheConfig) -> bool:
     """Of full attention and states alone, one kind of each: vLLM tells us how much of the first
     kind it has, and a load fills no more of another, nor of a window, than the tokens it is for."""
     kinds = {spec for spec in _specs(kv_cache_config) if not isinstance(spec, MambaSpec)}
@@ -266,7 +266,7 @@ def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
         return None
     # Stock moves a state piece by piece. And where guesses look further ahead, it leaves out a
     # prompt's end: as it pairs blocks from the end, it would take each for its neighbour.
-    if _has_state(vllm_config.model_config) or _looks_further(vllm_config):
+    if _has_state(vllm_config.model_config) or _drafts_beyond_next_token(vllm_config):
         return None
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         compute_nixl_compatibility_hash,
@@ -284,7 +284,7 @@ def stock_version() -> dict[str, str]:
     return {"connector": str(NIXL_CONNECTOR_VERSION)}
 
 
-def _looks_further(vllm_config: VllmConfig) -> bool:
+def _drafts_beyond_next_token(vllm_config: VllmConfig) -> bool:
     """Than to the next token: as far as is known."""
     if not support.is_on(LOOKAHEAD):
         return vllm_config.speculative_config is not None
@@ -316,7 +316,7 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "cache_dtype": str(cache.cache_dtype),
         "attn_backend": backend,
         "hybrid_kv_cache_manager": str(not scheduler.disable_hybrid_kv_cache_manager),
-        "speculative_decoding": str(_speculation(vllm_config.speculative_config)),
+        "speculative_decoding": str(_speculation_kind(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
         **(_factors_of_state(cache) if _has_state(model) else {}),
     }
@@ -328,7 +328,7 @@ def _factors_of_state(cache: CacheConfig) -> dict[str, str]:
     return {"state": " ".join((*kinds, str(envs.VLLM_SSM_CONV_STATE_LAYOUT)))}
 
 
-def _speculation(config: Any) -> str | None:
+def _speculation_kind(config: Any) -> str | None:
     """Return the kind of speculation if it keeps something beside the model's KV. Guesses at the
     prompt's own words do not: an engine without them may prefill for one that has them."""
     if config is None or config.method in STATELESS:
@@ -341,7 +341,7 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
     our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
     transfer = transfer_config(vllm_config)
-    ours = _config_of_ours(vllm_config)
+    ours = _our_config(vllm_config)
     return identity.EngineDescription(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
@@ -372,26 +372,28 @@ def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
     return ("push",) if "Push" in str(transfer.kv_connector) else ("pull",)
 
 
-def _config_of_ours(vllm_config: VllmConfig) -> ConnectorConfig | None:
+def _our_config(vllm_config: VllmConfig) -> ConnectorConfig | None:
     transfer = transfer_config(vllm_config)
     if transfer is None or transfer.kv_connector not in CONNECTORS:
         return None
-    return _config_in(transfer)
+    return _read_config(transfer)
 
 
 def resumes(vllm_config: VllmConfig) -> bool:
     """Return True if answers can be resumed: our scheduler class counts the payload's tokens, and
     our plugin replays them in this process and shows them to the workers in theirs."""
-    return _offers(vllm_config, RESUME)
+    return _offers_feature(vllm_config, RESUME)
 
 
-def _offers(vllm_config: VllmConfig, feature: Feature) -> bool:
+def _offers_feature(vllm_config: VllmConfig, feature: Feature) -> bool:
     """The feature needs our scheduler class and plugin, and a model that keeps no state."""
     is_there = support.is_on(feature) and support.is_installed(feature)
-    return is_there and _schedules(vllm_config) and not _has_state(vllm_config.model_config)
+    return (
+        is_there and _uses_our_scheduler(vllm_config) and not _has_state(vllm_config.model_config)
+    )
 
 
-def _schedules(vllm_config: VllmConfig) -> bool:
+def _uses_our_scheduler(vllm_config: VllmConfig) -> bool:
     """It is our scheduler class."""
     if not support.is_on(SCHEDULER):
         return False
@@ -402,23 +404,24 @@ def _schedules(vllm_config: VllmConfig) -> bool:
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
     has_state = _has_state(vllm_config.model_config)
-    judges = _schedules(vllm_config) and support.is_on(THRESHOLD)
-    threshold = ("cache_hit_threshold",) if judges else ()
-    resume = ("begun",) if resumes(vllm_config) else ()
-    returns = ("hand_back",) if _offers(vllm_config, PREEMPTION_RETURN) else ()
-    hands_over = () if config is None or has_state else ("hand_over",)
-    # Ranks know nothing of each other: each would read for its own ones of several answers.
-    is_one = vllm_config.parallel_config.data_parallel_size == 1
-    shares = ("shared_loads",) if config is not None and is_one else ()
+    has_scheduler = _uses_our_scheduler(vllm_config)
+    # Data-parallel ranks know nothing of each other: each would read for its own share of several
+    # answers to one prompt.
+    is_one_rank = vllm_config.parallel_config.data_parallel_size == 1
+    offered = {
+        "cache_hit_threshold": has_scheduler and support.is_on(THRESHOLD),
+        "begun": resumes(vllm_config),
+        "hand_back": _offers_feature(vllm_config, PREEMPTION_RETURN),
+        "hand_over": config is not None and not has_state,
+        "shared_loads": config is not None and is_one_rank,
+        "streamed_kv_transfer_params": support.is_on(STREAMS),
+        "tell_token_ids": support.is_on(STREAMS),
+        "load_failures": config is not None and has_scheduler and support.is_on(LOAD_FAILURES),
+    }
     if config is not None and has_state:
-        config = replace(config, bidirectional=False)  # a state is of no turn
+        config = replace(config, bidirectional=False)  # A state belongs to no turn.
     ours = identity.capabilities_of(config)
-    says_more = support.is_on(STREAMS)
-    streams = ("streamed_kv_transfer_params", "tell_token_ids") if says_more else ()
-    names_failures = config is not None and _schedules(vllm_config)
-    failures = ("load_failures",) if names_failures and support.is_on(LOAD_FAILURES) else ()
-    named = (*threshold, *resume, *returns, *hands_over, *shares, *streams, *failures, *ours)
-    return tuple(dict.fromkeys(named))
+    return (*(name for name, is_offered in offered.items() if is_offered), *ours)
 
 
 def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[Region]:
@@ -433,13 +436,15 @@ def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfi
         for layer in group.layer_names
     }
     found: dict[int, list[Region]] = {}
-    for name in sorted(kv_caches.keys() & groups.keys(), key=_natural):
+    for name in sorted(kv_caches.keys() & groups.keys(), key=_natural_key):
         region = _region(name, kv_caches[name], kv_cache_config.num_blocks, groups[name])
         found.setdefault(region.base_addr, []).append(region)
-    return [_in_one(layers, len(kv_cache_config.kv_cache_groups)) for layers in found.values()]
+    return [
+        _merge_layers(layers, len(kv_cache_config.kv_cache_groups)) for layers in found.values()
+    ]
 
 
-def _in_one(layers: list[Region], num_groups: int) -> Region:
+def _merge_layers(layers: list[Region], num_groups: int) -> Region:
     first, tenants = layers[0], {layer.group: layer.name for layer in layers}
     if len(tenants) == 1:
         return first
@@ -448,7 +453,7 @@ def _in_one(layers: list[Region], num_groups: int) -> Region:
     return replace(first, group=SHARED, block_len=longest, tenants=by_group)
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
+def _natural_key(name: str) -> list[tuple[int, int | str]]:
     """`layers.2` before `layers.10`."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
 

@@ -9,8 +9,6 @@ logger = logging.getLogger(__name__)
 
 H = TypeVar("H", bound=Callable[..., Any])
 
-MARK = "_guarded"
-
 
 def guarded(
     fallback: Callable[[], Any], otherwise: Callable[..., Any] | None = None
@@ -31,14 +29,9 @@ def guarded(
                     logger.exception("KV connector: %s", hook.__name__)
             return fallback()
 
-        setattr(call, MARK, True)
         return cast(H, call)
 
     return decorate
-
-
-def is_guarded(hook: Any) -> bool:
-    return hasattr(hook, MARK)
 
 
 def nothing() -> None:

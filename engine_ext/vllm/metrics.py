@@ -1,4 +1,9 @@
-"""What the connector counts (see metric_deltas.py) on its way to vLLM's `/metrics`."""
+"""What the connector counts on its way to vLLM's `/metrics`, under the reference engine's names.
+
+Workers count, vLLM's API server shows: what travels with each step is the change since the last
+one. Changes add up, over ranks and over steps, for gauges as for counters and for the buckets of a
+histogram.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +14,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from engine_ext.common.types import ConnectorStats
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
-from engine_ext.vllm.metric_deltas import histogram_buckets
+from engine_ext.scheduler.scheduler import SchedulerConnector
+
+OF_SCHEDULER = ("leases_active", "proofs_unreadable", "engine_id_clashes")
+"""Counted by the scheduler half. It knows of a lease before the worker does: an engine that rests
+while its blocks are read takes no step that could report it."""
+
+BUCKETS = {
+    each.field: tuple(
+        (f"{each.field} {place} count", f"{each.field} {place} total")
+        for place in range(len(each.bounds) + 1)
+    )
+    for each in DISTRIBUTED
+}
+"""Under which names a histogram's buckets travel: their counts and their sums."""
+
+
+def _worker_values(stats: ConnectorStats) -> dict[str, float]:
+    values: dict[str, float] = {
+        each.field: getattr(stats, each.field) for each in COUNTED if each.field not in OF_SCHEDULER
+    }
+    for each in DISTRIBUTED:
+        buckets = getattr(stats, each.field).buckets()
+        for (count, total), bucket in zip(BUCKETS[each.field], buckets, strict=True):
+            if bucket.times:
+                values[count], values[total] = bucket.times, bucket.total
+    return values
+
+
+def _histogram_buckets(data: dict[str, Any], each: Distributed) -> list[tuple[int, float]]:
+    return [(int(data.get(c, 0)), data.get(t, 0.0)) for c, t in BUCKETS[each.field]]
 
 
 class DisaggStats(KVConnectorStats):
@@ -29,13 +64,37 @@ class DisaggStats(KVConnectorStats):
         counted = [each.field for each in COUNTED if self.data.get(each.field)]
         values: dict[str, int | float] = {f.replace("_", " "): self.data[f] for f in counted}
         for each in DISTRIBUTED:
-            count, total = map(sum, zip(*histogram_buckets(self.data, each), strict=True))
+            count, total = map(sum, zip(*_histogram_buckets(self.data, each), strict=True))
             if count:
                 values[f"mean {each.field.replace('_', ' ')}"] = round(total / count, 6)
         return values
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
+
+
+class MetricDeltas:
+    """What one half has counted since the last call; None for nothing."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._last_counts: tuple[int, ...] = ()
+
+    def of_scheduler(self, half: SchedulerConnector) -> DisaggStats | None:
+        counts = half.num_leased, half.proofs_unreadable, half.engine_id_clashes
+        if counts == self._last_counts:
+            return None  # as in most steps
+        self._last_counts = counts
+        return self._changes(dict(zip(OF_SCHEDULER, counts, strict=True)))
+
+    def of_worker(self, stats: ConnectorStats) -> DisaggStats | None:
+        return self._changes(_worker_values(stats))
+
+    def _changes(self, values: dict[str, float]) -> DisaggStats | None:
+        last, self._last = self._last, values
+        changes = {name: value - last.get(name, 0) for name, value in values.items()}
+        changed = {name: change for name, change in changes.items() if change}
+        return DisaggStats(changed) if changed else None
 
 
 class DisaggPromMetrics(KVConnectorPromMetrics):
@@ -66,7 +125,7 @@ class DisaggPromMetrics(KVConnectorPromMetrics):
                 for metric in metrics:
                     metric[engine_idx].inc(change)
         for each, histogram in self._histograms:
-            for place, (count, total) in enumerate(histogram_buckets(transfer_stats_data, each)):
+            for place, (count, total) in enumerate(_histogram_buckets(transfer_stats_data, each)):
                 for _ in range(count):
                     histogram[engine_idx].observe(_mean(each, place, total / count))
 

@@ -10,8 +10,10 @@ vLLM calls the function no more, the pages are missing, and the router treats th
 
 import asyncio
 import json
+import logging
 from dataclasses import replace
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,13 +22,15 @@ from fastapi.responses import JSONResponse
 from vllm.entrypoints.launchers import app as launcher
 from vllm.v1.engine.core import EngineCore
 
+from engine_ext.common.short_hash import short_hash
 from engine_ext.http import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector import inspect_worker, ours_in
 from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
-from engine_ext.vllm.renders import renders
+
+logger = logging.getLogger(__name__)
 
 CALL = "disagg_call"
 """A method that we add to vLLM's EngineCore, for its HTTP server to call by name."""
@@ -34,6 +38,10 @@ RENDERED = "disagg_renders"
 """Found out once."""
 KEY = leases.new_key()
 """Each process makes one; the engine's is used."""
+SAMPLES = 64
+SAMPLE_BYTES = 4096
+LOCAL_FIELDS = ("_name_or_path", "transformers_version")
+"""Fields of a model's configuration that depend on where this engine has it from."""
 
 
 def install() -> None:
@@ -67,7 +75,7 @@ def _identity(state: Any) -> dict[str, Any]:
     """Blocks. Raises as `identity` does."""
     known = getattr(state, RENDERED, None)
     if known is None:
-        known = renders(state) if support.is_on(RENDERS) else {}
+        known = _renders(state) if support.is_on(RENDERS) else {}
         setattr(state, RENDERED, known)
     return identity.identity(replace(describe.engine(state.vllm_config), renders=known))
 
@@ -136,3 +144,60 @@ def _error(message: str, status: HTTPStatus) -> JSONResponse:
     kind = f"{status.phrase.replace(' ', '')}Error"
     error = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": error}, status)
+
+
+def _renders(state: Any) -> dict[str, str]:
+    """Return what two engines must share to read token ids alike and to render messages alike, as
+    short hashes: one resumes the other's answers only where they are equal. Empty if they cannot
+    be found, so that no router relies on them. Blocks: files are read."""
+    try:
+        return _hashes(state)
+    except Exception as error:
+        logger.exception("what this engine renders with")
+        support.lose(RENDERS, f"it cannot be read: {error!r}")
+        return {}
+
+
+def _hashes(state: Any) -> dict[str, str]:
+    config, online = state.vllm_config.model_config, state.online_renderer
+    tokenizer = online.renderer.tokenizer
+    special = json.dumps(getattr(tokenizer, "special_tokens_map", {}), sort_keys=True, default=str)
+    template = online.chat_template or getattr(tokenizer, "chat_template", None)
+    kwargs = json.dumps(online.default_chat_template_kwargs, sort_keys=True, default=str)
+    return {
+        "model": _model(config),
+        "tokenizer": short_hash(special, _tokens(tokenizer)),
+        "chat_template": short_hash(special, json.dumps(template, default=str), kwargs),
+    }
+
+
+def _model(config: Any) -> str:
+    named = config.hf_config.to_dict()
+    shared = {key: named[key] for key in sorted(named.keys() - set(LOCAL_FIELDS))}
+    directory = Path(str(config.model))
+    parts: list[str | bytes] = [json.dumps(shared, sort_keys=True, default=str)]
+    for path in sorted(directory.glob("*.safetensors")):
+        parts += [path.name, *_samples(path)]
+    if len(parts) == 1:
+        # From a hub: its name and revision say which weights they are.
+        parts.append(f"{config.model} {config.revision}")
+    return short_hash(*parts)
+
+
+def _samples(path: Path) -> list[bytes]:
+    """Return parts of a file of many gigabytes."""
+    size = path.stat().st_size
+    found = [size.to_bytes(8, "little")]
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            found.append(file.read(SAMPLE_BYTES))
+    return found
+
+
+def _tokens(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        whole: str = backend.to_str()
+        return whole
+    return json.dumps(sorted(tokenizer.get_vocab().items()))

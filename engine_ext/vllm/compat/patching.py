@@ -26,7 +26,3 @@ def wrap_in(module: ModuleType, name: str, wrapping: Callable[[Any], Any]) -> No
     for owner in vars(module).values():
         if isinstance(owner, type):
             wrap(owner, name, wrapping)
-
-
-def is_wrapped(method: Any) -> bool:
-    return hasattr(method, MARK)

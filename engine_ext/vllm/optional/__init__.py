@@ -23,7 +23,7 @@ from engine_ext.vllm.compat.vllm_symbols import (
     PAGES,
     SCHED,
 )
-from engine_ext.vllm.optional import resume_limits
+from engine_ext.vllm.optional import resumed_request
 
 CHAT = f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest"
 COMPLETION = f"{OPENAI}.completion.protocol:CompletionRequest"
@@ -99,7 +99,7 @@ STREAMS = Feature(
         vllm.outputs:CompletionOutput has finish_reason index logprobs stop_reason text
             token_ids
     """),
-    modules=("optional.patch_streams", "optional.replayed_output"),
+    modules=("optional.patch_streams",),
     patches=("optional.patch_streams",),
 )
 
@@ -112,7 +112,6 @@ RENDERS = Feature(
         {APP_STATE} has online_renderer vllm_config
         {CONFIG}:ModelConfig has hf_config revision
     """),
-    modules=("renders",),
 )
 
 SCHEDULER = Feature(
@@ -238,10 +237,10 @@ _REQUESTS = symbols(f"""
     {CHAT} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
     {COMPLETION} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
     vllm.sampling_params:SamplingParams has extra_args
-    {CHAT} has {" ".join(resume_limits.UNFIT)}
-    {COMPLETION} has {" ".join(resume_limits.UNFIT)}
-    {CHAT} has {" ".join(resume_limits.UNFIT_OF_CHATS)}
-    {COMPLETION} has {" ".join(resume_limits.UNFIT_OF_COMPLETIONS)}
+    {CHAT} has {" ".join(resumed_request.UNFIT)}
+    {COMPLETION} has {" ".join(resumed_request.UNFIT)}
+    {CHAT} has {" ".join(resumed_request.UNFIT_OF_CHATS)}
+    {COMPLETION} has {" ".join(resumed_request.UNFIT_OF_COMPLETIONS)}
 """)
 """What the HTTP server passes on to our scheduler class."""
 

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from engine_ext.common.resume_payload import Logprob
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.optional.patch_outputs import SENT, SentCounts
-from engine_ext.vllm.optional.replayed_output import ReplayedOutput
+from engine_ext.vllm.optional.patch_streams import ReplayedOutput
 from engine_ext.vllm.optional.resumed_request import Replay, replay_in
 
 

@@ -36,7 +36,7 @@ from engine_ext.scheduler.admission import parse_threshold, prefills
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.optional import resumed_request
-from engine_ext.vllm.optional.resume_limits import ResumeLimits, refusal, unfit_fields
+from engine_ext.vllm.optional.resumed_request import ResumeLimits, refusal, unfit_fields
 
 CHARACTERS = 4
 """Base64 characters of one token id."""

@@ -15,8 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from engine_ext.common.resume_payload import KEY, ResumePayload
 from engine_ext.vllm.optional import patch_outputs, patch_replay, resumed_request
-from engine_ext.vllm.optional.patch_streams import StreamResults
-from engine_ext.vllm.optional.replayed_output import ReplayedOutput
+from engine_ext.vllm.optional.patch_streams import ReplayedOutput, StreamResults
 
 OTHER = 1
 Part = tuple[str, bool, str | None]

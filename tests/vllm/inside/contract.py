@@ -110,7 +110,7 @@ def nothing_of_our_connectors_is_left_abstract() -> None:
 
 def what_we_override_is_probed() -> None:
     from engine_ext.vllm import connector, metrics, scheduler
-    from engine_ext.vllm.optional import replayed_output, resume
+    from engine_ext.vllm.optional import patch_streams, resume
 
     classes = (
         connector.DisaggConnector,
@@ -120,7 +120,7 @@ def what_we_override_is_probed() -> None:
         scheduler.DisaggScheduler,
         metrics.DisaggPromMetrics,
         metrics.DisaggStats,
-        replayed_output.ReplayedOutput,
+        patch_streams.ReplayedOutput,
     )
     lacking = {cls.__name__: {*_overrides(cls)} - {*_probed(cls)} for cls in classes}
     assert not any(lacking.values()), lacking

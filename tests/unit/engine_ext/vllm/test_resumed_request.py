@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from engine_ext.common.resume_payload import MAX_ID, ResumePayload
-from engine_ext.vllm.optional.resume_limits import ResumeLimits, refusal
 from engine_ext.vllm.optional.resumed_request import (
     CANNOT_RESUME,
     FIELD,
     Replay,
+    ResumeLimits,
     cannot_resume,
     carried,
+    refusal,
     replay_in,
     token_ids_in,
 )

@@ -21,10 +21,10 @@ BESIDE = {
     ),
     # Of a request with a payload, which is refused where it cannot be resumed.
     "optional/patch_requests": (optional.RESUME,),
-    "optional/resume_limits": (optional.RESUME,),
     "optional/resumed_request": (optional.RESUME,),
     "request_view": (optional.STATE_LAYERS, optional.PREEMPTION_RETURN),
     "scheduler": (optional.FAILURE_POLICY, optional.LAST_WINDOW, optional.LOAD_FAILURES),
+    "pages": (optional.RENDERS,),
     # Parsers are asked for the sake of replayed tokens.
     "optional/early_ends": (optional.THRESHOLD,),
 }
@@ -43,7 +43,7 @@ NOT_VLLMS = {
         "to_str",
     },
     # What follows fails in one place, which turns off the feature with the exception as its reason.
-    "of the renderer, see renders.py": {
+    "of the renderer, see pages.py": {
         "chat_template",
         "default_chat_template_kwargs",
         "renderer",
