@@ -1,5 +1,5 @@
-"""Command line agents as their makers ship them, each with its default settings: a whole loop of
-prompt, tool call, tool result and answer against scripted engines.
+"""Command line agents as their makers ship them, started by the scripts of examples/: a whole loop
+of prompt, two tool calls, their results and an answer against scripted engines.
 
 The packages are large (1 GB), so these tests run with `make test-nightly`. npm installs the
 packages beside the other clients.
@@ -43,27 +43,34 @@ PACKAGES = {
 }
 PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere")).parent / "agents"
 MODEL = "m"
-SECRET = "KIWI-4711"
-PROMPT = "Read the file note.txt with a shell command and repeat its content."
+NOTES = {"note.txt": "KIWI-4711", "other.txt": "FIG-1507"}
+PROMPT = "Read the files note.txt and other.txt with shell commands and repeat their content."
+EXAMPLES = Path(__file__).parents[2] / "examples"
 AGENT_TIMEOUT_S = 100
 
 
 async def scripted_decode(request: Received, peer: Peer) -> None:
-    """Call a shell tool where one is offered; after its result, repeat the result."""
+    """Call a shell tool twice where one is offered; after the results, repeat them."""
     body = request.json
-    last = body["messages"][-1]
-    called = next((m for m in reversed(body["messages"]) if m["role"] == "tool"), None)
-    shell = shell_call(body.get("tools") or ())
-    if called is None and shell is not None:
-        name, arguments = shell
-        call = {"id": "call_1", "type": "function",
-                "function": {"name": name, "arguments": arguments}}  # fmt: skip
-        deltas: list[dict[str, Any]] = [{"reasoning": "I look."}, {"content": "Looking."},
-                                        {"tool_calls": [{"index": 0, **call}]}]  # fmt: skip
-        await answer(request, peer, deltas, "tool_calls")
-    else:
-        text = f"The file says: {text_of((called or last)['content'])[-2000:]}"
+    results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+    calls = [] if results else shell_calls(body.get("tools") or ())
+    if not calls:
+        texts = results or [body["messages"][-1]["content"]]
+        text = f"The files say: {' and '.join(text_of(one)[-1000:] for one in texts)}"
         await answer(request, peer, [{"content": text}], "stop")
+        return
+    deltas: list[dict[str, Any]] = [{"reasoning": "I look."}, {"content": "Looking."}]
+    if body.get("stream"):
+        # The pieces of both calls are mixed.
+        heads = [{**call, "function": {"name": call["function"]["name"]}} for call in calls]
+        deltas.append({"tool_calls": heads})
+        for cut in (slice(0, 5), slice(5, None)):
+            pieces = [call["function"]["arguments"][cut] for call in calls]
+            deltas += [{"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+                       for index, piece in enumerate(pieces)]  # fmt: skip
+    else:
+        deltas.append({"tool_calls": calls})
+    await answer(request, peer, deltas, "tool_calls")
 
 
 def text_of(content: object) -> str:
@@ -72,18 +79,27 @@ def text_of(content: object) -> str:
     return str(content)
 
 
-def shell_call(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the name and the arguments of the call that reads the file."""
+def shell_calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a call for each file, of the first tool that is a shell."""
     for tool in tools:
         function = tool["function"]
         properties = function.get("parameters", {}).get("properties", {})
         for key in ("command", "cmd"):
             if key in properties and not function["name"].endswith("stdin"):
                 is_list = properties[key].get("type") == "array"
-                command = ["cat", "note.txt"] if is_list else "cat note.txt"
                 more = {"description": "Read it"} if "description" in properties else {}
-                return function["name"], json.dumps({key: command, **more})
-    return None
+                commands = [["cat", name] if is_list else f"cat {name}" for name in NOTES]
+                arguments = [json.dumps({key: command, **more}) for command in commands]
+                return [
+                    {
+                        "index": index,
+                        "id": f"call_{index}",
+                        "type": "function",
+                        "function": {"name": function["name"], "arguments": written},
+                    }
+                    for index, written in enumerate(arguments)
+                ]
+    return []
 
 
 async def answer(request: Received, peer: Peer, deltas: list[dict[str, Any]], finish: str) -> None:
@@ -115,7 +131,8 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
         server = await asyncio.to_thread(starting.__enter__)
         home = tmp_path / "home"
         home.mkdir()
-        (home / "note.txt").write_text(f"{SECRET}\n")
+        for name, content in NOTES.items():
+            (home / name).write_text(f"{content}\n")
         try:
             yield Scripted(server, decoder, home)
         finally:
@@ -123,23 +140,33 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
 
 
 def installed(name: str) -> Path:
-    """Install an agent's package once, and return the path of its command."""
+    """Install an agent's package once, and return the folder of its command."""
     folder = PLACE / PACKAGES[name].replace("/", "_")
     if not (folder / ".made").exists():
         folder.mkdir(parents=True, exist_ok=True)
         npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
         subprocess.run([*npm, PACKAGES[name]], check=True, timeout=600)
         (folder / ".made").touch()
-    return folder / "node_modules" / ".bin" / name
+    return folder / "node_modules" / ".bin"
 
 
-async def run_agent(scripted: Scripted, command: list[str], variables: dict[str, str]) -> str:
-    """Run an agent in an empty home folder and return what it printed. It must exit with 0."""
-    path = os.environ["PATH"]
+async def run_agent(scripted: Scripted, name: str, *command: str, **variables: str) -> str:
+    """Run an agent with an example in an empty home folder and return what it printed. It must exit
+    with 0."""
+    folder = await asyncio.to_thread(installed, name)
+    example, *arguments = command
+    given = {
+        "HOME": str(scripted.home),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "TERM": "dumb",
+        "ROUTER_URL": scripted.router.url,
+        "MODEL": MODEL,
+    }
     process = await asyncio.create_subprocess_exec(
-        *command,
+        str(EXAMPLES / example),
+        *arguments,
         cwd=scripted.home,
-        env={"HOME": str(scripted.home), "PATH": path, "TERM": "dumb", **variables},
+        env=given | variables,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -156,58 +183,34 @@ async def run_agent(scripted: Scripted, command: list[str], variables: dict[str,
 
 
 def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
-    """The agent ran the tool, sent the tool's result, and printed the answer."""
-    assert SECRET in printed
+    """The agent ran both tools, sent their results, and printed the answer."""
+    bodies = [request.json for request in scripted.decoder.requests]
     results = [
-        text_of(message["content"])
-        for request in scripted.decoder.requests
-        for message in request.json["messages"]
-        if message["role"] == "tool"
+        [text_of(message["content"]) for message in body["messages"] if message["role"] == "tool"]
+        for body in bodies
     ]
-    assert results
-    assert SECRET in results[-1]
+    assert any(
+        len(found) == 2 and all(map(str.__contains__, found, NOTES.values())) for found in results
+    )
+    assert all(content in printed for content in NOTES.values())
 
 
 @pytest.mark.timeout(900)
 async def test_claude_code_runs_a_tool_loop(scripted: Scripted) -> None:
-    claude = await asyncio.to_thread(installed, "claude")
-    variables = {
-        "ANTHROPIC_BASE_URL": scripted.router.url,
-        "ANTHROPIC_AUTH_TOKEN": "x",
-        "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "IS_SANDBOX": "1",
-    }
-    command = [str(claude), "-p", PROMPT, "--dangerously-skip-permissions"]
-    assert_loop_was_whole(scripted, await run_agent(scripted, command, variables))
+    options = ["-p", PROMPT, "--dangerously-skip-permissions"]
+    printed = await run_agent(scripted, "claude", "claude_code.sh", *options, IS_SANDBOX="1")
+    assert_loop_was_whole(scripted, printed)
 
 
 @pytest.mark.timeout(900)
 async def test_codex_runs_a_tool_loop(scripted: Scripted) -> None:
-    codex = await asyncio.to_thread(installed, "codex")
-    settings = scripted.home / ".codex" / "config.toml"
-    settings.parent.mkdir()
-    settings.write_text(
-        f'model = "{MODEL}"\nmodel_provider = "local"\n'
-        f'[model_providers.local]\nname = "local"\nbase_url = "{scripted.router.url}/v1"\n'
-        'wire_api = "responses"\nenv_key = "LOCAL_KEY"\n'
-    )
-    command = [str(codex), "exec", "--skip-git-repo-check"]
-    command += ["--dangerously-bypass-approvals-and-sandbox", PROMPT]
-    assert_loop_was_whole(scripted, await run_agent(scripted, command, {"LOCAL_KEY": "x"}))
+    options = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    printed = await run_agent(scripted, "codex", "codex.sh", *options, PROMPT)
+    assert_loop_was_whole(scripted, printed)
 
 
 @pytest.mark.timeout(900)
 async def test_opencode_runs_a_tool_loop(scripted: Scripted) -> None:
-    opencode = await asyncio.to_thread(installed, "opencode")
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{scripted.router.url}/v1", "apiKey": "x"},
-        "models": {MODEL: {}},
-    }
-    settings = scripted.home / "opencode.json"
-    settings.write_text(json.dumps({"provider": {"local": provider}, "model": f"local/{MODEL}"}))
-    variables = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    command = [str(opencode), "run", PROMPT]
-    assert_loop_was_whole(scripted, await run_agent(scripted, command, variables))
+    offline = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    printed = await run_agent(scripted, "opencode", "opencode.sh", "run", PROMPT, **offline)
+    assert_loop_was_whole(scripted, printed)

@@ -1,0 +1,9 @@
+#!/bin/sh
+# Claude Code (npm install -g @anthropic-ai/claude-code): claude_code.sh [arguments of claude]
+set -eu
+URL="${ROUTER_URL:-http://localhost:8000}" KEY="${ROUTER_API_KEY:-none}" MODEL="${MODEL:-qwen3}"
+
+export ANTHROPIC_BASE_URL="$URL" ANTHROPIC_AUTH_TOKEN="$KEY" # without /v1
+export ANTHROPIC_MODEL="$MODEL" ANTHROPIC_DEFAULT_HAIKU_MODEL="$MODEL"
+export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
+exec claude "$@"
