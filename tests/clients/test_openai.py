@@ -231,13 +231,45 @@ async def test_tools_of_a_response(actor: Any, acted: Acted) -> None:
     assert events[0].type == "response.created"
     output = {"type": "function_call_output", "call_id": "call_a", "output": "1"}
     await actor.responses.create(model="m", input=[output], previous_response_id=answer.id)
-    roles = [message["role"] for message in acted.decoder.last.json["messages"]]
-    assert roles == ["user", "assistant", "tool"]
-    # As many clients do it: all that was said is sent again.
-    again = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in answer.output)]
-    await actor.responses.create(model="m", input=[*again, output])
-    roles = [message["role"] for message in acted.decoder.last.json["messages"]]
-    assert roles == ["user", "assistant", "tool"]
+    kept = acted.decoder.last.json["messages"]
+    assert [message["role"] for message in kept] == ["user", "assistant", "tool"]
+    assert kept[1]["reasoning"] == "hmm"
+    # Many clients send everything again, or refer to the items of the stored response.
+    hi = {"role": "user", "content": "hi"}
+    items = [item.model_dump() for item in answer.output]
+    references = [{"type": "item_reference", "id": item["id"]} for item in items]
+    for again in (items, references):
+        await actor.responses.create(model="m", input=[hi, *again, output])
+        assert acted.decoder.last.json["messages"] == kept
+
+
+async def test_tools_of_openai_beside_functions(actor: Any, acted: Acted) -> None:
+    others = [{"type": "web_search"}, {"type": "custom", "name": "c"}]
+    tools = [{"type": "function", **TOOL["function"]}, *others]
+    names = [{"type": "function", "name": "f"}, {"type": "custom", "name": "c"}]
+    for choice in ("auto", {"type": "allowed_tools", "mode": "auto", "tools": names}):
+        await actor.responses.create(
+            model="m", input="hi", tools=tools, tool_choice=choice, truncation="auto"
+        )
+        asked = acted.decoder.last.json
+        assert [tool["function"]["name"] for tool in asked["tools"]] == ["f"]
+        assert asked["tool_choice"] == "auto"
+
+
+async def test_logprobs_of_a_response(client: Any) -> None:
+    asked = {
+        "model": MODEL, "input": "x", "max_output_tokens": 16, "temperature": 0, "top_logprobs": 2,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    whole = await client.responses.create(**asked)
+    stream = await client.responses.create(**asked, stream=True)
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    logprobs = [entry for event in deltas for entry in event.logprobs]
+    assert len(logprobs) == 16
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
+    given = whole.output[0].content[0].logprobs
+    assert [entry.token for entry in given] == [entry.token for entry in logprobs]
 
 
 @pytest.mark.parametrize(
