@@ -83,9 +83,12 @@ class Push:
     def youngest_began(self) -> float | None:
         return self._writes.youngest_began
 
+    def needs_steps(self, now: float) -> bool:
+        return len(self._writes) > 0 or self._registrations.needs_steps(now)
+
     @property
-    def waits_for_peer(self) -> bool:
-        return bool(self._registrations.num_active or len(self._inquiries) or len(self._writes))
+    def awaits_message(self) -> bool:
+        return self._registrations.num_active > 0 or len(self._inquiries) > 0
 
     @property
     def has_unsent(self) -> bool:

@@ -191,6 +191,13 @@ class Registrations:
     def num_active(self) -> int:
         return len(self._waiting)
 
+    def needs_steps(self, now: float) -> bool:
+        """P is to be asked, or its handshake, its clock or the end of its WRITE is awaited."""
+        return any(
+            not waiting.is_wanted or waiting.ask_again_at <= now
+            for waiting in self._waiting.values()
+        )
+
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)

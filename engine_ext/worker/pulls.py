@@ -146,10 +146,13 @@ class Pulls:
     def num_open(self) -> int:
         return self._num_active + len(self._quarantine)
 
-    @property
-    def waits_for_peer(self) -> bool:
-        """What is not in quarantine is polled more often anyway."""
+    def needs_steps(self, now: float) -> bool:
+        """A READ that is not in quarantine is polled more often anyway."""
         return bool(self._quarantine)
+
+    @property
+    def awaits_message(self) -> bool:
+        return False
 
     @property
     def _num_active(self) -> int:

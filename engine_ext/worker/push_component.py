@@ -40,9 +40,12 @@ class KvTransfers(Protocol):
     def youngest_began(self) -> float | None:
         """When the youngest transfer began that a request waits for; None if there is none."""
 
+    def needs_steps(self, now: float) -> bool:
+        """It moves on soon without a message: a transfer in quarantine ends, for example."""
+
     @property
-    def waits_for_peer(self) -> bool:
-        """Its next event comes from another engine, or from a transfer in quarantine."""
+    def awaits_message(self) -> bool:
+        """A request waits for a message of another engine."""
 
     def uses(self, peer: PeerHandle) -> bool:
         """A transfer with this peer is under way: NIXL must go on knowing the peer."""

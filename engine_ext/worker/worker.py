@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -98,7 +99,9 @@ class WorkerConnector:
         self._inbox: deque[StepMetadata] = deque()
         self._inspections: deque[InspectionRequest] = deque(maxlen=MAX_INSPECTIONS)
         self._accepted: StepMetadata | None = None
-        self._wake = threading.Event()
+        self._asleep = threading.Lock()
+        """The owner thread waits for this lock: a wait costs half of an event's."""
+        self._asleep.acquire()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._staged: StagedTransfers | None = None
@@ -158,7 +161,7 @@ class WorkerConnector:
         if meta:
             self._inbox.append(self._staged.begin(meta) if self._staged else meta)
             self._accepted = meta
-            self._wake.set()
+            self._wake()
 
     def fail_loads(self, meta: StepMetadata) -> None:
         """`start_load_kv` raised. Unless it had handed over `meta`, fail its loads, and carry out
@@ -166,7 +169,7 @@ class WorkerConnector:
         if meta and meta is not self._accepted:
             self._inbox.append(meta.without_loads())
             self._accepted = meta
-        self._wake.set()
+        self._wake()
 
     def wait_for_save(self, meta: StepMetadata) -> None:
         """After the step's forward pass, before its tokens leave the engine."""
@@ -194,16 +197,20 @@ class WorkerConnector:
         """
         inspection = InspectionRequest(request_id, Future())
         self._inspections.append(inspection)
-        self._wake.set()
+        self._wake()
         return inspection.answer.result(seconds)
 
     def shutdown(self) -> None:
         """Send other engines their last messages, for two seconds at most, and end the thread."""
         self._stop.set()
-        self._wake.set()
+        self._wake()
         if self._thread is not None:
             self._thread.join(timeout=10)
             self._thread = None
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # Another call has released it.
+            self._asleep.release()
 
     def _run(self, loop: TransferLoop) -> None:
         while not self._stop.is_set():
@@ -215,8 +222,7 @@ class WorkerConnector:
             if wait < RECENT_WAIT:
                 time.sleep(wait)
             else:
-                self._wake.wait(wait)
-                self._wake.clear()
+                self._asleep.acquire(timeout=wait)
         self._send_last_messages(loop)
         self._close(loop)
 

@@ -35,7 +35,7 @@ from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import CLOCK_DRIFT
-from engine_ext.worker.loop import TransferLoop
+from engine_ext.worker.loop import LEASED_WAIT, TransferLoop
 from engine_ext.worker.results import PendingResults
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
@@ -308,6 +308,25 @@ def generation(messages: list[wire.PushRegistered]) -> int:
     assert messages[0] == messages[1]
     assert messages[0].disagg is not None
     return messages[0].disagg.generation
+
+
+def test_a_rank_that_waits_for_p_takes_a_whole_step_only_at_a_message_or_every_25_ms(
+    launch: Launch,
+) -> None:
+    rank = launch(1, 2)
+    number = generation(registered(rank))
+    rank.step()
+
+    def is_whole(step: Callable[[], None]) -> bool:
+        rank.stats.pushes_active = -1  # A whole step counts anew.
+        step()
+        return rank.stats.pushes_active != -1
+
+    steps = [is_whole(lambda: rank.step(0.3 * LEASED_WAIT)) for _ in range(4)]
+    assert steps == [False, False, False, True]
+    assert is_whole(lambda: rank.hears(wire.PushDone("d-1", number), 0))
+    rank.hears(wire.PushDone("d-1", number), 1)
+    assert rank.results.take() == OK
 
 
 def test_blocks_are_written_when_every_rank_of_p_has_written(launch: Launch) -> None:
