@@ -95,6 +95,9 @@ def chat_from_response(
     `before` holds the messages up to and including the previous response. `left_out` receives a
     phrase for each kind of thing that no engine can act on.
     """
+    if added := _additional_tools(request):
+        given = require_objects(request, "tools") if request.get("tools") else []
+        request = {**request, "tools": [*(tool for tool, _ in given), *added]}
     chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, left_out)
     # With "auto" OpenAI shortens prompts that are too long; engines refuse these instead.
     if request.get("truncation") not in (None, "auto", "disabled"):
@@ -128,6 +131,18 @@ def _format(output: Json) -> Json:
         return output
     schema = _present(output, ("name", "schema", "strict", "description"))
     return {"type": "json_schema", "json_schema": schema}
+
+
+def _additional_tools(request: Json) -> list[Json]:
+    """Return the tools that items of the input add to those of the request."""
+    if not isinstance(request.get("input"), list):
+        return []
+    return [
+        tool
+        for item, where in require_objects(request, "input")
+        if item.get("type") == "additional_tools"
+        for tool, _ in require_objects(item, "tools", where)
+    ]
 
 
 def _tool(tool: Json, where: str) -> Json | None:
@@ -197,6 +212,8 @@ def _messages_of(item: Json, where: str) -> Iterator[Json]:
             if not isinstance(role, str) or role not in CHAT_ROLES:
                 raise field_error(f"{where}.role", f"must be one of {', '.join(CHAT_ROLES)}")
             yield {"role": CHAT_ROLES[role], "content": _content(item, "content", where)}
+        case "additional_tools":
+            return  # they are among the tools of the chat
         case "reasoning":
             if text := _reasoning(item, where):
                 yield {"role": "assistant", "content": "", "reasoning": text}

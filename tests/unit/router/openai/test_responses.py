@@ -158,6 +158,17 @@ def test_tools_that_no_engine_can_call_are_left_out_beside_functions() -> None:
     assert left_out == {"tools of type 'custom', 'local_shell', 'namespace', 'web_search'"}
 
 
+def test_tools_that_items_add_are_tools_of_the_chat() -> None:
+    other = {**FUNCTION, "name": "g"}
+    added = {"type": "additional_tools", "role": "developer", "tools": [other, CODEX_TOOLS[0]]}
+    items = [{"role": "user", "content": "hi"}, added]
+    for tools in ([FUNCTION], [], None):
+        given = chat(input=items, tools=tools)
+        names = [tool["function"]["name"] for tool in given["tools"]]
+        assert names == (["f", "g"] if tools else ["g"])
+        assert given["messages"] == [HI]
+
+
 def test_only_allowed_tools_reach_the_engine() -> None:
     other = {**FUNCTION, "name": "g"}
     given = chat(**allowing("g", mode="required") | {"tools": [FUNCTION, other, *CODEX_TOOLS]})
@@ -282,6 +293,11 @@ def test_images_of_a_result_become_the_users() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
         ({"background": True}, "background", "not supported"),
         ({"truncation": "all"}, "truncation", "disabled"),
+        (
+            {"tools": 7, "input": [{"type": "additional_tools", "tools": [FUNCTION]}]},
+            "tools",
+            "list",
+        ),
         ({"tools": [FUNCTION, {"type": 7}]}, "tools[1].type", "string"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "custom"}}, "tool_choice", "custom"),
         (allowing("f", mode="maybe"), "tool_choice.mode", "required"),
@@ -309,7 +325,8 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4)
     | st.sampled_from(
         ["message", "function_call", "function_call_output", "input_text", "user", "reasoning",
-         "custom_tool_call", "local_shell_call", "web_search_call", "allowed_tools", "function"]
+         "additional_tools", "custom_tool_call", "local_shell_call", "web_search_call",
+         "allowed_tools", "function"]
     ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(
