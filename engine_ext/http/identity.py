@@ -57,6 +57,8 @@ class EngineDescription:
     """Features that it does not support, and the reasons."""
     access: Access = OPEN
     """Access to the side channels, which the page asks as another engine would."""
+    lease_seconds: float | None = None
+    """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
@@ -88,7 +90,20 @@ def identity(engine: EngineDescription) -> dict[str, Any]:
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,
         "dp_size": engine.dp_size,
+        **_connecting(engine),
         "ranks": _ranks(engine),
+    }
+
+
+def _connecting(engine: EngineDescription) -> dict[str, Any]:
+    """Return what engines must have in common besides their ranks."""
+    if not engine.side_channels:
+        return {}
+    access, lease = engine.access, engine.lease_seconds
+    secret = "mixed" if access.is_mixed else "required"
+    return {
+        "side_channel_secret": "none" if access.secret is None else secret,
+        **({} if lease is None else {"lease_seconds": lease}),
     }
 
 

@@ -144,4 +144,5 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         transfer_modes=(connector.transfer_mode,),
         capabilities=(*CAPABILITIES, *WITH_CONNECTOR, *identity.capabilities_of(connector)),
         access=connector.access,
+        lease_seconds=connector.lease_duration,
     )

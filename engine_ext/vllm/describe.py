@@ -348,6 +348,7 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
         transfer_modes=_transfer_modes(transfer),
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
+        lease_seconds=None if ours is None else ours.lease_duration,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         dp_size=parallel.data_parallel_size,

@@ -1,14 +1,15 @@
-"""Checks of the whole fleet whose findings are counted and logged: groups that lack a role, and
-engines that share an id."""
+"""Checks of the whole fleet whose findings are counted and logged: groups that lack a role, engines
+that share an id, and engines that cannot exchange KV with any other."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from router.fleet.engine import DECODE, PREFILL, Engine
+from router.fleet.engine import DECODE, PREFILL, Health
 from router.fleet.fleet import Fleet, Snapshot
+from router.fleet.partners import FindingKind, find_duplicate_ids
 
 logger = logging.getLogger("disagg_router.fleet")
 # A group may lack a role for this long before that is logged: its engines start one by one.
@@ -45,32 +46,9 @@ def count_groups(fleet: Fleet) -> Mapping[str, GroupCounts]:
     return {group: GroupCounts(weights.get(group, 0.0), *count) for group, count in counts.items()}
 
 
-def find_duplicate_ids(engines: Iterable[Engine]) -> Mapping[str, tuple[str, str]]:
-    """Map each engine that shares its engine_id to another engine with that id, and the id.
-
-    Engines identify each other by that id: two engines with the same one transfer no KV to each
-    other, and a stock engine confuses them. An engine that is listed under two addresses has one
-    side channel and is no duplicate of itself.
-    """
-    by_id: dict[str, list[tuple[tuple[str, int], str]]] = {}
-    for engine in engines:
-        for at in engine.capabilities.rank_endpoints.values():
-            endpoint = at.remote_host, at.remote_port
-            by_id.setdefault(at.remote_engine_id, []).append((endpoint, engine.name))
-    found: dict[str, tuple[str, str]] = {}
-    for engine_id, holders in by_id.items():
-        first, *_ = holders
-        other = next((one for one in holders if one[0] != first[0] and one[1] != first[1]), None)
-        if other is None:
-            continue
-        for endpoint, name in holders:
-            found[name] = (other[1] if endpoint == first[0] else first[1]), engine_id
-    return found
-
-
 class ConsistencyLog:
-    """Logs once that a group lacks a role, and once that it is complete again; and, once for as
-    long as they do, that two engines share an engine_id."""
+    """Logs once that a group lacks a role, and once that it is complete again; once for as long as
+    they do, that two engines share an engine_id; and once each other finding of `Fleet.compare`."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
         self._fleet = fleet
@@ -79,6 +57,10 @@ class ConsistencyLog:
         self._incomplete_since: dict[str, float] = {}
         self._logged_groups: set[str] = set()
         self._logged_pairs: set[tuple[str, ...]] = set()
+        # By kind and reason of a finding: since when it holds for each engine, and which of them
+        # were logged.
+        self._findings: dict[tuple[str, str], dict[str, float]] = {}
+        self._logged_findings: dict[tuple[str, str], set[str]] = {}
 
     def check_groups(self) -> None:
         """Cheap if nothing has changed."""
@@ -88,6 +70,8 @@ class ConsistencyLog:
             self._note_groups(count_groups(self._fleet), moment)
         for name, since in self._incomplete_since.items():
             if since <= moment - INCOMPLETE_GRACE_S and name not in self._logged_groups:
+                if self._is_explained(name):  # in more detail, by a finding
+                    continue
                 missing = DECODE if count_groups(self._fleet)[name].prefillers else PREFILL
                 logger.warning("group %s has no usable %s engine", name, missing)
                 self._logged_groups.add(name)
@@ -113,3 +97,35 @@ class ConsistencyLog:
                 )
             found.add(pair)
         self._logged_pairs = found
+
+    def check_findings(self) -> None:
+        """Log what keeps engines from exchanging KV, once for each engine that it concerns, unless
+        it is over at once: engines start one by one. Cheap if nothing has changed."""
+        moment, report = self._clock(), self._fleet.compare()
+        before, self._findings = self._findings, {}
+        for finding in report.findings:
+            if finding.kind is FindingKind.SHARED_ID:  # logged by `check_ids`
+                continue
+            key = finding.kind, finding.detail
+            since = self._findings.setdefault(key, {})
+            since |= {name: before.get(key, {}).get(name, moment) for name in finding.engines}
+            logged = self._logged_findings.setdefault(key, set())
+            old = {name for name in since if since[name] <= moment - INCOMPLETE_GRACE_S}
+            if old - logged:
+                logged |= old
+                logger.warning("%s. To do: %s.", finding.text, finding.cure)
+        self._forget_findings()
+
+    def _forget_findings(self) -> None:
+        """Forget the engines that are no longer concerned. While one of them is lost, nothing is
+        known of the others, and it may return as it was."""
+        lost = {one.name for one in self._fleet.engines if one.health is not Health.HEALTHY}
+        for key, names in list(self._logged_findings.items()):
+            if lost.isdisjoint(names):
+                names.intersection_update(self._findings.get(key, ()))
+            if not names:
+                del self._logged_findings[key]
+
+    def _is_explained(self, group: str) -> bool:
+        reasons = self._fleet.report.reasons
+        return any(one.name in reasons for one in self._fleet.engines if one.group == group)

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from router.fleet.kv_facts import KvFacts, parse_kv_facts
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -137,6 +138,8 @@ class EngineCapabilities:
     """Hashes of what engines must share to continue each other's answers, by its name."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
+    kv: KvFacts = field(default_factory=KvFacts)
+    """What is compared with other engines."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 
@@ -180,6 +183,7 @@ class EngineCapabilities:
 
     def note_identity(self, identity: dict[str, object]) -> None:
         """Apply an identity page, whose content may be anything."""
+        self.kv = parse_kv_facts(identity)
         names = identity.get("capabilities")
         if isinstance(names, list | dict):
             self.lists_capabilities = True

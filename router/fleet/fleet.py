@@ -8,7 +8,8 @@ engines whose source does not are grouped by the compatibility that they report:
 one group, named after the value, so that all routers use the same name and a group keeps its name
 when another one appears. Engines that report none, such as stock engines, belong to the only group
 there is. With two or more groups it is unknown which of them they could read, so they form their
-own.
+own. Engines that report that they have no KV connector have groups without the other role, so that
+no prompt is computed twice.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from router.fleet.engine import (
     EngineSpec,
     Health,
     Intent,
+)
+from router.fleet.partners import (
+    NOTHING_FOUND,
+    EngineFacts,
+    FleetReport,
+    compare_engines,
+    find_duplicate_ids,
 )
 from router.fleet.unreachable_pairs import UnreachablePairs
 from router.http_client.errors import EngineLostError
@@ -120,6 +128,11 @@ class Fleet:
         """Engines that become healthy are avoided until `note_warm`, if there are others."""
         self.group_weights: Mapping[str, float] = {}
         """The weights of groups that do not use their engines' weights."""
+        self.report = NOTHING_FOUND
+        """Why some engines exchange no KV, as last compared; see `compare`."""
+        self._is_compared = True
+        self.probed_roles: Set[EngineRole] = frozenset()
+        """The roles of which an engine was found healthy or not, ever."""
 
     def find(self, name: str) -> Engine | None:
         """Return the engine of that name, in whatever state it is."""
@@ -154,6 +167,15 @@ class Fleet:
             for role, engines in able.items()
             if not any(e.health is Health.HEALTHY and e.is_usable for e in engines)
         }
+
+    def compare(self) -> FleetReport:
+        """Compare the healthy engines, unless nothing has changed, and return the report."""
+        if not self._is_compared:
+            self._is_compared = True
+            healthy = [e for e in self.engines if e.is_usable and e.health is Health.HEALTHY]
+            shared = find_duplicate_ids(healthy)
+            self.report = compare_engines(map(_facts_of, healthy), shared)
+        return self.report
 
     # Which engines there are.
 
@@ -252,6 +274,7 @@ class Fleet:
         is_known = engine.models == models and engine.context_lengths == context_lengths
         if not engine.spec.models and not is_known:
             engine.models, engine.context_lengths = models, context_lengths
+            self._is_compared = False
             self._refresh_soon()
 
     def note_warm(self, engine: Engine) -> None:
@@ -263,7 +286,11 @@ class Fleet:
 
     def note_identity(self, engine: Engine) -> None:
         """The engine's identity page was read; it may belong to another group now."""
-        if engine.capabilities.compatibility not in ("", engine.compatibility):
+        self._is_compared = False
+        capabilities = engine.capabilities
+        has_moved = capabilities.compatibility not in ("", engine.compatibility)
+        is_alone = engine.group == group_without_kv(engine)
+        if has_moved or is_alone is capabilities.kv.has_connector:
             self._refresh_soon()
 
     # Findings of requests.
@@ -336,6 +363,7 @@ class Fleet:
             if engine.breaker.circuit is not CLOSED:
                 engine.breaker.half_open()  # it lives again: no need to wait for the pause
         engine.update_availability()
+        self.probed_roles = self.probed_roles | {r for r in LEGS if engine.role.plays(r)}
         self._refresh_soon()
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
@@ -350,7 +378,7 @@ class Fleet:
 
     def _refresh(self) -> None:
         """Publish a new snapshot, and call the callbacks."""
-        self._is_refresh_due = False
+        self._is_refresh_due = self._is_compared = False
         if self._in_batch:
             return
         self.engines = tuple(self._engines.values())
@@ -373,14 +401,33 @@ def _call_later(seconds: float, call: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(seconds, call)
 
 
+def _facts_of(engine: Engine) -> EngineFacts:
+    group, models = engine.spec.group, engine.models
+    kv = engine.capabilities.kv
+    return EngineFacts(engine.name, engine.role, group, engine.group, models, kv)
+
+
 def assign_groups(engines: Iterable[Engine]) -> None:
-    unassigned = [engine for engine in engines if engine.spec.group == DEFAULT_GROUP]
+    unassigned: list[Engine] = []
+    for engine in engines:
+        if engine.spec.group != DEFAULT_GROUP:
+            continue
+        if engine.capabilities.kv.has_connector:
+            unassigned.append(engine)
+        else:
+            engine.group = group_without_kv(engine)
     for engine in unassigned:
         engine.compatibility = engine.capabilities.compatibility or engine.compatibility
     names = _group_names({engine.compatibility for engine in unassigned} - {""})
     other = next(iter(names.values())) if len(names) == 1 else DEFAULT_GROUP
     for engine in unassigned:
         engine.group = names.get(engine.compatibility, other)
+
+
+def group_without_kv(engine: Engine) -> str:
+    """Return the group of an engine without a KV connector, in which there is no partner for it."""
+    only = engine.name if engine.role is EngineRole.BOTH else engine.role
+    return f"{DEFAULT_GROUP}-{only}-without-kv"
 
 
 def _group_names(values: Set[str]) -> Mapping[str, str]:

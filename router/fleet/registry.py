@@ -305,6 +305,7 @@ class EngineRegistry:
                 self.remove_drained()
                 if self._has_changed.is_set():
                     self.reconcile()
+                self._consistency.check_findings()
                 if self._all_reported.is_set():
                     self._consistency.check_groups()
                 self._consistency.check_ids()

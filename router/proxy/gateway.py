@@ -19,6 +19,7 @@ from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, EngineRole
 from router.fleet.fleet import Fleet, GroupPool, Snapshot
+from router.fleet.readiness import describe_lack
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
@@ -43,10 +44,12 @@ PREFILL_LOAD_FLOOR = 2
 class RouteFinder:
     """The routing policies of both roles, and the fleet that they choose from.
 
-    `load_bound` decides when an engine that affinity prefers is too busy.
+    `load_bound` decides when an engine that affinity prefers is too busy. `names_models`: clients
+    may know of models that are not theirs.
     """
 
-    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+    def __init__(self, settings: Settings, fleet: Fleet, names_models: bool = True) -> None:
+        self._names_models = names_models
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
         floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
@@ -96,7 +99,7 @@ class RouteFinder:
         if pools:
             return pools
         if self._fleet.may_serve(request.model):
-            raise NoEngineError("no decode engine is healthy")
+            raise self.lack_of(EngineRole.DECODE, request.model)
         caller = request.exchange.caller
         served = [
             model
@@ -104,6 +107,11 @@ class RouteFinder:
             if caller is None or caller.allows_model(model)
         ]
         raise UnknownModelError(request.requested_model, served)
+
+    def lack_of(self, role: EngineRole, model: object, addition: str = "") -> NoEngineError:
+        """Return the error for a request whose model has no engine of a role that could serve."""
+        lack = describe_lack(self._fleet, model, role, self._names_models)
+        return NoEngineError(f"{lack}{addition}")
 
     def shares_kv_loads(self, model: object) -> bool:
         """Return True if each decode engine of a model loads KV once for several answers."""
@@ -268,7 +276,7 @@ class Gateway:
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         # What other dialects than chat completions cannot translate and leave out.
         self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))
-        self.routes = RouteFinder(settings, fleet)
+        self.routes = RouteFinder(settings, fleet, names_models=authenticator is None)
         self.aliases = ModelAliases(settings.model_alias, fleet) if settings.model_alias else None
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn

@@ -264,13 +264,12 @@ def lacks_pair(run: Run) -> bool:
 
 def require_short_prompt(run: Run) -> None:
     """Raise the last failure, or NoEngineError, if no decode engine may prefill this prompt."""
-    limits = run.gateway.limits
+    limits, routes, model = run.gateway.limits, run.gateway.routes, run.request.model
     if limits.without_prefiller == "refuse":
-        raise run.failure or NoEngineError("no prefill engine is healthy")
+        raise run.failure or routes.lack_of(PREFILL, model)
     if estimate_tokens(run.request.body) > limits.without_prefiller_tokens:
-        raise run.failure or NoEngineError(
-            "no prefill engine is healthy, and the prompt is too long for a decoder alone"
-        )
+        addition = ", and the prompt is too long for a decode engine alone"
+        raise run.failure or routes.lack_of(PREFILL, model, addition)
 
 
 def _may_prefill_on_decoder(run: Run) -> bool:

@@ -25,8 +25,8 @@ from time import monotonic as now
 from typing import Any
 
 from router.conversations.reuse import SPENT_TURN, TurnOffer
-from router.fleet.engine import Engine
-from router.openai.errors import NoEngineError, PreemptedError
+from router.fleet.engine import DECODE, Engine
+from router.openai.errors import PreemptedError
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.legs import (
     DecodeLegResult,
@@ -125,7 +125,7 @@ async def answer(run: Run) -> None:
 async def pull(run: Run) -> None:
     """Prefill on one engine, then decode on another engine that loads the KV."""
     if not run.route.decoders:
-        raise NoEngineError("no decode engine is healthy")
+        raise run.gateway.routes.lack_of(DECODE, run.request.model)
     while True:
         # Prefill, on one engine after another.
         if run.suspects:
@@ -385,7 +385,7 @@ def _is_leased(run: Run) -> bool:
 
 def _no_decoder_left(run: Run) -> Exception:
     if run.failure is None:
-        return NoEngineError("no decode engine is healthy")
+        return run.gateway.routes.lack_of(DECODE, run.request.model)
     if run.request.exchange.started:
         run.gateway.metrics.resumes.add((run.failure.kind, "given_up"))
     return run.failure

@@ -23,7 +23,7 @@ from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import Conversations
 from router.conversations.store import MemoryStore, SignedStore, Store, ValueSigner
 from router.conversations.stored_responses import ResponseStore
-from router.fleet.consistency import count_groups, find_duplicate_ids
+from router.fleet.consistency import count_groups
 from router.fleet.engine import (
     CLOSED,
     DECODE,
@@ -36,6 +36,7 @@ from router.fleet.engine import (
     Intent,
 )
 from router.fleet.fleet import Fleet
+from router.fleet.partners import find_duplicate_ids
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
 from router.fleet.sources.factory import make_sources

@@ -19,6 +19,7 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
+from router.fleet.readiness import assess_readiness
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
@@ -54,6 +55,8 @@ LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # An engine may have to download the adapter.
 LOAD_TIMEOUT_S = 300.0
 MAX_BODY_BYTES = 64 * 1024
+# In the body of /ready.
+MAX_FINDINGS = 32
 DISABLED = "adapters are not loaded through this router: it was started without --lora-updates"
 PASSED: Any = {"tags": ["Passed to an engine"], "response_class": Response}
 
@@ -307,7 +310,7 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
 
 @router.get(
     "/ready",
-    summary="Whether a prefill engine and a decode engine are healthy",
+    summary="Whether a request would be answered",
     tags=["Operations"],
     responses={503: {"description": "Not ready, with the reasons"}},
 )
@@ -316,14 +319,22 @@ async def ready(request: Request) -> Response:
     gateway: Gateway = state.gateway
     # A source that fails does not make the router unready: the engines listed last still serve.
     problems = state.registry.problems()
-    detail = {"sources": problems} if problems else {}
-    reasons = {str(role): why for role, why in gateway.fleet.unavailable_roles().items()}
+    detail: dict[str, Any] = {"sources": problems} if problems else {}
+    limits = gateway.limits
+    found = assess_readiness(
+        gateway.fleet, limits.without_prefiller == "decode", limits.without_prefiller_tokens
+    )
+    if findings := gateway.fleet.compare().findings:
+        detail["findings"] = [one.content() for one in findings[:MAX_FINDINGS]]
+    reasons = dict(found.blocking)
     if trouble := state.prober.problem():
         reasons["prober"] = trouble
     if gateway.tasks.is_draining:
         reasons["router"] = "shutting down"
     if reasons:
         return JSONResponse({"status": "not ready", "reasons": reasons, **detail}, 503)
+    if found.degrading:
+        return JSONResponse({"status": "degraded", "reasons": found.degrading, **detail})
     return JSONResponse({"status": "ready", **detail})
 
 

@@ -63,7 +63,9 @@ async def test_without_a_healthy_engine_of_a_role_it_is_a_503_that_names_the_rol
     await eventually(lambda: router.gateway.fleet.unavailable_roles())
     answer = await router.complete()
     assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == f"no {role} engine is healthy"
+    name = f"127.0.0.1:{(p if role == 'prefill' else d).port}"
+    text = f"no {role} engine is healthy for the model `m`: {name} is unhealthy"
+    assert answer.json()["error"]["message"] == text
     assert len(p.requests) == (0 if role == "prefill" else 1), "P is not asked for nothing"
 
 

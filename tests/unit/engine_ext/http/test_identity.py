@@ -1,10 +1,12 @@
 """What an engine says of itself, asked of real listeners."""
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine_ext.common.access import OPEN, Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.http.identity import (
     EngineDescription,
@@ -20,7 +22,7 @@ from engine_ext.wire.listener import HandshakeServer
 FACTORS = {"dtype": "float32"}
 
 
-def listener(engine_id: str) -> HandshakeServer:
+def listener(engine_id: str, access: Access = OPEN) -> HandshakeServer:
     metadata = AgentMetadata(
         engine_id=engine_id,
         agent_metadata=b"",
@@ -33,7 +35,9 @@ def listener(engine_id: str) -> HandshakeServer:
         block_size=32,
         attn_backend_name="CPU_ATTN",
     )
-    return HandshakeServer("127.0.0.1", 0, {(0, 0): encode_payload(metadata, FACTORS)})
+    return HandshakeServer(
+        "127.0.0.1", 0, {(0, 0): encode_payload(metadata, FACTORS)}, access=access
+    )
 
 
 def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
@@ -53,6 +57,28 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
         assert rank["compatibility_hash"] == compatibility_hash(FACTORS)
         assert rank["compatibility_factors"] == FACTORS
         assert (rank["block_size"], rank["num_blocks"]) == (32, 9)
+
+
+@pytest.mark.parametrize(
+    ("access", "shown"),
+    [
+        (OPEN, "none"),
+        (Access(SharedSecret.of(b"0123456789abcdef")), "required"),
+        (Access(SharedSecret.of(b"0123456789abcdef"), is_mixed=True), "mixed"),
+    ],
+)
+def test_page_shows_whether_a_secret_is_set_and_how_long_leases_last(
+    access: Access, shown: str
+) -> None:
+    description = EngineDescription(name="x", versions={}, access=access, lease_seconds=30.0)
+    assert "side_channel_secret" not in identity(description), "it has no side channel"
+    one = listener("e", access)
+    try:
+        at = SideChannel(0, "127.0.0.1", one.port)
+        page = identity(replace(description, side_channels=[at]))
+    finally:
+        one.close()
+    assert (page["side_channel_secret"], page["lease_seconds"]) == (shown, 30.0)
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:

@@ -10,11 +10,12 @@ from router.fleet.consistency import (
     GroupCounts,
     count_groups,
 )
-from router.fleet.engine import EngineRole, EngineSpec, Health, Intent
+from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
 from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
+from tests.unit.router.fleet.test_partners import page
 
 
 def fleet_of(*engines: tuple[EngineRole, str]) -> Fleet:
@@ -85,3 +86,46 @@ async def test_an_incomplete_group_is_logged_once_and_only_if_it_stays_incomplet
     assert prefiller.health is Health.HEALTHY
     halves.check_groups()
     assert "group blue is complete" in caplog.text
+
+
+async def test_engines_that_cannot_exchange_kv_are_logged_once_with_the_cure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="disagg_router")
+    time = 0.0
+    fleet = fleet_of((EngineRole.PREFILL, "default"), (EngineRole.DECODE, "default"))
+    log = ConsistencyLog(fleet, lambda: time)
+    p, d = fleet.engines
+
+    def check() -> int:
+        nonlocal time
+        for _ in range(3):
+            log.check_findings()
+            log.check_groups()
+            time += INCOMPLETE_GRACE_S
+        return caplog.text.count("cannot exchange KV, because they differ: num_layers 28 and 36")
+
+    def report(engine: Engine, layers: str) -> None:
+        engine.capabilities.note_identity(page({"num_layers": layers}, compatibility_hash=layers))
+        fleet.note_identity(engine)
+        fleet.note_probe_passed(engine)
+        fleet.set_group_weights({})
+
+    for engine, layers in ((p, "28"), (d, "36")):
+        report(engine, layers)
+    log.check_findings()
+    assert "exchange KV" not in caplog.text, "it may be so for a moment, while engines start"
+    assert check() == 1
+    assert "To do: start both engines with the same model and options" in caplog.text
+    assert "has no usable" not in caplog.text, "the finding says why"
+    fleet.note_unreachable(d, "restarts")
+    fleet.set_group_weights({})
+    assert check() == 1
+    report(d, "36")
+    assert check() == 1, "it is as it was"
+    fleet.note_unreachable(d, "restarts")
+    report(d, "28")
+    assert check() == 1
+    assert not fleet.compare().reasons
+    report(d, "36")
+    assert check() == 2, "it was well in the meantime"

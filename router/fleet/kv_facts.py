@@ -1,0 +1,150 @@
+"""What an engine's identity page (`GET /disagg/identity`) says about KV transfers, and the first
+fact in which the pages of two engines differ. Pure functions.
+
+An engine without the page, such as a stock engine, is not compared: it fits every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Of a page, the most factors and the longest text that are kept.
+MAX_FACTORS = 64
+MAX_TEXT = 80
+SHOWN_HASH_CHARS = 12
+NO_CONNECTOR = "started without --kv-transfer-config"
+SECRET_REQUIRED, SECRET_OPTIONAL, SECRET_NONE = "required", "mixed", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class KvFacts:
+    """What an identity page says about KV transfers. Hashable, because a large fleet has few
+    different values. Empty texts, None and 0 stand for what the page does not say."""
+
+    has_page: bool = False
+    has_connector: bool = True
+    modes: tuple[str, ...] = ()
+    compatibility_hash: str = ""
+    factors: tuple[tuple[str, str], ...] = ()
+    """What the hash is made of, in the order of the page."""
+    extension: str = ""
+    """The version of our extension of the protocol."""
+    block_size: int = 0
+    tp_size: int = 0
+    secret: str = ""
+    """SECRET_REQUIRED, SECRET_OPTIONAL or SECRET_NONE, for the side channel."""
+    lease_seconds: float | None = None
+
+
+class Difference(NamedTuple):
+    """The first fact in which two engines differ, and what to do about it."""
+
+    text: str
+    cure: str
+
+
+def parse_kv_facts(page: object) -> KvFacts:
+    """Read an identity page, whose content may be anything; never raises."""
+    if not isinstance(page, dict):
+        return KvFacts()
+    ranks = page.get("ranks")
+    if not isinstance(ranks, list):
+        return KvFacts()
+    modes = page.get("transfer_modes")
+    secret = short_text(page.get("side_channel_secret"))
+    if not ranks:
+        # Other servers' pages may omit the ranks that they have.
+        lacks_connector = isinstance(modes, list) and not modes
+        return KvFacts(has_page=True, secret=secret, has_connector=not lacks_connector)
+    rank = ranks[0] if isinstance(ranks[0], dict) else {}
+    versions = page.get("versions")
+    factors = rank.get("compatibility_factors")
+    pairs = list(factors.items())[:MAX_FACTORS] if isinstance(factors, dict) else []
+    return KvFacts(
+        has_page=True,
+        secret=secret,
+        modes=tuple(map(short_text, modes[:8])) if isinstance(modes, list) else (),
+        compatibility_hash=_hash_of(ranks),
+        factors=tuple((short_text(name), short_text(value)) for name, value in pairs),
+        extension=short_text(versions.get("extension")) if isinstance(versions, dict) else "",
+        block_size=_count(rank.get("block_size")),
+        tp_size=_count(rank.get("tp_size")),
+        lease_seconds=_seconds(page.get("lease_seconds")),
+    )
+
+
+def _hash_of(ranks: Sequence[object]) -> str:
+    """Return the hash of all ranks; empty if they differ, or if one has none."""
+    found = [rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks]
+    first = found[0]
+    return first if isinstance(first, str) and found.count(first) == len(found) else ""
+
+
+def short_text(value: object) -> str:
+    """Return a bounded text in one line: it is logged and shown."""
+    text = value if isinstance(value, str) else "" if value is None else str(value)[: 2 * MAX_TEXT]
+    text = " ".join(text[: 2 * MAX_TEXT].split())
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 < value < 2**31 else 0
+
+
+def _seconds(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < 1e9 else None  # type: ignore[operator, arg-type]
+
+
+def find_kv_difference(p: KvFacts, d: KvFacts) -> Difference | None:
+    """Return the first difference between the pages of a prefill and a decode engine."""
+    if not (p.has_page and d.has_page):
+        return None
+    if not (p.has_connector and d.has_connector):
+        return Difference(
+            NO_CONNECTOR, "start the engine with --kv-transfer-config (docs/engine.md)"
+        )
+    if p.modes and d.modes and not set(p.modes) & set(d.modes):
+        modes = f"transfer modes {' '.join(p.modes)} and {' '.join(d.modes)}"
+        return Difference(modes, "give both engines the same kv_connector")
+    if p.extension and d.extension and p.extension != d.extension:
+        text = f"protocol extension {p.extension} and {d.extension}"
+        return Difference(text, "install the same release of disagg-router beside both engines")
+    hashes = {p.compatibility_hash, d.compatibility_hash} - {""}
+    if len(hashes) > 1:
+        return _difference_in_factors(p, d)
+    if {p.secret, d.secret} == {SECRET_REQUIRED, SECRET_NONE}:
+        without = "the prefill engine" if p.secret == SECRET_NONE else "the decode engine"
+        return Difference(
+            f"side_channel_secret_file missing at {without}",
+            "give both engines the same side_channel_secret_file",
+        )
+    for name in ("block_size", "tp_size"):
+        sizes = getattr(p, name), getattr(d, name)
+        if all(sizes) and max(sizes) % min(sizes):
+            text = f"{name} {sizes[0]} and {sizes[1]}"
+            return Difference(text, f"choose a {name} that is a multiple of the other engine's")
+    return None
+
+
+def _difference_in_factors(p: KvFacts, d: KvFacts) -> Difference:
+    ours, theirs = dict(p.factors), dict(d.factors)
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        one, other = ours.get(name, "not set"), theirs.get(name, "not set")
+        if one != other:
+            return Difference(f"{name} {one} and {other}", _cure_of(name))
+    one, other = p.compatibility_hash, d.compatibility_hash
+    return Difference(
+        f"compatibility hash {one[:SHOWN_HASH_CHARS]} and {other[:SHOWN_HASH_CHARS]}",
+        "start both engines with the same release, model and options",
+    )
+
+
+def _cure_of(name: str) -> str:
+    if name.endswith("version"):
+        return "install the same release for both engines"
+    if name in ("dtype", "cache_dtype", "attn_backend", "transfer_mode"):
+        return f"start both engines with the same {name}"
+    return "start both engines with the same model and options"
