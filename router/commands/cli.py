@@ -41,6 +41,7 @@ Commands:
   bench       put a bounded load on a router and measure it
   key         make an API key for a client of the router
   demo        start engines and a router on this machine
+  why         show where a request spent its time, and which engines served it
   completion  print a script that completes commands and options in bash or zsh
 
 `disagg-router COMMAND --help` shows a command's options. Every option below can also be a variable
@@ -55,6 +56,7 @@ COMMANDS = {
     "drain": "router.commands.drain",
     "key": "router.commands.key",
     "status": "router.commands.status",
+    "why": "router.commands.why",
 }
 # `--help` shows these settings; `--help-all` shows all.
 COMMON_SETTINGS = (

@@ -234,10 +234,14 @@ class RecordBatches:
     def __init__(
         self, readers: Sequence[RecordReader], max_delay_s: float = MAX_BATCH_DELAY_S
     ) -> None:
-        self._readers = readers
+        self._readers = [*readers]
         self._max_delay_s = max_delay_s
         self._ended: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
+
+    def add_reader(self, reader: RecordReader) -> None:
+        """Also pass records to `reader`, after the others."""
+        self._readers.append(reader)
 
     def add(self, record: Record) -> None:
         self._ended.append(record)

@@ -19,6 +19,7 @@ from router.fleet.registry import EngineRegistry
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller
+from router.ui.live_requests import MAX_RECENT
 from router.ui.snapshot import (
     Json,
     OtherWorkers,
@@ -105,6 +106,14 @@ class DashboardHub:
     @property
     def num_viewers(self) -> int:
         return len(self._viewers)
+
+    def unknown_request(self, request_id: str) -> str:
+        """Return the error for a request id that this process does not know."""
+        where = "" if self.other_workers is None else "this worker process of "
+        return (
+            f"{where}the router has no request {request_id[:100]!r} among its last {MAX_RECENT}: "
+            "the id is in the response header x-request-id and in the access log"
+        )
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[Viewer]:

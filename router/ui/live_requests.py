@@ -12,7 +12,18 @@ from router.telemetry.record import Record, tokens_of
 MAX_RUNNING = 512
 MAX_ENDED = 256
 MAX_ERROR_LENGTH = 500
-MOMENTS = ("prefill_started", "prefill_done", "decode_started", "first_byte", "ended")
+# Ended requests that are kept to be looked up, and those that a new reader begins with.
+MAX_RECENT = 1000
+MAX_RECENT_SHOWN = 50
+MOMENTS = (
+    "queued",
+    "admitted",
+    "prefill_started",
+    "prefill_done",
+    "decode_started",
+    "first_byte",
+    "ended",
+)
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
 
@@ -21,11 +32,34 @@ RATE_WINDOW_S = 4.0
 EngineLink = tuple[str, str, str]
 
 
-class RequestFeed:
-    """The ended requests for one reader. Beyond MAX_ENDED, older ones are only counted."""
+class RecentRequests:
+    """The latest ended requests of this process, whether somebody looks at them or not."""
 
     def __init__(self) -> None:
-        self._ended: deque[Record] = deque(maxlen=MAX_ENDED)
+        self._records: deque[Record] = deque(maxlen=MAX_RECENT)
+
+    def add_records(self, ended: Sequence[Record]) -> None:
+        """Keep the records. Must be their last reader, since the raw kv_transfer_params, which may
+        be large, are dropped."""
+        for record in ended:
+            record.transfer_params = b""
+        self._records.extend(ended)
+
+    def latest(self) -> Sequence[Record]:
+        """Return the last MAX_RECENT_SHOWN, oldest first."""
+        return list(self._records)[-MAX_RECENT_SHOWN:]
+
+    def find(self, request_id: str) -> Record | None:
+        """Return the latest request with this id."""
+        return next((one for one in reversed(self._records) if one.request_id == request_id), None)
+
+
+class RequestFeed:
+    """The ended requests for one reader, which begins with the `latest` ones. Beyond MAX_ENDED,
+    older ones are only counted."""
+
+    def __init__(self, latest: Iterable[Record] = ()) -> None:
+        self._ended: deque[Record] = deque(latest, maxlen=MAX_ENDED)
         self._links: Counter[EngineLink] = Counter()
         self._latest: deque[tuple[float, Counter[EngineLink]]] = deque()
         self._missed = 0
@@ -118,6 +152,8 @@ class RequestSummary(BaseModel):
     status: int
     prefiller: str
     decoder: str
+    model: str
+    retries: int
     conversation: str
     reused_from: str
     ms: dict[str, float | None]
@@ -144,6 +180,8 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         status=record.status,
         prefiller=record.prefiller,
         decoder=record.decoder,
+        model=record.model,
+        retries=record.retries,
         conversation=record.conversation,
         reused_from=record.reused_from,
         ms={

@@ -75,6 +75,14 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
             raise OperatorError(503, f"the dashboard has {MAX_VIEWERS} viewers already")
         return DashboardFeed(hub)
 
+    @router.get("/ui/requests/{request_id}", summary="One running or recently ended request")
+    async def one_request(request: Request, request_id: str) -> Response:
+        _check_access(request.headers, token)
+        found = hub.source.find(request_id)
+        if found is None:
+            raise OperatorError(404, hub.unknown_request(request_id))
+        return Response(found.model_dump_json(), media_type="application/json")
+
     @router.api_route("/ui/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static(request: Request, name: str) -> Response:
         if name not in known:

@@ -34,6 +34,7 @@ from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import (
     EngineLink,
     LiveRequests,
+    RecentRequests,
     RequestFeed,
     RequestSummary,
     count_moving,
@@ -91,11 +92,14 @@ class SnapshotSource:
         self._gateway = gateway
         self._registry = registry
         self._live = LiveRequests()
+        self._recent = RecentRequests()
+        gateway.records.add_reader(self._recent.add_records)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[], ProcessSnapshot]]:
         """Yield a function that takes a snapshot for one reader."""
-        feed, live = RequestFeed(), self._live
+        self._gateway.records.flush()  # or a request would be both in `latest` and yet to come
+        feed, live = RequestFeed(self._recent.latest()), self._live
         live.feeds.append(feed)
         self._gateway.watch = live
         try:
@@ -104,6 +108,15 @@ class SnapshotSource:
             live.feeds.remove(feed)
             if not live.feeds:
                 self._gateway.watch, self._live = None, LiveRequests()
+
+    def find(self, request_id: str) -> RequestSummary | None:
+        """Return the running or recently ended request with this id."""
+        self._gateway.records.flush()
+        running = (one for one in self._live.running if one.request_id == request_id)
+        record = self._recent.find(request_id) or next(running, None)
+        if record is None:
+            return None
+        return summarize_request(record, str(os.getpid()), time.time() - now())
 
     def _take(self, live: LiveRequests, feed: RequestFeed) -> ProcessSnapshot:
         worker, unix = str(os.getpid()), time.time() - now()

@@ -89,6 +89,8 @@ def test_what_a_record_says() -> None:
     told = summarize_request(made, "7", 1e9)
     assert told.at == 1e9 + 100
     assert told.ms == {
+        "queued": None,
+        "admitted": None,
         "prefill_started": 10,
         "prefill_done": 200,
         "decode_started": None,

@@ -1,0 +1,178 @@
+"""disagg-router why: tells what a request waited for, which engines served it, and what was reused.
+
+The router keeps its last requests in memory if it serves the dashboard (--ui). `story` turns what
+the router knows about one of them into lines.
+Exit code 0: shown. 1: not shown, and the error line has the reason. 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from router.commands.console import CommandError, CommandParser, UsageError
+from router.commands.router_client import ask_router, http_url, with_scheme
+from router.settings import variable_of
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TOKEN, TOKEN_FILE = variable_of("ui_token"), variable_of("ui_token_file")
+DESCRIPTION = f"""\
+Shows where a request spent its time, which engines served it, what failed, and how much of its
+prompt came from a cache. REQUEST_ID is the response header x-request-id, or the id in the access
+log. The router must serve the dashboard (--ui), and keeps its last 1000 requests.
+
+If the dashboard has a token, {TOKEN} has it, or {TOKEN_FILE} names its file.
+"""
+# With --workers each connection reaches any one of the processes.
+MAX_TRIES = 40
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+FLOWS = {
+    "pull": "a prefill engine computes the prompt, and a decode engine pulls its KV",
+    "push": "a prefill engine computes the prompt and pushes its KV to a decode engine",
+    "turn": "a conversation's turn: its engines may reuse the last turn's KV",
+    "decode_first": "a decode engine is asked first, because its cache may have the prompt",
+    "decode_only": "a decode engine computes the prompt itself",
+    "prefill_only": "a prefill engine answers alone, since the answer is one token",
+    "warm_up": "the router warms up a new pair of engines",
+    "none": "the request did not reach an engine",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser("disagg-router why", DESCRIPTION)
+    parser.add_argument("request_id", metavar="REQUEST_ID")
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help=f"of the router (default: {DEFAULT_URL})"
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    options = parser.parse_args(argv)
+
+    def show() -> int:
+        found = _find(with_scheme(options.url), options.request_id)
+        print(json.dumps(found) if options.json else "\n".join(story(found)), flush=True)
+        return 0
+
+    return parser.run(show)
+
+
+def _find(url: str, request_id: str) -> dict[str, Any]:
+    """Ask until one of the router's processes knows the request.
+
+    Raises UsageError and CommandError.
+    """
+    if http_url(url) is None:
+        raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}")
+    if not REQUEST_ID.fullmatch(request_id):
+        raise UsageError("REQUEST_ID is not the id of a request: see the header x-request-id")
+    headers = {} if (token := _token()) is None else {"authorization": f"Bearer {token}"}
+    for _ in range(MAX_TRIES):
+        page = f"{url.rstrip('/')}/ui/requests/{quote(request_id, safe='')}"
+        answer = ask_router("GET", page, headers)
+        if answer.status_code == 200:
+            return _parsed(answer.content, url)
+        message = _error_in(answer.content)
+        if answer.status_code != 404 or "worker process" not in message:
+            break
+    if answer.status_code == 404 and "has no request" not in message:
+        message = "the router does not keep requests: start it with --ui"
+    raise CommandError(message or f"{url} answers {answer.status_code}")
+
+
+def _token() -> str | None:
+    """Raises UsageError."""
+    if TOKEN not in os.environ and TOKEN_FILE in os.environ:
+        try:
+            return Path(os.environ[TOKEN_FILE]).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{TOKEN_FILE}: {error}") from None
+    return os.environ.get(TOKEN)
+
+
+def _parsed(content: bytes, url: str) -> dict[str, Any]:
+    """Raises CommandError."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "ms" not in found:
+        raise CommandError(f"{url} is not a disagg-router, or not of this version")
+    return found
+
+
+def _error_in(content: bytes) -> str:
+    try:
+        error = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return " ".join(str(error).split())
+
+
+def story(request: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines about one request, as GET /ui/requests/ID returns it."""
+    ms = request["ms"]
+    status = f"status {request['status']}" if request["status"] else "no status yet"
+    yield f"request {request['id']}: {request['endpoint']}, {request['outcome']}, {status}"
+    model = f", model {request['model']}" if request["model"] else ""
+    arrived = datetime.fromtimestamp(request["at"]).astimezone()
+    yield f"  arrived {arrived.isoformat(sep=' ', timespec='milliseconds')}{model}"
+    flow = request["flow"]
+    yield f"  flow {flow}: {FLOWS.get(flow, 'see docs/metrics.md')}"
+    yield from _timeline(request, ms)
+    yield from _tokens(request, ms)
+    if request["conversation"]:
+        where = f", KV from {request['reused_from']}" if request["reused_from"] else ""
+        yield f"  conversation: {request['conversation']}{where} (docs/conversations.md)"
+    for failure in request["failures"]:
+        yield f"  failed: {failure}"
+    if request["retries"]:
+        yield f"  retries: {request['retries']}"
+    if request["error"]:
+        yield f"  error: {request['error']}"
+
+
+def _timeline(request: dict[str, Any], ms: dict[str, float | None]) -> Iterator[str]:
+    """Yield a line for each phase: its start after the arrival, and how long it took."""
+    end = ms["ended"]
+    phases = (
+        ("waited for a slot at an engine", ms["queued"], _first(ms["admitted"], end)),
+        (
+            f"prefill on {request['prefiller']}",
+            ms["prefill_started"],
+            _first(ms["prefill_done"], ms["decode_started"], end),
+        ),
+        (
+            f"decode on {request['decoder']}, until its first byte",
+            ms["decode_started"],
+            _first(ms["first_byte"], end),
+        ),
+        ("rest of the answer", ms["first_byte"], end),
+    )
+    for what, start, stop in phases:
+        if start is not None:
+            took = "still running" if stop is None else f"{stop - start:,.1f} ms"
+            yield f"  {start:>9,.1f} ms  {what}: {took}"
+    if end is not None:
+        yield f"  {end:>9,.1f} ms  ended"
+
+
+def _first(*moments: float | None) -> float | None:
+    return next((moment for moment in moments if moment is not None), None)
+
+
+def _tokens(request: dict[str, Any], ms: dict[str, float | None]) -> Iterator[str]:
+    prompt, cached = request["prompt_tokens"], request["cached_tokens"]
+    if prompt is not None:
+        known = "reuse not reported" if cached is None else f"{cached} of them from a cache"
+        yield f"  prompt: {prompt} tokens, {known}"
+    count, begin, end = request["completion_tokens"], ms["first_byte"], ms["ended"]
+    if count is not None:
+        pace = ""
+        if count > 1 and begin is not None and end is not None:
+            pace = f", one in {(end - begin) / (count - 1):.1f} ms"
+        yield f"  answer: {count} tokens{pace}"

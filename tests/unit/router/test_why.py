@@ -1,0 +1,122 @@
+"""disagg-router why, and the router's memory of its last requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from router.commands.cli import main
+from router.commands.why import TOKEN, story
+from router.telemetry.record import Record
+from router.ui.live_requests import MAX_RECENT, MAX_RECENT_SHOWN, RecentRequests, RequestFeed
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import MockEngine, fails
+
+REQUEST: dict[str, Any] = {
+    "id": "chatcmpl-1",
+    "at": 1_700_000_000.0,
+    "endpoint": "/v1/chat/completions",
+    "flow": "turn",
+    "outcome": "ok",
+    "status": 200,
+    "prefiller": "p:1",
+    "decoder": "d:2",
+    "model": "m",
+    "retries": 1,
+    "conversation": "hit",
+    "reused_from": "d:2",
+    "ms": {
+        "queued": 1.0,
+        "admitted": 6.0,
+        "prefill_started": 6.0,
+        "prefill_done": 106.0,
+        "decode_started": 106.0,
+        "first_byte": 126.0,
+        "ended": 326.0,
+    },
+    "prompt_tokens": 780,
+    "completion_tokens": 11,
+    "cached_tokens": 736,
+    "failures": ["prefill at p:0 failed: refused; the next prefill engine is asked"],
+    "error": "",
+}
+
+
+def test_the_story_has_each_phase_with_its_duration() -> None:
+    lines = list(story(REQUEST))
+    assert [line.strip() for line in lines if " ms  " in line] == [
+        "1.0 ms  waited for a slot at an engine: 5.0 ms",
+        "6.0 ms  prefill on p:1: 100.0 ms",
+        "106.0 ms  decode on d:2, until its first byte: 20.0 ms",
+        "126.0 ms  rest of the answer: 200.0 ms",
+        "326.0 ms  ended",
+    ]
+    text = "\n".join(lines)
+    for part in ("780 tokens, 736 of them from a cache", "11 tokens, one in 20.0 ms",
+                 "hit, KV from d:2", "failed: prefill at p:0", "retries: 1"):  # fmt: skip
+        assert part in text
+
+
+def test_a_running_request_is_a_story_without_an_end() -> None:
+    moments = REQUEST["ms"] | {"first_byte": None, "ended": None}
+    text = "\n".join(story(REQUEST | {"ms": moments, "outcome": "running", "status": 0}))
+    assert "decode on d:2, until its first byte: still running" in text
+    assert "no status yet" in text
+
+
+def test_recent_requests_are_bounded_and_found_by_their_id() -> None:
+    recent = RecentRequests()
+    records = [Record("/x", float(n), f"id-{n}", transfer_params=b"x") for n in range(1500)]
+    recent.add_records(records[:1000])
+    recent.add_records(records[1000:])
+    assert recent.find(f"id-{1500 - MAX_RECENT - 1}") is None
+    assert recent.find(f"id-{1500 - MAX_RECENT}") is records[-MAX_RECENT]
+    assert not records[-1].transfer_params
+    feed = RequestFeed(recent.latest())
+    assert feed.take(0.0) == (records[-MAX_RECENT_SHOWN:], 0)
+
+
+async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = await start_router(ui=True, ui_token="a-token-of-16-bytes")
+    d.scripts = [fails]
+    answer = await router.complete()
+    request_id = answer.headers["x-request-id"]
+    monkeypatch.setenv(TOKEN, "a-token-of-16-bytes")
+    command = ["why", request_id, "--url", router.url]
+    assert await asyncio.to_thread(main, [*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["id"], found["flow"]) == (request_id, "pull")
+    assert found["failures"]
+    assert await asyncio.to_thread(main, command) == 0
+    shown = capsys.readouterr().out
+    assert f"prefill on 127.0.0.1:{p.port}" in shown
+    assert f"decode on 127.0.0.1:{d.port}" in shown
+    assert router.state.dashboard is not None
+    with router.state.dashboard.source.reading() as take_snapshot:
+        assert request_id in [one.id for one in take_snapshot().ended]
+
+    monkeypatch.setenv(TOKEN, "another-token")
+    assert await asyncio.to_thread(main, command) == 1
+    assert "token" in capsys.readouterr().err
+    monkeypatch.setenv(TOKEN, "a-token-of-16-bytes")
+    assert await asyncio.to_thread(main, ["why", "unknown", "--url", router.url]) == 1
+    assert "no request 'unknown' among its last 1000" in capsys.readouterr().err
+
+
+async def test_why_says_that_the_router_keeps_no_requests(
+    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+    assert await asyncio.to_thread(main, ["why", "x", "--url", router.url]) == 1
+    assert "start it with --ui" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["why", "a b"])
