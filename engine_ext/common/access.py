@@ -58,8 +58,8 @@ EVERYWHERE = Networks((ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the side channel. `is_mixed`: engines without the secret may use the stock
-    protocol."""
+    """The rules for the side channel: the secret that peers must prove, and the networks that they
+    must be in. `is_mixed`: engines without the secret may use the stock protocol."""
 
     secret: SharedSecret | None = None
     is_mixed: bool = False

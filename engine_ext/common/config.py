@@ -62,7 +62,8 @@ class ConnectorConfig:
     cross_layers_blocks: bool = False
     """Require that the host lays out all layers of a block together."""
     buffer_device: Literal["cpu", "cuda"] | None = None
-    """Where the operator expects the KV memory to be."""
+    """The memory that NIXL reads and writes; None for the memory of the KV cache. "cpu" asks for
+    host buffers if the cache is on a GPU. "cuda" is refused if the cache is in host memory."""
     handshake_timeout: float = 5.0
     registration_timeout: float | None = None
     """How long D waits for P's WRITE. None: as long as `retain_seconds`."""
@@ -85,7 +86,7 @@ class ConnectorConfig:
     engine_ttl: float = 3600.0
     """An engine that was not used for so long is forgotten."""
     access: Access = OPEN
-    """Who may use the side channel, and with whom."""
+    """The shared secret and the allowed peers of the side channel."""
 
     @property
     def heartbeat_interval(self) -> float:

@@ -15,8 +15,8 @@ class _Kind:
 
 
 class LogRateLimit(logging.Filter):
-    """Pass at most `limit` lines of each kind in `seconds`; the next line then says how many were
-    dropped. The kind is the message before its arguments are filled in. Add it to one logger:
+    """Pass at most `limit` lines of each kind in `seconds`; the next line then gives the number of
+    dropped ones. The kind is the message before its arguments are filled in. Add it to one logger:
     `logger.addFilter(LogRateLimit())`.
     """
 

@@ -1,6 +1,6 @@
-"""How two engines that never spoke recognise the same request.
+"""The names by which two engines recognise the same request before they have exchanged a message.
 
-Each kind of name has a word before it, so that none can be written in the place of another.
+Each name begins with its kind, so that a client cannot choose a name of another kind.
 """
 
 import re
@@ -9,7 +9,7 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
 def base_id(request_id: str) -> str:
-    """The id without the eight hex digits that each engine appends to what the router sent."""
+    """Return the id without the eight hex digits that each engine appends to the router's id."""
     return _RANDOM_SUFFIX.sub("", request_id)
 
 
@@ -20,7 +20,8 @@ def whole_id(request_id: str) -> str:
 def names_of(
     request_id: str, transfer_id: str | None, remote_request_id: str | None = None
 ) -> tuple[str, ...]:
-    """Most certain first. `remote_request_id`: what the router told D, or P's own id."""
+    """Return the names, the most certain first. `remote_request_id`: P's own id, or the id that the
+    router sent to D."""
     names = [] if transfer_id is None else [f"transfer {transfer_id}"]
     if remote_request_id is not None:
         names += [whole_id(remote_request_id), f"base {remote_request_id}"]
@@ -31,13 +32,13 @@ def names_of(
 def stock_names_of(
     request_id: str, transfer_id: str | None, trusts_request_ids: bool
 ) -> tuple[str, ...]:
-    """Of a registration by an engine without our extension, whose prompt P cannot compare.
+    """Return the names of a registration by a stock engine, whose prompt P cannot compare.
 
-    vLLM 0.32 sends its own request id and nothing else; later versions the router's `transfer_id`,
-    too. Both engines make their ids of `X-Request-Id`, which may be a client's: two clients that
-    chose the same one would get each other's KV, and a stranger who knows one, theirs. So an id
-    counts only with the suffix that P alone could have told, unless the operator says that the
-    router makes `X-Request-Id` itself, anew for each attempt.
+    vLLM 0.32 sends only its own request id; later versions also send the router's `transfer_id`.
+    Both engines derive their ids from `X-Request-Id`, which a client may choose. Two clients that
+    chose the same one would get each other's KV, and so would a stranger who knows a client's. So
+    an id counts only with the suffix that P made and sent in its answer. With `trusts_request_ids`
+    the router makes a new `X-Request-Id` for each attempt, and an id without suffix counts too.
     """
     names = names_of(request_id, transfer_id)
     if trusts_request_ids:

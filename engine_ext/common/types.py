@@ -57,8 +57,8 @@ class EngineRequest(Protocol):
 
     @property
     def content_keys(self) -> Keys | None:
-        """What the KV depends on besides the token ids. None if it depends on something that has no
-        name; then nothing is offered or loaded."""
+        """The other content that the KV depends on, such as images or a LoRA adapter. None if some
+        of it has no name that two engines could compare; then no KV is offered or loaded."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -283,10 +283,10 @@ class StepMetadata:
     """D in push mode."""
     reclaims: tuple[str, ...] = ()
     """D in push mode: registrations whose blocks other requests need. Each is reported in
-    `given_back` when P has answered that it does not write, in `finished_recving` if P has written,
+    `returned` when P has answered that it does not write, in `finished_recving` if P has written,
     or in `ready` if the blocks cannot be given back."""
-    give_backs: tuple[str, ...] = ()
-    """D in push mode: registrations that every rank has reported in `given_back`. They end as
+    confirmed_returns: tuple[str, ...] = ()
+    """D in push mode: registrations that every rank has reported in `returned`. They end as
     failed loads whose blocks nothing touches."""
     declines: tuple[RemoteSource, ...] = ()
     """D: KV that is not needed after all, so the remote may free it. Nothing is returned."""
@@ -344,12 +344,12 @@ class TransferResults:
     """The reasons for some of `failed_recving`. A request that ended first has none."""
     ready: frozenset[str] = frozenset()
     """D in push mode: requests that may take blocks, because they wait for P no longer."""
-    given_back: frozenset[str] = frozenset()
+    returned: frozenset[str] = frozenset()
     """D in push mode: requests of a `reclaims` order whose blocks P will not write. The blocks stay
-    reserved until a `give_backs` order."""
+    reserved until a `confirmed_returns` order."""
 
     def __bool__(self) -> bool:
-        loads = self.finished_recving or self.ready or self.given_back
+        loads = self.finished_recving or self.ready or self.returned
         return bool(self.finished_sending or loads)
 
     def __and__(self, other: "TransferResults") -> "TransferResults":
@@ -359,7 +359,7 @@ class TransferResults:
             self.failed_recving & other.failed_recving,
             {**other.problems, **self.problems},
             self.ready & other.ready,
-            self.given_back & other.given_back,
+            self.returned & other.returned,
         )
 
     def __or__(self, other: "TransferResults") -> "TransferResults":
@@ -369,7 +369,7 @@ class TransferResults:
             self.failed_recving | other.failed_recving,
             {**other.problems, **self.problems},
             self.ready | other.ready,
-            self.given_back | other.given_back,
+            self.returned | other.returned,
         )
 
 

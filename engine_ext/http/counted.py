@@ -60,7 +60,7 @@ STOCK = (
     Summed(
         ("leases_expired",),
         "vllm:nixl_num_kv_expired_reqs",
-        "Requests whose KV nobody read in time",
+        "Requests whose KV no engine read in time",
     ),
     Summed(
         ("confirmations_late",),

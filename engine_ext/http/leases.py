@@ -1,11 +1,11 @@
 """`GET /disagg/leases`: an engine's leases, its quarantined blocks, its peers and its latest
 transfers.
 
-Whoever knows a request's name may release its blocks, and the random part of a name is short.
-Therefore names are hashed with a key of the engine's process. A client that knows a name can ask
-for it with `?request_id=`. Ended transfers are found by the client's part of the name, which gives
-no rights. It is hashed without a key, so that a router recognises its own requests, and cannot
-identify others.
+A client that knows a request's id can release its blocks (release.py), and the random part of an
+id is short. Therefore the page shows ids hashed with a key of the engine's process. A client that
+knows an id can look it up with `?request_id=`. Ended transfers are listed by the client's part of
+the id, which gives no rights. That part is hashed without a key, so that a router recognises its
+own requests and cannot identify others.
 """
 
 import re

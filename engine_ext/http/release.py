@@ -2,8 +2,8 @@
 
 The body is `{"kv_transfer_params": ...}` with the params of the prefill engine's own answer. The
 answer is `{"released": true}` if the engine held the blocks. A second or late release changes
-nothing. Whoever knows the request's name may release it: the name has a random part that appears
-only in the answer.
+nothing. The request's id is the only credential: it has a random part that the engine sends in its
+answer and nowhere else.
 """
 
 from typing import Any, NamedTuple

@@ -71,7 +71,7 @@ class Push:
             "registrations": self._registrations.register,
             "withdrawals": self._registrations.withdraw,
             "reclaims": self._registrations.reclaim,
-            "give_backs": self._registrations.confirm_returned,
+            "confirmed_returns": self._registrations.confirm_returned,
         }
 
     @property

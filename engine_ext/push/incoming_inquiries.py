@@ -66,7 +66,7 @@ class IncomingInquiries(FairTable[str, Inquiry]):
         return [inquiry for inquiry in found if inquiry is not None]
 
     def answer(self, inquiry: Inquiry) -> None:
-        """Where the answer is lost, D asks again."""
+        """Answer that D may register. If the message is lost, D sends its inquiry again."""
         self._forget(inquiry)
         self._channels.answer(inquiry.sender, PromptReady(inquiry.message.request_id))
 

@@ -32,8 +32,8 @@ Repetition
     twice.
 
 D may ask for the blocks of a registration back (`ReturnBlocks`), and may wait to register until P
-holds the prompt (`AwaitPrompt`); engine_ext/scheduler/room.py explains why. All of this runs in the
-owner thread. writes.py carries out the matches.
+holds the prompt (`AwaitPrompt`); engine_ext/scheduler/block_pressure.py explains why. All of this
+runs in the owner thread. writes.py carries out the matches.
 """
 
 import logging
@@ -251,7 +251,7 @@ class PushMatcher:
             if answer is None:
                 self._forget_registration(key)
                 self._replies.fail(key, WITHDRAWN)
-            elif not (isinstance(answer, PushFailed) and answer.is_given_back):
+            elif not (isinstance(answer, PushFailed) and answer.blocks_returned):
                 return
         self._withdraw_offer(message, sender, now)
 

@@ -1,7 +1,7 @@
-"""What P's matcher remembers: offers, registrations and names, each of them bounded.
+"""The records and tables of P's matcher: offers, registrations, request names and tombstones.
 
-Decode engines and clients choose names and send as much as they like, so nothing here grows without
-a limit, and no sender's entries are lost because of another's (`FairTable`).
+Decode engines and clients choose the names and the number of requests. So every table has a limit,
+and a sender that reaches it loses its own entries and no other sender's (`FairTable`).
 """
 
 from collections import Counter, OrderedDict
@@ -62,7 +62,7 @@ class Registered:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What P may know the request by, the most certain name first."""
+        """The names under which P may have the request, the most certain first."""
         name, transfer_id = self.message.request_id, self.message.transfer_id
         if self.message.disagg is None:
             return stock_names_of(name, transfer_id, self.trusts_request_ids)

@@ -33,12 +33,12 @@ Ranks of P
     It has ended badly when one has not and the others can write no more.
 
 Returning blocks
-    Where another request needs the blocks more (engine_ext/scheduler/room.py), D asks for them
-    back. They are returned only when every rank of P has answered that it has not written and will
-    not. Silence returns nothing. Where some ranks of P have written, P holds the whole prompt: the
-    blocks stay, and D registers again with the other ranks. The same holds among D's own ranks: the
-    scheduler half orders the end when all of them have reported the blocks as returned. A rank that
-    waits for that order in vain registers again.
+    Where another request needs the blocks more (engine_ext/scheduler/block_pressure.py), D asks for
+    them back. They are returned only when every rank of P has answered that it has not written and
+    will not. Silence returns nothing. Where some ranks of P have written, P holds the whole prompt:
+    the blocks stay, and D registers again with the other ranks. The same holds among D's own ranks:
+    the scheduler half orders the end when all of them have reported the blocks as returned. A rank
+    that waits for that order in vain registers again.
 """
 
 import enum
@@ -275,7 +275,7 @@ class Registrations:
         waiting = self._find(message.request_id, sender, message.generation)
         if waiting is None:
             return
-        if message.is_given_back and waiting.state is RegistrationState.RETURNING:
+        if message.blocks_returned and waiting.state is RegistrationState.RETURNING:
             waiting.returned[sender] = waiting.peers[sender]
             self._settle(waiting, sender, now)
             return

@@ -1,4 +1,5 @@
-"""What P answers to registrations. A registration that comes again gets the same answer again."""
+"""Push mode on P: the answers to registrations, recorded so that a repeated registration gets the
+same answer."""
 
 import logging
 
@@ -63,7 +64,7 @@ class Replies:
     def return_blocks(self, key: RegistrationKey) -> None:
         """Answer that nothing will be written. P keeps the prompt, and D registers again."""
         reason = "D needs its blocks for another request"
-        self._end(key, PushFailed(key.request_id, key.generation, reason, is_given_back=True))
+        self._end(key, PushFailed(key.request_id, key.generation, reason, blocks_returned=True))
 
     def _end(self, key: RegistrationKey, answer: PushFailed) -> None:
         self._outcomes.add(key.sender, key, answer)

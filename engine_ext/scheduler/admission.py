@@ -1,4 +1,4 @@
-"""`cache_hit_threshold`: a decode engine refuses a prompt of which it holds too little.
+"""`cache_hit_threshold`: a decode engine refuses a prompt if too little of it is cached.
 
 The rate is the share of the tokens whose KV is at hand, in the local prefix cache or announced by a
 remote, before anything is allocated. Source: vLLM RFC #24256 (never merged there).
@@ -30,7 +30,7 @@ class AdmissionVerdict:
 
 
 def parse_threshold(value: Any) -> float | None:
-    """A request's own threshold, None without one. Raises ValueError outside [0, 1]."""
+    """Return a request's own threshold, None without one. Raises ValueError outside [0, 1]."""
     if value is None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -40,13 +40,13 @@ def parse_threshold(value: Any) -> float | None:
 
 
 def prefills(params: Any) -> bool:
-    """Whether a request with these `kv_transfer_params` is a prefill leg."""
+    """Return True if a request with these `kv_transfer_params` is a prefill leg."""
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
 def hands_back(params: Any, default: bool) -> bool:
-    """Whether a request with these `kv_transfer_params` is ended rather than preempted and computed
-    again. A prefill leg, whose work it is to compute, never is."""
+    """Return True if a request with these `kv_transfer_params` is ended instead of preempted and
+    computed again. Never True for a prefill leg."""
     asked = params.get(HAND_BACK) if isinstance(params, dict) else None
     return (asked if isinstance(asked, bool) else default) and not prefills(params)
 
@@ -54,9 +54,7 @@ def hands_back(params: Any, default: bool) -> bool:
 def judge(
     threshold: float, local_tokens: int, external_tokens: int, num_tokens: int, *, prefills: bool
 ) -> AdmissionVerdict:
-    """`num_tokens`: prompt and what was generated before a preemption, all of which must be had.
-
-    `prefills`: the request is a prefill leg, whose work it is to compute; it is never refused.
-    """
+    """Compare the cache hit rate with the threshold. `num_tokens`: the prompt, and the tokens that
+    were generated before a preemption. A prefill leg (`prefills`) is never refused."""
     rate = min(1.0, (local_tokens + external_tokens) / max(1, num_tokens))
     return AdmissionVerdict(rate, 0.0 if prefills else threshold)

@@ -115,7 +115,7 @@ class KVLoad:
     """D has asked P whether it holds the prompt."""
     is_reclaimed: bool = False
     """D has asked P to give its blocks back."""
-    is_given_back: bool = False
+    is_returned: bool = False
     """Every rank of this engine has reported that its blocks were given back."""
     is_withdrawn: bool = False
     """Its registration ends as failed, because other requests need the blocks."""
@@ -245,19 +245,19 @@ class Loads:
         its load-failure policy."""
         self._early.host_takes_back = True
 
-    def give_back(self, request_id: str) -> None:
+    def returned(self, request_id: str) -> None:
         """Note that P will not write the registered blocks. Once no transfer touches them,
         the load is reported as failed. The host then frees the blocks, and the request waits for
         blocks again."""
         load = self._loads.get(request_id)
         if load is not None and load.state is LoadState.LOADING:
-            load.is_given_back = True
-            self._orders.give_backs.append(request_id)
+            load.is_returned = True
+            self._orders.confirmed_returns.append(request_id)
 
-    def is_given_back(self, request_id: str) -> bool:
+    def is_returned(self, request_id: str) -> bool:
         """Return True if the load is reported as failed only because its blocks were given back."""
         load = self._loads.get(request_id)
-        return load is not None and load.is_given_back
+        return load is not None and load.is_returned
 
     @property
     def has_waiting(self) -> bool:
@@ -340,7 +340,7 @@ class Loads:
                 # vLLM ends a request whose load failed before it passes on the report.
                 self.failures.note(request_id, self._fenced[request_id], problem)
             return
-        if failed and load.is_given_back:
+        if failed and load.is_returned:
             origin, role = load.origin, load.role
             self._loads[request_id] = KVLoad(origin, role, load.num_tokens, is_reclaimed=True)
             return
@@ -377,11 +377,7 @@ class Loads:
         return request_id in self._fenced
 
     def _policy_of(self, load: KVLoad) -> LoadFailurePolicy:
-        if (
-            load.role is TransferRole.PREFILL
-            or load.is_given_back
-            or load.state is LoadState.OFFERED
-        ):
+        if load.role is TransferRole.PREFILL or load.is_returned or load.state is LoadState.OFFERED:
             return "recompute"
         return self._policy
 

@@ -39,7 +39,7 @@ class Orders:
     registrations: list[PushRegistration] = field(default_factory=list)
     withdrawals: list[PushWithdrawal] = field(default_factory=list)
     reclaims: list[str] = field(default_factory=list)
-    give_backs: list[str] = field(default_factory=list)
+    confirmed_returns: list[str] = field(default_factory=list)
     declines: list[RemoteSource] = field(default_factory=list)
     fences: list[str] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""`kv_transfer_params`, as a request carries it, parsed once into a typed record.
+"""The `kv_transfer_params` of a request, parsed once into a typed record.
 
-The dict is untrusted: it has crossed HTTP at least twice. `parse` is total: whatever it is given,
-it returns a record and raises nothing, because an exception inside an engine hook ends the engine.
+The dict is untrusted: it has crossed HTTP at least twice. `parse` returns a record for any input
+and raises nothing, because an exception inside an engine hook ends the engine.
 Keys and shapes are those of vLLM 0.32's NixlConnector.
 """
 
@@ -38,33 +38,29 @@ class TransferRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """`source` is set when the role is DECODE, and when a prefill may pull the last turn's KV.
-
-    `retain`: keep the KV when the answer is done, for the next turn. As the request says, and where
-    it says nothing, if it came through a proxy for prefill and decode: upstream's keeps what such
-    an answer says for the next turn, and says nothing.
-
-    `problem` says in words why params that were there are not followed; the request is then an
-    ordinary local one.
-    """
+    """The transfer that a request asks for."""
 
     role: TransferRole
     source: RemoteSource | None = None
+    """The KV to read: a prompt's for a DECODE role, the last turn's for a PREFILL role."""
     proof: PrefixHashes | UnusableHashes = UnusableHashes.ABSENT
-    """Which content the source's blocks hold."""
+    """The content of the source's blocks."""
     target: PushTarget | None = None
-    """In push mode, instead of `source`: who will write, for a DECODE role."""
+    """In push mode, instead of `source`: the engine that will write, for a DECODE role."""
     transfer_id: str | None = None
     """Push mode, either role: the router's name for the transfer."""
     hands_over: bool = False
-    """A prefill tells, with its answer, the ids of its prompt and of what it has sampled."""
+    """The prefill's answer includes the ids of its prompt and of the token that it sampled."""
     retain: bool = False
+    """Keep the KV for the next turn when the answer is done. By default true for a DECODE role:
+    upstream's multi-turn proxies use retained KV and do not send this field."""
     may_be_read_by_stock: bool = False
-    """Who prefilled for us, and may read this turn, proves no prefix, so it may be a stock engine:
-    it believes the time that it was told."""
+    """The prefill engine sent no prefix hashes, so it may be a stock engine. It may read this turn
+    until the expiry time in our answer, and we cannot notify it earlier."""
     problem: str | None = None
+    """Why the params are not followed. The request is then an ordinary local one."""
     refused: PeerAddress | None = None
-    """A decode request's other engine, where it is that which we may not dial."""
+    """The other engine of a decode request, if it is not one of `allowed_peers`."""
 
 
 class _InvalidError(Exception):
@@ -74,10 +70,10 @@ class _InvalidError(Exception):
 def parse(
     raw: Any, mode: TransferMode = "pull", allowed_peers: Networks = EVERYWHERE
 ) -> TransferParams:
-    """Total: returns a record for any object whatever, raises nothing.
+    """Return a record for any object. `mode` is how this engine, as D, gets KV from P.
 
-    `mode` is how this engine, as D, gets KV from P. Params that name an address outside of
-    `allowed_peers` are not followed; a host's name is judged when it has been looked up.
+    Params that name an address outside of `allowed_peers` are not followed. The dialer checks a
+    host name when it has been resolved.
     """
     if raw is None:
         return TransferParams(TransferRole.NONE)
@@ -99,7 +95,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
     if not prefill:
         return TransferParams(TransferRole.NONE, retain=retain)
     target = _target(raw) if mode == "push" else None
-    # Of a push there is no answer yet that could hold a proof: the router says what P is.
+    # A push has no answer of P yet that could hold hashes, so the router sends what P supports.
     proves = raw.get("proves_prefix") is True
     return TransferParams(
         TransferRole.DECODE,
@@ -113,7 +109,7 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
 
 
 def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
-    """A prefill that may not dial where the last turn is computes it."""
+    """Drop an engine that may not be dialled. A prefill computes the last turn itself then."""
     origin = params.source or params.target
     if origin is None or peers.may_admit(origin.address.host):
         return params
@@ -124,12 +120,12 @@ def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
 
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:
-    """An earlier turn that makes no sense costs its reuse, not the prefill."""
+    """Parse a prefill leg. If the params of the last turn are malformed, only its reuse is lost."""
     transfer_id = _optional_identifier(raw, "transfer_id")
     if not raw.get("remote_block_ids"):
         return TransferParams(TransferRole.PREFILL, transfer_id=transfer_id)
     try:
-        # Engines that do not say it yet prove what they hold, and may drop any turn.
+        # Older engines send hashes, do not send `revocable`, and may drop any turn.
         is_revocable = raw.get("prefix_proof") is not None and raw.get("revocable") is not False
         source = replace(_source(raw), is_revocable=is_revocable)
         return TransferParams(
@@ -153,12 +149,12 @@ def _source(raw: dict[Any, Any]) -> RemoteSource:
 
 
 def _proof(raw: dict[Any, Any]) -> PrefixHashes | UnusableHashes:
-    """Asked for when the source has been checked."""
+    """Read the hashes. Call this after `_source`, which checks the other fields."""
     return PrefixHashes.from_wire(raw.get("prefix_proof"), raw)
 
 
 def _block_size(raw: dict[Any, Any]) -> int | None:
-    """Ours alone: stock tells it in the handshake."""
+    """None from a stock engine, which sends it only in the handshake."""
     if raw.get("remote_block_size") is None:
         return None
     return _field(raw, "remote_block_size", _integer(1, MAX_TOKENS))
@@ -176,7 +172,7 @@ def _target(raw: dict[Any, Any]) -> PushTarget:
 
 
 def _num_tokens(raw: dict[Any, Any]) -> int | None:
-    """None where nobody has told: a push that begins before P has answered."""
+    """None for a push that begins before P has answered."""
     if raw.get("remote_num_tokens") is None:
         return None
     return _field(raw, "remote_num_tokens", _integer(0))
@@ -238,7 +234,7 @@ def _notifiable(value: Any) -> str:
 
 
 def _unix_time(value: Any) -> float | None:
-    """A hint: what makes no sense is as good as absent."""
+    """Return None for an invalid time: it is only a hint."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
         return None
     return float(value)

@@ -1,4 +1,4 @@
-"""Host buffers (`engine_ext.worker.staging`): which blocks to copy to host memory after a step."""
+"""Which blocks to copy to host buffers after a step (see `engine_ext.worker.staging`)."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from engine_ext.layout.plan import NULL_BLOCK
 
 
 class Saved(NamedTuple):
-    """What of a request is in the mirror."""
+    """The part of a request that was copied to host memory."""
 
     num_tokens: int
     block_ids: BlockIds
 
     def is_continued(self, block_ids: BlockIds, num_computed: int) -> bool:
-        """These blocks, of so many tokens, are the same ones, but for those a window has left."""
+        """Return True if these are the same blocks, except those that a window has left."""
         return self.num_tokens == num_computed and all(
             ids[: len(saved)] == saved or all(map(_is_same_or_hole, ids, saved))
             for ids, saved in zip(block_ids, self.block_ids, strict=True)
@@ -34,10 +34,9 @@ class SavePlanner:
     def plan(
         self, request_id: str, block_ids: BlockIds, num_computed: int, num_new: int
     ) -> SaveOrder:
-        """A step that adds the KV of `num_new` tokens to that of `num_computed`.
-
-        The first step of a request saves what its prefix hits or a load brought, too; so does the
-        first one after a preemption, whose blocks may be others.
+        """Return what to save after a step that adds the KV of `num_new` tokens to that of
+        `num_computed`. A request's first step, and its first after a preemption, saves cached and
+        loaded blocks as well.
         """
         saved = self._saved.get(request_id)
         goes_on = saved is not None and saved.is_continued(block_ids, num_computed)

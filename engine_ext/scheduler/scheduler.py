@@ -362,8 +362,8 @@ class SchedulerConnector:
         self._supply.moved()
         for request_id in results.ready:
             self._loads.ready(request_id)
-        for request_id in results.given_back:
-            self._loads.give_back(request_id)
+        for request_id in results.returned:
+            self._loads.returned(request_id)
         fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
         for request_id in results.finished_recving:
             failed, problem = request_id in results.failed_recving, results.problems.get(request_id)

@@ -324,7 +324,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(bool)
     def is_given_back(self, request: Request) -> bool:
         """Return True if the load failed because its blocks were given back."""
-        return self.scheduler.loads.is_given_back(str(request.request_id))
+        return self.scheduler.loads.is_returned(str(request.request_id))
 
     @guarded(bool)
     def awaits_prompt(self, request: Request) -> bool:
@@ -471,7 +471,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.worker.get_transfer_results()
         self._problems.update(results.problems)
         ready = {READY + name for name in results.ready}
-        given_back = {GIVEN_BACK + name for name in results.given_back}
+        given_back = {GIVEN_BACK + name for name in results.returned}
         return KVConnectorTransferResults(
             {*results.finished_sending, *ready, *given_back},
             set(results.finished_recving),

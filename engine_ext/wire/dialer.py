@@ -191,7 +191,7 @@ class TcpDialer:
         return HandshakeClient(address, port, (peer.stage, peer.rank), self._access, host)
 
     def close(self) -> None:
-        """Do nothing: whoever began a handshake closes it."""
+        """Do nothing: the caller that began a handshake closes it."""
 
 
 class HostLookup:

@@ -119,7 +119,7 @@ class PushFailed(msgspec.Struct, frozen=True, tag="push_failed"):
     generation: int
     reason: str
     seconds: Seconds = 0.0
-    is_given_back: bool = False
+    blocks_returned: bool = msgspec.field(default=False, name="is_given_back")
     """D asked for this with `ReturnBlocks`. P keeps its own blocks, and D registers again."""
 
 

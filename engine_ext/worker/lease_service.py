@@ -73,7 +73,7 @@ class LeaseService:
 
     def step(self, now: float) -> None:
         for request_id in self._leases.expire(now):
-            logger.warning("request %s: lease expired, nobody read its blocks", request_id)
+            logger.warning("request %s: lease expired, no engine read its blocks", request_id)
             self._notify_gone(request_id)
         for request_id in self._leases.reap(now):
             if self._push is not None:
@@ -112,7 +112,7 @@ class LeaseService:
         return 0.0 if self._leases.extend(request_id, now) else None
 
     def read(self, sender: str, message: Read, now: float) -> None:
-        """What was read until now is right, if the lease is still valid."""
+        """Answer whether the lease is still valid: if so, all that was read until now is right."""
         valid = self._leases.knows(message.request_id)
         sums: tuple[bytes, ...] | None = None
         if valid and message.wants_sums and self._checksums is not None:

@@ -82,7 +82,7 @@ def compatibility_problem(
         return None
     theirs = payload.compat_factors
     if theirs is None:
-        return "compatibility hash differs, and the peer does not say in what"
+        return "compatibility hash differs, and the peer does not name the difference"
     keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     fields = ", ".join(f"{key} ({ours.get(key)} here, {theirs.get(key)} there)" for key in keys)
     return f"incompatible engines: {fields or 'in nothing that either names'}"

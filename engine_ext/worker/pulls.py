@@ -489,7 +489,7 @@ def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
     if not order.is_proven and any(peer.has_extension for peer in peers):
         return "no proof that it is of this prompt, from an engine that gives one"
     if order.source.is_revocable and not all(peer.has_extension for peer in peers):
-        return "a turn that may end at any time, of an engine that cannot say whether it has"
+        return "a turn that may end at any time, of an engine that cannot report whether it has"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the loop knows of push mode: a component's interface, and the answers without it.
+"""The interface between the loop and push mode, and the answers of an engine without push mode.
 
 engine_ext/push implements `PushComponent`, and engine_ext/connector.py builds it for engines whose
 transfer mode is push. An engine in pull mode runs no code of push.
@@ -65,7 +65,7 @@ class PushComponent(KvTransfers, Protocol):
 
     @property
     def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
-        """What carries out the fields of `StepMetadata` that only push mode has."""
+        """The handlers of the fields of `StepMetadata` that only push mode has."""
 
     @property
     def has_unsent(self) -> bool:

@@ -43,7 +43,7 @@ class PendingResults:
         self._report(request_id, "finished_recving", *failed, problem=problem)
 
     def returned(self, request_id: str) -> None:
-        self._report(request_id, "given_back")
+        self._report(request_id, "returned")
 
     def ready(self, request_id: str) -> None:
         self._report(request_id, "ready")

@@ -55,7 +55,7 @@ def a_push_that_is_given_back_makes_room_and_is_loaded_later(
     engine.report("ready", "ready")
     engine.step_until(lambda: engine.ordered("reclaims") == {"early"})
     engine.report("returned", "early")
-    engine.step_until(lambda: engine.ordered("give_backs") == {"early"})
+    engine.step_until(lambda: engine.ordered("confirmed_returns") == {"early"})
     engine.report("received", "early", ok=False)
     engine.step_until(lambda: engine.ordered("registrations") == {"early", "ready"})
     assert ready.status is PARKED

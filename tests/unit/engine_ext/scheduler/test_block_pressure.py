@@ -98,8 +98,8 @@ def test_a_ready_request_without_room_reclaims_as_much_as_it_needs_the_newest_fi
         reclaims = decoder.step().reclaims
         if reclaims:
             assert reclaims == ("c", "b")
-    decoder.hears(given_back="c")
-    assert decoder.step().give_backs == ("c",)
+    decoder.hears(returned="c")
+    assert decoder.step().confirmed_returns == ("c",)
     again = Request("c", None, 9 * 16)
     assert decoder.half.load_failure_policy(again) == "recompute"
     decoder.hears(finished_recving="c", failed_recving="c")

@@ -163,7 +163,7 @@ def test_a_registration_that_comes_again_after_it_was_given_back_is_not_written(
     crossing.prefiller.finish(crossing.second_at_p)
     network.deliver("d", "p", copy)
     world.pass_time(0.2)
-    answers = [answer for answer in crossing.said(PushFailed) if answer.is_given_back]
+    answers = [answer for answer in crossing.said(PushFailed) if answer.blocks_returned]
     assert len(answers) == 3, "the copies are answered as the first one was"
     world.until(lambda: crossing.decoder.outcomes.get(crossing.second.request_id), 30.0)
     world.settle(30.0)

@@ -390,7 +390,7 @@ def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> No
     assert asked == ["agent-1"]
 
 
-GIVEN_BACK = TransferResults(given_back=frozenset(["d-1"]))
+GIVEN_BACK = TransferResults(returned=frozenset(["d-1"]))
 
 
 def reclaimed(rank: Rank) -> int:
@@ -405,7 +405,7 @@ def reclaimed(rank: Rank) -> int:
 
 
 def gives_back(rank: Rank, number: int, their_rank: int) -> None:
-    rank.hears(wire.PushFailed("d-1", number, "other requests", is_given_back=True), their_rank)
+    rank.hears(wire.PushFailed("d-1", number, "other requests", blocks_returned=True), their_rank)
 
 
 def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(launch: Launch) -> None:
@@ -419,7 +419,7 @@ def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(launch: Launch) 
     assert rank.results.take() == GIVEN_BACK
     rank.step(RETURNED_SECONDS / 2)
     assert not rank.results.take(), "other ranks of ours may not have them back"
-    rank.apply(StepMetadata(give_backs=("d-1",)))
+    rank.apply(StepMetadata(confirmed_returns=("d-1",)))
     assert rank.results.take() == FAILED
     assert (rank.stats.pushes_given_back, rank.stats.pushes_missed) == (1, 0)
     assert rank.loop.num_open == 1, "the heartbeats, which go on"
@@ -458,7 +458,7 @@ def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_giv
 ) -> None:
     rank = launch(1, 2)
     again = given_back_in_vain(rank)
-    rank.apply(StepMetadata(give_backs=("d-1",)))
+    rank.apply(StepMetadata(confirmed_returns=("d-1",)))
     rank.step()
     gives_back(rank, again, 0)
     assert not rank.results.take()

@@ -57,7 +57,7 @@ PUSH_ORDERS = {
     "registrations",
     "withdrawals",
     "reclaims",
-    "give_backs",
+    "confirmed_returns",
 }
 FACTORS = {"model": "m", "dtype": "float32"}
 
