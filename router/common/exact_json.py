@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import msgspec
@@ -81,11 +80,6 @@ def dumps(content: object, option: int | None = None) -> bytes:
         return orjson.dumps(content, _replacement, option)
     except orjson.JSONEncodeError:
         return orjson.dumps(_with_large_integers(content, 0), _replacement, option)
-
-
-def dumps_each(contents: Iterable[object], option: int | None = None) -> list[bytes]:
-    """Write each of the contents, as `dumps` does."""
-    return [dumps(content, option) for content in contents]
 
 
 def number(value: object) -> Any:

@@ -1,10 +1,24 @@
 """The turns of conversations, and the entries that turns leave for the next ones.
 
 Which conversation a request belongs to is found by configured names. They are tried in order, and
-the first one that is set wins. A name that begins with "x-" is a header, `prefix` recognizes a chat
-by its messages, and any other name is a field of the body. The key of an entry is a hash over the
-tenant's credential and the id. So an id is useless to another tenant, and a store shows neither
-credential nor id.
+the first one that is set wins. A name with a hyphen is a header, and any other name is a field of
+the body. Without an id, `prefix` recognizes a chat by its messages; `verified-prefix` does so where
+engines verify what they reuse.
+
+Several chats may share one id: a title is asked for beside the chat, an agent has sub-agents. So a
+chat's entry is stored under a hash over the tenant's credential, the id, and the messages that the
+answer follows. The next turn repeats these messages before the answer, so it finds the entry
+whatever the client made of the answer, and no other chat replaces it. Without an id, many chats may
+begin with the same question, so the answer is hashed, too. The key of a text or of token ids is the
+hash over the credential and the id. An id is useless to another tenant, and a store shows neither
+credential nor id nor messages.
+
+    first turn   system, user                       kept under (system, user)
+    next turn    system, user, assistant, user      takes (system, user), kept under all four
+
+Where the messages were edited, no entry has that key. Then `RecentSessions` may know which turn of
+the id the request changes. `ReturnTracker` finds out which ids and tenants never continue a
+conversation; engines need not retain anything for these.
 """
 
 from __future__ import annotations
@@ -15,19 +29,37 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import itemgetter
+from typing import NamedTuple
 
 import orjson
 from msgspec import Struct
 
 from router.common.exact_json import number
-from router.conversations.entry import MAX_UNIX_TIME_S, Entry, Prompt, prompt_of
+from router.conversations.entry import (
+    ASSISTANT,
+    MAX_UNIX_TIME_S,
+    SYSTEM_ROLES,
+    Entry,
+    Prompt,
+    digest_answer,
+    prompt_of,
+)
+from router.conversations.recent_sessions import RecentSessions, ReturnTracker
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
 Header = tuple[bytes, bytes]
-PREFIX = "prefix"
+PREFIX, VERIFIED_PREFIX = "prefix", "verified-prefix"
+# Before a name that would be a field of the body without it.
+HEADER_MARK = "header:"
 NAME = itemgetter(0)
-NUM_OPENING_MESSAGES = 2  # the same in all turns: the system prompt and the first question
+# So many conversations in a row may be left before the next ones are expected to be left as well.
+MAX_LEFT_SESSIONS, MAX_LEFT_CHATS = 64, 8
+# Of ids that many clients make anew for each request.
+MAX_LEFT_REQUEST_IDS = 4
+REQUEST_IDS = frozenset(("x-correlation-id", "x-request-id"))
+# Single questions with one system prompt, as of a batch, are distinguished from chats by so much.
+SYSTEM_PROMPT_CHARS = 256
 # A store keeps an entry for longer than the entry is valid, so that the router can distinguish an
 # expired entry from one that never existed.
 EXPIRED_ENTRY_RETENTION_S = 300.0
@@ -50,16 +82,24 @@ class Turn(Struct, eq=False):
     """One request of a conversation.
 
     `session` identifies the conversation in all of its turns. `take_key` is the store key of the
-    last turn's entry, None for a first turn. `keep_key` is the key for this turn's entry, None if
-    the key depends on the answer. `tenant` is a hash of the credential. `recall` sets `recalled`,
-    and `entry` to what the last turn left for this one.
+    last turn's entry, None for a first turn; `other_key` is that of a turn that this one changes,
+    where it extends none. `keep_key` is the key for this turn's entry, to which the answer is added
+    unless the request `is_named`. `recall` sets `recalled`, and `entry` to what the last turn left
+    for this one.
+
+    `is_implicit`: nobody asked for it, so only verified KV may be reused. `retains`: a next turn is
+    expected. `sources` are the keys of this conversation in `ReturnTracker`.
     """
 
     session: str
     take_key: str | None
-    keep_key: str | None
-    tenant: str
+    keep_key: str
     prompt: Prompt
+    sources: tuple[object, ...]
+    other_key: str | None = None
+    is_named: bool = True
+    is_implicit: bool = False
+    retains: bool = True
     recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
 
@@ -75,12 +115,37 @@ class KeepOutcome(Struct, frozen=True):
     unreachable: Sequence[Entry]
 
 
+class IdName(NamedTuple):
+    """Where an id may be: in a header, in a field of the body, or in either."""
+
+    header: bytes | None
+    field: str | None
+
+    @classmethod
+    def parse(cls, name: str) -> IdName:
+        header = name.lower().removeprefix(HEADER_MARK)
+        is_field = header == name.lower() and not header.startswith("x-")
+        is_header = "-" in name or not is_field
+        return cls(header.encode("latin-1") if is_header else None, name if is_field else None)
+
+    @property
+    def max_left(self) -> int:
+        """How many of its ids in a row may never come back before the next ones are ignored."""
+        name = (self.header or b"").decode("latin-1")
+        return MAX_LEFT_REQUEST_IDS if name in REQUEST_IDS else MAX_LEFT_SESSIONS
+
+
+# The id of a conversation that continues a stored response.
+PREVIOUS_RESPONSE = IdName(None, "previous_response_id")
+
+
 class Conversations:
     """The turns of all conversations, with their entries in one store.
 
     `names` tell how requests name their conversation (see above). `ttl` is how long an entry is
     valid, in seconds. It must be less than the time for which decode engines retain KV; where an
     engine reports that time, the earlier of the two counts. `clock` returns Unix time in seconds.
+    `verifies` returns True while engines may retain KV and verify what they reuse of it.
     """
 
     def __init__(
@@ -90,67 +155,121 @@ class Conversations:
         tenant_header: str,
         ttl: float,
         clock: Callable[[], float] = time.time,
+        verifies: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store = store
-        lowered = tuple(name.lower() for name in names)
+        lowered = {name.lower() for name in names}
         self._uses_prefix = PREFIX in lowered
-        self._names = tuple(name for name in lowered if name != PREFIX)
-        self._fields = frozenset(n for n in self._names if not n.startswith("x-"))
-        self._headers = {n.encode("latin-1"): n for n in self._names if n.startswith("x-")}
-        self._header_names = frozenset(self._headers)
+        self._uses_verified_prefix = VERIFIED_PREFIX in lowered
+        self._verifies = verifies
+        given = [name for name in names if name.lower() not in (PREFIX, VERIFIED_PREFIX)]
+        self._names = tuple(map(IdName.parse, given))
+        self._fields = frozenset([name.field for name in self._names if name.field])
+        self._headers = frozenset([name.header for name in self._names if name.header])
+        self._recent = RecentSessions()
+        self._returns = ReturnTracker()
         self._tenant_header = tenant_header.lower().encode("latin-1")
         self._ttl = ttl
         self._clock = clock
 
-    def turn_of(self, headers: Sequence[Header], body: Json) -> Turn | None:
+    def turn_of(
+        self, headers: Sequence[Header], body: Json, previous_response: str = ""
+    ) -> Turn | None:
         """Return the turn that a request is, without its entry.
 
-        Returns None for a request that belongs to no conversation, and for one whose prompt cannot
-        be compared with another prompt.
+        `previous_response` identifies the conversation where nothing else does. Returns None for a
+        request that belongs to no conversation, and for one whose prompt cannot be compared with
+        another prompt.
         """
-        given = self._id_of(headers, body)
-        if given is None and not self._uses_prefix:
+        for name, given in self._ids_in(headers, body):
+            tenant = tenant_of(headers, self._tenant_header)
+            session, source = _hash(tenant, "id", given), (tenant, name)
+            is_known = self._recent.note_request(session)
+            if is_known:
+                self._returns.note_return(source)
+            if is_known or self._returns.may_return(source, name.max_left):
+                if not is_known:
+                    self._returns.note_new(source)
+                return self._named_turn(tenant, given, session, source, body)
+        if self._uses_prefix or (self._uses_verified_prefix and self._verifies()):
+            return self._turn_by_messages(headers, body)
+        if previous_response:
+            tenant = tenant_of(headers, self._tenant_header)
+            session, source = _hash(tenant, "id", previous_response), (tenant, PREVIOUS_RESPONSE)
+            self._recent.note_request(session)
+            return self._named_turn(tenant, previous_response, session, source, body)
+        return None
+
+    def _named_turn(
+        self, tenant: str, given: str, session: str, source: object, body: Json
+    ) -> Turn | None:
+        prompt = _comparable_prompt(body)
+        if prompt is None:
             return None
-        try:
-            prompt = prompt_of(body)
-        except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
-            return None
-        if prompt is None or (given is None and prompt.kind != "chat"):
+        if not prompt.asked:  # no chat
+            return Turn(session, session, session, prompt, (source,))
+        take_key, keep_key = _chat_keys(tenant, given, prompt)
+        other = self._recent.find_other(session, prompt)
+        return Turn(session, take_key, keep_key, prompt, (source,), other)
+
+    def _turn_by_messages(self, headers: Sequence[Header], body: Json) -> Turn | None:
+        """Return the turn of a chat that names no conversation.
+
+        A request without an answer in it costs little here unless a next turn is expected.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
             return None
         tenant = tenant_of(headers, self._tenant_header)
-        if given is not None:
-            key = _hash(tenant, "id", given)
-            return Turn(key, key, key, tenant, prompt)
-        # The chat is known by its messages up to the last answer.
-        opening = prompt.digest_at(min(NUM_OPENING_MESSAGES, prompt.count)) or ""
-        last = prompt.digest_at(prompt.last_answer) if prompt.last_answer else None
-        take_key = None if last is None else _hash(tenant, PREFIX, last)
-        return Turn(_hash(tenant, "opening", opening), take_key, None, tenant, prompt)
-
-    def _id_of(self, headers: Sequence[Header], body: Json) -> str | None:
-        """Return the value of the first name that is set, other than PREFIX."""
-        wanted = self._headers
-        if self._header_names.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+        sources = (tenant, (tenant, _system_prompt_start(messages)))
+        limit = MAX_LEFT_SESSIONS if self._uses_prefix else MAX_LEFT_CHATS
+        retains = all(self._returns.may_return(source, limit) for source in sources)
+        retains = retains or self._returns.is_trial()
+        if not retains and not any(_role_of(message) == ASSISTANT for message in messages[::-1]):
             return None
-        given: dict[str, str] = {}
-        for name, value in headers:
-            if name in wanted and value:
-                given.setdefault(wanted[name], value.decode("latin-1"))
-        for known in self._names:
-            text = given.get(known)
-            if not text:
-                field = body.get(known)
-                text = field if isinstance(field, str) else str(field) if type(field) is int else ""
+        prompt = _comparable_prompt(body)
+        if prompt is None or not prompt.asked:
+            return None
+        take_key, keep_key = _chat_keys(tenant, "", prompt)
+        if take_key is not None:
+            take_key = _hash(take_key, prompt.answer_before)
+        session = _hash(tenant, "opening", prompt.digest_at(prompt.opening) or "")
+        for source in sources:
+            self._returns.note_new(source)
+        return Turn(
+            session,
+            take_key,
+            keep_key,
+            prompt,
+            sources,
+            is_named=False,
+            is_implicit=not self._uses_prefix,
+            retains=retains,
+        )
+
+    def _ids_in(self, headers: Sequence[Header], body: Json) -> Sequence[tuple[IdName, str]]:
+        """Return the ids that are set, in the order of the configured names."""
+        if self._headers.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+            return ()
+        given = {name: value for name, value in reversed(headers) if value}  # the first one counts
+        found: list[tuple[IdName, str]] = []
+        for name in self._names:
+            text = given[name.header].decode("latin-1") if name.header in given else ""
+            field = body.get(name.field) if name.field and not text else None
+            if type(field) is int or isinstance(field, str):
+                text = str(field)
             if text:
-                return text
-        return None
+                found.append((name, text))
+        return found
 
     async def recall(self, turn: Turn) -> None:
         """Take the last turn's entry out of the store, if there is one, and put it into `turn`."""
-        if turn.take_key is None:
-            return
+        raw: bytes | None = None
         try:
-            raw = await self.store.take(turn.take_key)
+            for key in dict.fromkeys((turn.take_key, turn.other_key)):
+                if key is not None and raw is None:
+                    raw = await self.store.take(key)
+                    self._recent.forget(turn.session, key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
             turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
@@ -164,6 +283,9 @@ class Conversations:
             turn.recalled = RecallOutcome.EXPIRED
         else:
             turn.recalled, turn.entry = RecallOutcome.ENTRY, entry
+            turn.retains = True
+            for source in turn.sources:
+                self._returns.note_return(source)
 
     async def keep(
         self,
@@ -192,12 +314,12 @@ class Conversations:
             whole=prompt.with_answer(answer),
             inexact=prompt.why_inexact(answer),
         )
-        key = turn.keep_key
-        if key is None and entry.whole is not None:
-            key = _hash(turn.tenant, PREFIX, entry.whole.digest)
-        if key is None or entry.expires_at <= now:
+        if entry.expires_at <= now or not (turn.is_named or entry.whole):
             return KeepOutcome(False, [entry])
+        key = turn.keep_key
         try:
+            if not turn.is_named and answer is not None:
+                key = _hash(key, digest_answer([answer.message or {}]))
             raw = entry.to_bytes()
         except orjson.JSONEncodeError:  # nested too deep to be sent to an engine
             return KeepOutcome(False, [])
@@ -207,7 +329,10 @@ class Conversations:
         except StoreError:
             return KeepOutcome(False, [entry])
         unreachable = [one for one in map(Entry.from_bytes, dropped) if one is not None]
-        return KeepOutcome(raw not in dropped, unreachable)
+        if raw in dropped:
+            return KeepOutcome(False, unreachable)
+        self._recent.add(turn.session, key, prompt, entry.prompts)
+        return KeepOutcome(True, unreachable)
 
     async def close(self) -> None:
         await self.store.close()
@@ -229,6 +354,31 @@ def _answer_size(answer: AnswerChoice | None) -> int:
         return 0
     text = answer.text if answer.message is None else answer.message.get("content")
     return len(str(text or ""))
+
+
+def _comparable_prompt(body: Json) -> Prompt | None:
+    try:
+        return prompt_of(body)
+    except orjson.JSONEncodeError:  # nested too deep; the router does not forward it either
+        return None
+
+
+def _chat_keys(tenant: str, given: str, prompt: Prompt) -> tuple[str | None, str]:
+    """Return the keys of the last turn's entry and of this turn's. `given` is the id or empty."""
+    last, this = map(prompt.digest_at, (prompt.asked_before, prompt.asked))
+    take_key = _hash(tenant, "chat", given, last or "") if prompt.asked_before else None
+    return take_key, _hash(tenant, "chat", given, this or "")
+
+
+def _role_of(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _system_prompt_start(messages: Sequence[object]) -> str:
+    message = messages[0]
+    content = message.get("content") if isinstance(message, dict) else None
+    is_system = isinstance(content, str) and _role_of(message) in SYSTEM_ROLES
+    return str(content)[:SYSTEM_PROMPT_CHARS] if is_system else ""
 
 
 def tenant_of(headers: Sequence[Header], tenant_header: bytes) -> str:

@@ -5,7 +5,7 @@ same kind with the same digest at `count` are equal up to there.
 
 The digest of a message covers what a chat template may read: role, content, tool calls and whatever
 else is set. It leaves out reasoning traces, because clients strip them; `traceless` tells where the
-first one is.
+first one is. Arguments of tool calls count by their value, because clients parse and rewrite them.
 
 A store's content is untrusted input: every field of an entry has its type and its bounds, or there
 is no entry. Field names are the wire format that routers of several versions share.
@@ -14,7 +14,10 @@ is no entry. Field names are the wire format that routers of several versions sh
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -22,7 +25,7 @@ import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from router.common.exact_json import dumps, dumps_each, loads
+from router.common.exact_json import dumps, loads
 from router.openai.answers import AnswerChoice, Json
 
 VERSION = 1
@@ -40,6 +43,10 @@ Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
 S = TypeVar("S", bound=Struct)
 
+# Longer ones, with the definitions of tools, are hashed anew in each request.
+MAX_REMEMBERED_SCOPE_BYTES = 1024
+ASSISTANT = "assistant"
+SYSTEM_ROLES = ("system", "developer")
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
 THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
@@ -83,8 +90,13 @@ class Prompt(Struct, frozen=True):
 
     `content` is a text, a list of token ids, or of a chat a digest for each number of leading
     messages, none included. `size` is in bytes, roughly. The first `traceless` units hold no
-    reasoning trace, and the first `last_answer` messages end with the last one of the assistant.
-    `rewrites_history`: the template may render a past answer differently from its tokens.
+    reasoning trace. `rewrites_history`: the template may render a past answer differently from its
+    tokens.
+
+    Of a chat, the answer follows the first `asked` messages, of which the last one is not the
+    assistant's. The last turn's answer follows the first `asked_before` and ends the first
+    `answered`, both 0 in a first turn; `answer_before` is its `digest_answer`. The first `opening`
+    messages are the system's and one more.
     """
 
     kind: str
@@ -93,7 +105,11 @@ class Prompt(Struct, frozen=True):
     size: int
     traceless: int
     has_media: bool = False
-    last_answer: int = 0
+    asked: int = 0
+    asked_before: int = 0
+    answered: int = 0
+    answer_before: str = ""
+    opening: int = 0
     rewrites_history: bool = False
 
     @property
@@ -122,8 +138,7 @@ class Prompt(Struct, frozen=True):
         if isinstance(self.content, tuple):
             if answer.message is None:
                 return None
-            message = _canonical({"role": "assistant", **answer.message})
-            content = dumps(message, orjson.OPT_SORT_KEYS)
+            content = _message_bytes({"role": "assistant", **answer.message})
             return PromptPrefix(self.count + 1, _chained(self.content[-1], content))
         if isinstance(self.content, str):
             if answer.text is None:
@@ -214,15 +229,12 @@ def prompt_of(body: Json) -> Prompt | None:
     tools = _present(body, TOOL_FIELDS)
     if body.get("tool_choice") == "none":
         tools = {**tools, "tool_choice": "none"}  # an engine may leave them out of the prompt
-    contents: list[object] = [_present(body, MODEL_FIELDS), tools, _present(body, TEMPLATE_FIELDS)]
-    if isinstance(messages, list):
-        contents += map(_canonical, messages)
-    raw = dumps_each(contents, orjson.OPT_SORT_KEYS)
-    scope = ReuseScope(*[_digest(content, SCOPE_DIGEST_BYTES) for content in raw[:3]])
+    parts = (_present(body, MODEL_FIELDS), tools, _present(body, TEMPLATE_FIELDS))
+    scope = ReuseScope(*map(_scope_digest, parts))
     if isinstance(messages, list):
         arguments = body.get("chat_template_kwargs")
         rewrites = isinstance(arguments, dict) and not arguments.keys().isdisjoint(THINKING)
-        return _chat(messages, raw[3:], scope, rewrites)
+        return _chat(messages, scope, rewrites)
     if body.get("prompt_embeds") is not None or body.get("echo"):
         return None
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -240,38 +252,103 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
     return {name: body[name] for name in names if body.get(name) not in (None, [], {})}
 
 
-def _chat(
-    messages: list[Any], contents: list[bytes], scope: ReuseScope, rewrites_history: bool
-) -> Prompt:
-    """`contents` are the messages as canonical JSON."""
-    chain = [EMPTY_CHAT]
-    for content in contents:
-        chain.append(_chained(chain[-1], content))
-    last_answer, has_media = 0, False
+def _scope_digest(fields: Json) -> str:
+    content = dumps(fields, orjson.OPT_SORT_KEYS) if fields else b"{}"
+    short = len(content) <= MAX_REMEMBERED_SCOPE_BYTES
+    return _known_scope_digest(content) if short else _digest(content, SCOPE_DIGEST_BYTES)
+
+
+@lru_cache(maxsize=256)  # a router's requests have few models and templates
+def _known_scope_digest(content: bytes) -> str:
+    return _digest(content, SCOPE_DIGEST_BYTES)
+
+
+def _chat(messages: list[Any], scope: ReuseScope, rewrites_history: bool) -> Prompt:
+    chain, size = [EMPTY_CHAT], 0
+    has_media = False
     traceless = len(messages)
     for number, message in enumerate(messages, 1):
+        content = _message_bytes(message)
+        size += len(content)
+        chain.append(_chained(chain[-1], content))
         if isinstance(message, dict):
-            if message.get("role") == "assistant":
-                last_answer = number
             if type(message.get("content")) is list:
                 has_media = has_media or any(map(_is_media, message["content"]))
             if number <= traceless and _has_reasoning(message):
                 traceless = number - 1
+    roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
+    asked = _asked_in(roles, len(roles))
+    answered = _after_last_answer(roles, asked)
+    asked_before = _asked_in(roles, answered)
+    opening = next((n for n, role in enumerate(roles, 1) if role not in SYSTEM_ROLES), len(roles))
     return Prompt(
         kind="chat",
         content=tuple(chain),
         scope=scope,
-        size=sum(map(len, contents)),
+        size=size,
         traceless=traceless,
         has_media=has_media,
-        last_answer=last_answer,
+        asked=asked,
+        asked_before=asked_before,
+        answered=answered,
+        answer_before=digest_answer(messages[asked_before:answered]) if asked_before else "",
+        opening=opening,
         rewrites_history=rewrites_history,
     )
 
 
+def _asked_in(roles: list[object], end: int) -> int:
+    """Return the number of messages before those of the assistant that end the first `end`."""
+    while end and roles[end - 1] == ASSISTANT:
+        end -= 1
+    return end
+
+
+def _after_last_answer(roles: list[object], end: int) -> int:
+    """Return the number of messages up to the last one of the assistant; 0 if there is none."""
+    while end and roles[end - 1] != ASSISTANT:
+        end -= 1
+    return end
+
+
+def digest_answer(messages: Iterable[Json]) -> str:
+    """Return a digest by which an answer is recognized, although its client trimmed it, left out
+    its reasoning, gave tool calls other ids, or split it into several messages.
+
+    Raises orjson.JSONEncodeError for messages that are nested too deep.
+    """
+    texts: list[object] = []
+    calls: list[object] = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text", part) if isinstance(part, dict) else part
+            if isinstance(text, str) and "think>" in text:
+                text = THINK_TAG.split(text)[-1]
+            texts.append(text.strip() if isinstance(text, str) else text)
+        given = message.get("tool_calls")
+        for call in given if isinstance(given, list) else ():
+            known = _canonical_call(call)
+            calls.append(known[1:] if isinstance(known, list) else known)
+    return _digest(dumps([[text for text in texts if text], calls], orjson.OPT_SORT_KEYS))
+
+
+def _message_bytes(message: object) -> bytes:
+    """Return equal bytes for an engine's answer and a client's repetition of it.
+
+    Raises orjson.JSONEncodeError for a message that is nested too deep.
+    """
+    canonical = _canonical(message)
+    if isinstance(canonical, dict) and len(canonical) == 2:
+        role, content = canonical.get("role"), canonical.get("content")
+        if type(role) is str and type(content) is str:
+            # Most messages are so. This costs less than JSON, and no JSON is the same.
+            return f"{len(role)} {role}{content}".encode("utf-8", "surrogatepass")
+    return dumps(canonical, orjson.OPT_SORT_KEYS)
+
+
 def _canonical(message: object) -> object:
-    """Return a message as a value that is equal for an engine's answer and a client's repetition of
-    it."""
+    """Return the message without what does not count."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
@@ -289,6 +366,8 @@ def _canonical(message: object) -> object:
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
         kept["tool_calls"] = [_canonical_call(call) for call in calls]
+    if isinstance(function := kept.get("function_call"), dict):
+        kept["function_call"] = _canonical_call({"function": function})
     return kept
 
 
@@ -296,7 +375,32 @@ def _canonical_call(call: object) -> object:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
     function = call["function"]
-    return [call.get("id"), function.get("name"), function.get("arguments")]
+    return [call.get("id"), function.get("name"), _canonical_arguments(function.get("arguments"))]
+
+
+def _canonical_arguments(arguments: object) -> object:
+    """Return equal values for arguments that differ in spacing, order, or as text and object.
+
+    Arguments that are no JSON are returned as they are.
+    """
+    if arguments in (None, ""):
+        return "{}"
+    try:
+        value = _parse_by_value(arguments) if isinstance(arguments, str) else arguments
+        return dumps(value, orjson.OPT_SORT_KEYS).decode()
+    except (msgspec.MsgspecError, orjson.JSONEncodeError, RecursionError, ValueError):
+        return arguments
+
+
+def _number_by_value(text: str) -> object:
+    """1.0 and 1e0 are the integer 1, as a client in JavaScript writes it."""
+    value = float(text)
+    if math.isinf(value):
+        return text
+    return int(value) if value.is_integer() and abs(value) < MAX_COUNT else value
+
+
+_parse_by_value = msgspec.json.Decoder(float_hook=_number_by_value).decode
 
 
 def _has_reasoning(message: Json | None) -> bool:

@@ -113,6 +113,9 @@ class EngineCapabilities:
     """It has answered the request for its identity page, maybe with 404."""
     lists_capabilities: bool = False
     """Its identity page lists capabilities."""
+    has_turns: bool = False
+    """It retains an answer's KV if asked to, pulls retained KV, and verifies what it pulls: by its
+    own page."""
     lacks_turns: bool = False
     """It neither retains an answer's KV nor pulls another engine's: by its own page."""
     is_lack_logged: bool = False
@@ -190,6 +193,7 @@ class EngineCapabilities:
             self.supports_threshold = "cache_hit_threshold" in names
             self.supports_release = "release" in names
             # Only our engines name prefix_proof; pages of others may not know the name "turns".
+            self.has_turns = "prefix_proof" in names and "turns" in names
             self.lacks_turns = "prefix_proof" in names and "turns" not in names
             self.verifies_prefix = self.verifies_prefix or "prefix_proof" in names
             self.supports_hand_over = "hand_over" in names

@@ -80,6 +80,8 @@ class Snapshot:
     """Engines whose models are unknown: they may serve models that no other engine serves."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
     """By model, the longest context of its decode engines in tokens, if all have reported it."""
+    has_turns: bool = False
+    """A prefill engine may pull what a decode engine retains, and verifies what it pulls."""
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Return the pools for a request's model; empty if no usable engine serves it."""
@@ -290,7 +292,8 @@ class Fleet:
         capabilities = engine.capabilities
         has_moved = capabilities.compatibility not in ("", engine.compatibility)
         is_alone = engine.group == group_without_kv(engine)
-        if has_moved or is_alone is capabilities.kv.has_connector:
+        has_changed = has_moved or is_alone is capabilities.kv.has_connector
+        if has_changed or (capabilities.has_turns and not self.snapshot.has_turns):
             self._refresh_soon()
 
     # Findings of requests.
@@ -480,7 +483,12 @@ def build_snapshot(
         _pools(usable, tuples, weights),
         _pools(unknown, tuples, weights),
         {} if unknown else _context_lengths(serving),
+        all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
     )
+
+
+def _any_has_turns(engines: Iterable[Engine], role: EngineRole) -> bool:
+    return any(one.capabilities.has_turns for one in engines if one.role.plays(role))
 
 
 def _context_lengths(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:

@@ -43,7 +43,7 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 TRANSLATED_FIELDS = frozenset((
     "background", "context_management", "conversation", "include", "input", "instructions",
     "max_output_tokens", "max_tool_calls", "moderation", "previous_response_id", "prompt",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "store",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning", "store",
     "stream", "stream_options", "text", "tool_choice", "tools", "truncation",
 ))
 # fmt: on

@@ -163,7 +163,8 @@ async def _plan_turn(
     limits = gateway.limits
     gateway.routes.pools(request)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
-    reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, limits.conversation_unproven)
+    unproven = "off" if turn.is_implicit else limits.conversation_unproven
+    reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, unproven)
     try:
         route = gateway.routes.find(request, reuse.decoder)
         route = route if slot is None else slot.move_to_route(route)

@@ -205,7 +205,8 @@ async def _relay_turn(
         require_end(buffer)
     elif ending.failure is not None:
         raise ending.failure
-    _note_stream(gateway.throttle, engine, tail.params is not None)
+    if run.retains_turn:
+        _note_stream(request, gateway.throttle, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
     await _finish(gateway, keep(tail.params, tail.choice()))
@@ -231,7 +232,7 @@ async def _keep(
     choice: AnswerChoice | None,
 ) -> None:
     """Store `params` for the next turn, if they name retained KV."""
-    conversations, kept = gateway.conversations, "not_offered"
+    conversations, kept = gateway.conversations, "not_offered" if turn.retains else "not_kept"
     if conversations is not None and isinstance(params, dict) and _name_retained_kv(params):
         engine.capabilities.note_engine_id(params)
         if prompt_tokens is None and choice is not None:
@@ -240,7 +241,7 @@ async def _keep(
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
             gateway.releaser.release_turn(request, entry)
-    elif params is None:
+    elif params is None and names_conversation(request):
         note_no_turns(engine)
     gateway.metrics.conversation_kept.add((kept,))
 
@@ -295,15 +296,21 @@ def _name_retained_kv(params: Json) -> bool:
     return any(name.startswith("remote_") for name in params)
 
 
-def _note_stream(throttle: LogThrottle, engine: Engine, has_params: bool) -> None:
+def _note_stream(request: Request, throttle: LogThrottle, engine: Engine, has_params: bool) -> None:
     capabilities = engine.capabilities
     capabilities.note_stream_params(has_params)
-    if capabilities.streams_kv_params is False and not capabilities.lacks_turns:
+    is_wanted = names_conversation(request) and not capabilities.lacks_turns
+    if is_wanted and capabilities.streams_kv_params is False:
         throttle.warn(
             "a decode engine does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
             engine.name,
         )
+
+
+def names_conversation(request: Request) -> bool:
+    """Return True if a client or an operator wants the request to be a turn."""
+    return request.turn is not None and not request.turn.is_implicit
 
 
 def note_no_turns(engine: Engine) -> None:

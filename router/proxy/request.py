@@ -23,7 +23,7 @@ from router.conversations.conversations import Conversations, Turn
 from router.openai.errors import BadRequestError, UnsupportedTypeError
 from router.openai.request_fields import find_invalid_field
 from router.proxy.exchange import Exchange, Header
-from router.proxy.first_token import wants_logprobs
+from router.proxy.first_token import asks_one_token, wants_logprobs
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN
@@ -137,8 +137,12 @@ def take_body(
     limits: RequestLimits,
     conversations: Conversations | None,
     aliases: ModelAliases | None,
+    previous_response: str = "",
 ) -> None:
-    """Fill the request in from a parsed body. Raises BadRequestError."""
+    """Fill the request in from a parsed body. Raises BadRequestError.
+
+    `previous_response` identifies the conversation if nothing else does.
+    """
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
     if aliases is not None and (resolved := aliases.resolve(body)) is not body:
         request.alias, body = body.get("model"), resolved
@@ -146,8 +150,10 @@ def take_body(
     if type(model) is str and len(model) <= MAX_MODEL_CHARS:
         request.record.model = model
     if conversations is not None:
-        request.turn = conversations.turn_of(request.exchange.headers, body)
-    if request.turn is not None:
+        turn = conversations.turn_of(request.exchange.headers, body, previous_response)
+        # The one token of an answer is the prefill engine's, unless a conversation is named.
+        request.turn = None if turn and turn.is_implicit and asks_one_token(body) else turn
+    if request.turn is not None and not request.turn.is_implicit:
         request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold

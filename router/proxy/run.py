@@ -105,7 +105,8 @@ class Run(Struct, eq=False):
         if plan.reuse is not None:
             turn = plan.reuse.turn
             run.unread_turn = turn.entry
-            run.retains_turn = turn.recalled is not RecallOutcome.STORE_FAILED
+            has_store = turn.recalled is not RecallOutcome.STORE_FAILED
+            run.retains_turn = turn.retains and has_store
         return run
 
     def hold(self, prefiller: Engine) -> None:

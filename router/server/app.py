@@ -99,7 +99,11 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     conversations = None
     if store is not None:
         conversations = Conversations(
-            store, settings.conversation_ids, settings.tenant_header, settings.conversation_ttl
+            store,
+            settings.conversation_ids,
+            settings.tenant_header,
+            settings.conversation_ttl,
+            verifies=lambda: fleet.snapshot.has_turns,
         )
     # In memory, responses have a store of their own, so that they do not evict turns.
     is_in_memory = settings.conversation_store == "memory"

@@ -171,9 +171,7 @@ class ResponsesDialect(ApiDialect):
         echoed = {name: value for name, value in body.items() if name != "input"}
         encode_body({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
         self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()))
-        if has_previous:
-            chat.setdefault("conversation_id", self._root)
-        _take_chat(request, gateway, chat)
+        _take_chat(request, gateway, chat, self._root if has_previous else "")
         _log_left_out(gateway, RESPONSES_PATH, left_out)
 
     def error(self, status: int, error: Json) -> Json:
@@ -213,9 +211,11 @@ def _lower_max_tokens(chat: Json, gateway: Gateway) -> None:
         chat[MAX_TOKENS] = context
 
 
-def _take_chat(request: Request, gateway: Gateway, chat: Json) -> None:
+def _take_chat(request: Request, gateway: Gateway, chat: Json, previous_response: str = "") -> None:
     request.path = CHAT_PATH
-    take_body(request, chat, gateway.limits, gateway.conversations, gateway.aliases)
+    take_body(
+        request, chat, gateway.limits, gateway.conversations, gateway.aliases, previous_response
+    )
     request.tokens = max(request.tokens, estimate_tokens(chat))  # the stored messages count, too
     check_fields(request, gateway.fleet.snapshot.context_lengths)
 

@@ -25,6 +25,7 @@ TLS_SCHEME = "https://"
 STORE_URL = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
 FIELD_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 LINE_PATTERN = re.compile(r"[^\s*].{0,199}")
+ID_NAME = re.compile(r"([Hh]eader:)?[A-Za-z0-9_-]{1,128}")
 GROUP_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[a-z0-9._\[\]:-]{1,259}")
 LABEL_SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
@@ -276,6 +277,8 @@ LinePattern = Annotated[
 LinePatterns = Annotated[
     tuple[LinePattern, ...], BeforeValidator(_parse_patterns), Field(max_length=32)
 ]
+IdName = Annotated[str, _matches(ID_NAME, "not the name of a header or of a field"), "NAME"]
+IdNames = Annotated[tuple[IdName, ...], AsList]
 Selector = Annotated[
     str,
     _matches(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),

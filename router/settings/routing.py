@@ -12,10 +12,10 @@ from router.settings.fields import (
     MIB,
     Count,
     Factor,
+    IdNames,
     LinePatterns,
     Lower,
     Name,
-    Names,
     Policy,
     PositiveCount,
     Seconds,
@@ -31,8 +31,14 @@ DEFAULT_CONVERSATION_IDS = (
     "x-conversation-id",
     "x-session-id",
     "session_id",
+    "x-claude-code-session-id",
+    "thread-id",  # Codex: one of several threads of a session
+    "session-id",
+    "x-openwebui-chat-id",
+    "prompt_cache_key",
     "x-session-affinity",
     "x-correlation-id",
+    "verified-prefix",
 )
 
 
@@ -147,8 +153,10 @@ class ConversationSettings(SettingsGroup):
         Needs a conversation store.
     conversation_max_entries: Largest number of turns in the memory store; the oldest are dropped.
     conversation_max_bytes: Largest size of the memory store.
-    conversation_ids: Where the router looks for a conversation's id, in this order. x-...: a
-        header; prefix: recognise a chat by its messages; anything else: a field of the body.
+    conversation_ids: Where the router looks for a conversation's id, in this order. With a hyphen
+        or after header: a header; else a field of the body. Without an id, verified-prefix
+        recognises chats by their messages where engines verify what they reuse, and prefix does
+        so with all engines.
     changing_prompt_lines: Lines that the router removes from the beginning of system texts on
         /v1/messages, because they change with each request and so prevent the reuse of KV; * stands
         for any characters. The default is a line of Claude Code. An empty list keeps all lines.
@@ -175,7 +183,7 @@ class ConversationSettings(SettingsGroup):
     responses_ttl: Seconds = 3600
     conversation_max_entries: PositiveCount = 100_000
     conversation_max_bytes: ByteSize = ByteSize(256 * MIB)
-    conversation_ids: Names = DEFAULT_CONVERSATION_IDS
+    conversation_ids: IdNames = DEFAULT_CONVERSATION_IDS
     changing_prompt_lines: LinePatterns = ("x-anthropic-billing-header*",)
     conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
     conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"

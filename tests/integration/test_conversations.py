@@ -121,6 +121,27 @@ def test_a_streamed_chat_of_three_turns_prefills_only_what_is_new(
     assert metric(prefiller, COMPUTED) - before <= lengths[-1] + 2 * 64
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["one id for both", "no id"])
+def test_a_title_request_beside_a_chat_costs_the_chat_no_reuse(
+    router: Server, prefiller: Server, alone: Server, named: bool
+) -> None:
+    fields: dict[str, Any] = {"stream": True, "stream_options": USAGE}
+    if named:
+        fields |= {"prompt_cache_key": "titled"}
+    story = [{"role": "user", "content": f"A story of {named}. " + "It goes on and on. " * 40}]
+    title = [{"role": "user", "content": "Write a title for this: " + story[0]["content"]}]
+    said, first = streamed_chat(router, story, **fields)
+    streamed_chat(router, title, **fields)
+    after = [*story, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    before = metric(prefiller, COMPUTED)
+    again, usage = streamed_chat(router, after, **fields)
+    assert again == chat(alone, after)["choices"][0]["message"]["content"]
+    computed = metric(prefiller, COMPUTED) - before
+    assert first["prompt_tokens"] > 700
+    assert computed < 100
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - computed
+
+
 def benchmark_turn(server: Server, name: str, messages: list[Any], stream: bool) -> str:
     """One request as vLLM's benchmarks/multi_turn sends it with --send-conversation-id, read as it
     reads: line by line, every line but the last a chunk with a choice. Its client adds aiohttp's

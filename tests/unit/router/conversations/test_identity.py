@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.conversations import Conversations, Header, Turn
+from router.conversations.conversations import Conversations, Header, RecallOutcome, Turn
 from router.conversations.store import MemoryStore
 from router.openai.answers import AnswerChoice
 
-ORDER = ("conversation_id", "x-conversation-id", "x-session-id", "session_id", "prefix")
+ORDER = (
+    "conversation_id",
+    "x-conversation-id",
+    "x-session-id",
+    "session_id",
+    "thread-id",
+    "header:talk",
+    "prefix",
+)
 
 
 def key_of(
@@ -36,6 +46,11 @@ def key_of(
         ([], {"conversation_id": {"id": "x"}}, None),
         ([], {"conversation_id": ["x"]}, None),
         ([(b"session_id", b"h")], {}, None),
+        ([(b"thread-id", b"t")], {}, "t"),
+        ([(b"talk", b"t")], {}, "t"),
+        ([], {"thread-id": "t"}, "t"),
+        ([(b"thread-id", b"t")], {"thread-id": "f"}, "t"),
+        ([], {"x-session-id": "t", "talk": "t", "header:talk": "t"}, None),
         ([], {"prefix": "def f(x):"}, None),
     ],
 )
@@ -86,13 +101,13 @@ class Chats:
     def __init__(self) -> None:
         self.conversations = Conversations(MemoryStore(9, 10**6), ("prefix",), "authorization", 450)
 
-    def turn(self, *messages: dict[str, str], headers: tuple[Header, ...] = ()) -> Turn:
+    def turn(self, *messages: dict[str, Any], headers: tuple[Header, ...] = ()) -> Turn:
         turn = self.conversations.turn_of(headers, {"messages": list(messages)})
         assert turn is not None
         return turn
 
     async def finds_entry(
-        self, *messages: dict[str, str], headers: tuple[Header, ...] = ()
+        self, *messages: dict[str, Any], headers: tuple[Header, ...] = ()
     ) -> bool:
         turn = self.turn(*messages, headers=headers)
         await self.conversations.recall(turn)
@@ -112,7 +127,64 @@ async def test_a_chat_without_an_id_is_recognised_by_its_messages() -> None:
     assert await chats.finds_entry(ASKED, SAID, NEXT)
 
 
+CALLS: list[Any] = [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1.0, "a": [2]}'}}
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "repeated"),
+    [
+        ({"content": "hi\n"}, [{"content": "hi"}]),
+        ({"content": "<think>hm</think>\n\nhi"}, [{"content": "hi"}]),
+        ({"content": "hi", "reasoning": "hm"}, [{"content": [{"type": "text", "text": "hi"}]}]),
+        (
+            {"content": None, "tool_calls": CALLS},
+            [
+                {
+                    "content": "",
+                    "tool_calls": [
+                        {
+                            "id": "toolu_1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a":[2],"b":1}'},
+                        }
+                    ],
+                }
+            ],
+        ),
+        (
+            {"content": "hi", "tool_calls": CALLS},
+            [{"content": "hi"}, {"content": None, "tool_calls": CALLS}],
+        ),
+    ],
+    ids=["trimmed", "thoughts in the text", "a part", "arguments rewritten", "two messages"],
+)
+async def test_an_answer_is_recognised_as_clients_repeat_it(
+    said: dict[str, Any], repeated: list[dict[str, Any]]
+) -> None:
+    chats = Chats()
+    answer = AnswerChoice(message={"role": "assistant", **said})
+    await chats.conversations.keep(chats.turn(ASKED), "d:1", PARAMS, answer, 3)
+    assert await chats.finds_entry(ASKED, *[{"role": "assistant", **r} for r in repeated], NEXT)
+
+
 async def test_without_the_answer_a_chat_cannot_be_recognised_again() -> None:
     chats = Chats()
     kept = await chats.conversations.keep(chats.turn(ASKED), "d:1", PARAMS, None, 3)
     assert not kept.is_kept
+
+
+async def test_a_chat_neither_takes_nor_misreads_what_lies_under_the_id_alone() -> None:
+    """There the version before kept chats, and this one keeps texts."""
+    conversations = Conversations(MemoryStore(9, 10**6), ORDER, "authorization", 450)
+    text: dict[str, Any] = {"prompt": "hello", "conversation_id": "c"}
+    chat: dict[str, Any] = {"messages": [ASKED, SAID, NEXT], "conversation_id": "c"}
+    first = conversations.turn_of((), text)
+    assert first is not None
+    await conversations.keep(first, "d:1", PARAMS, AnswerChoice(text="hi"), 3)
+    for body, expected in ((chat, RecallOutcome.NEW), (text, RecallOutcome.ENTRY)):
+        turn = conversations.turn_of((), body)
+        assert turn is not None
+        await conversations.recall(turn)
+        assert turn.recalled is expected

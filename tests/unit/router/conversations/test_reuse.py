@@ -124,6 +124,34 @@ async def test_an_answer_may_be_repeated_as_any_client_does(answer: dict[str, An
     assert verdict(await left(), chat(SYSTEM, FIRST, answer, SECOND))[0] == "hit"
 
 
+@pytest.mark.parametrize(
+    ("written", "repeated", "expected"),
+    [
+        ('{"word": "lease"}', '{"word":"lease"}', "rendering"),
+        ('{"a": 1, "b": [2.0, 1e1]}', '{"b":[2,10],"a":1}', "rendering"),
+        ("", "{}", "rendering"),
+        ('{"a": 1.5}', {"a": 1.5}, "rendering"),
+        ("not JSON", "not JSON", "rendering"),
+        ("[" * 999, "[" * 999, "rendering"),
+        ('{"a": 1e999}', '{"a": 1e999}', "rendering"),
+        ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}", "rendering"),
+        ('{"a": "1"}', '{"a": 1}', "history"),
+        ('{"a": [1, 2]}', '{"a": [2, 1]}', "history"),
+        ('{"a": 1e999}', '{"a": null}', "history"),
+        ("not JSON", "not  JSON", "history"),
+    ],
+)
+async def test_arguments_of_a_tool_call_are_compared_by_value(
+    written: object, repeated: object, expected: str
+) -> None:
+    def calling(arguments: object) -> dict[str, Any]:
+        return {"tool_calls": [{**CALL, "function": {"name": "look_up", "arguments": arguments}}]}
+
+    result = {"role": "tool", "tool_call_id": "call-1", "content": "A promise."}
+    after = chat(SYSTEM, FIRST, {"role": "assistant", **calling(repeated)}, result)
+    assert verdict(await left(said(**calling(written))), after) == ("cut", expected, SAFE)
+
+
 CHANGED: dict[str, tuple[dict[str, Any], tuple[str, str, int]]] = {
     "answer edited": (
         chat(SYSTEM, FIRST, {**ANSWER, "content": "Thirty-two."}, SECOND),

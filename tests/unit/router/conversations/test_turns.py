@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from router.fleet.engine import EngineRole, Intent
-from tests.redis_server import running_redis
+from tests.redis_server import PASSWORD, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,
@@ -156,6 +157,10 @@ async def test_of_many_turns_at_once_one_reuses(
         {"X-Session-ID": "c"},
         {"x-session-affinity": "c"},
         {"x-correlation-id": "c"},
+        {"X-Claude-Code-Session-Id": "c"},
+        {"thread-id": "c"},
+        {"session-id": "c"},
+        {"X-OpenWebUI-Chat-Id": "c"},
     ],
 )
 async def test_an_id_may_come_in_other_ways(
@@ -174,6 +179,166 @@ async def test_a_session_id_in_the_body_is_an_id_and_goes_on(router: Router, p: 
         await chat(router, messages, conversation_id=None, session_id="s")
     assert offered(p) == KEPT
     assert p.last.json["session_id"] == "s"
+
+
+async def test_a_header_need_not_begin_with_x(start_router: StartRouter, p: MockEngine) -> None:
+    router = await start_router(conversation_ids=("my-chat", "header:talk"))
+    for name in ("My-Chat", "Talk"):
+        for messages in (ASKED, AGAIN):
+            await chat(router, messages, {name: f"{name}-1"}, conversation_id=None)
+        assert offered(p) == KEPT
+        await chat(router, AGAIN, {name: f"{name}-2"}, conversation_id=None)
+        assert offered(p) is None
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_prompt_cache_key_is_an_id(router: Router, p: MockEngine, path: str) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    for key, expected in (("c", None), ("c", KEPT), ("another", None)):
+        messages = AGAIN if expected or key == "another" else ASKED
+        body = {"model": "m", field: messages, "prompt_cache_key": key}
+        answer = await router.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert offered(p) == expected
+
+
+TITLE: list[Any] = [
+    {"role": "system", "content": "Write a title."},
+    {"role": "user", "content": "how are you? fine"},
+]
+SUB_AGENT: list[Any] = [{"role": "user", "content": "look into the cellar"}]
+
+
+async def test_prompts_that_share_an_id_do_not_evict_each_others_turns(
+    router: Router, p: MockEngine
+) -> None:
+    for messages in (ASKED, TITLE, SUB_AGENT):
+        await chat(router, messages)
+        assert offered(p) is None
+    for messages in (AGAIN, [*SUB_AGENT, SAID, *ASKED]):
+        await chat(router, messages)
+        assert offered(p) == KEPT
+    assert turns(router, "hit") == 2
+    assert turns(router, "new") == 3
+
+
+@pytest.mark.parametrize("stored", ["memory", "redis"])
+async def test_a_title_that_is_asked_for_beside_the_chat_costs_the_chat_nothing(
+    start_router: StartRouter, p: MockEngine, stored: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        options = {}
+        if stored == "redis":
+            redis = stack.enter_context(running_redis())
+            options = {
+                "conversation_store": f"redis://127.0.0.1:{redis.port}",
+                "conversation_store_password": PASSWORD,
+            }
+        router = await start_router(**options)
+        await asyncio.gather(chat(router, ASKED), chat(router, TITLE))
+        await chat(router, AGAIN)
+        assert offered(p) == KEPT
+
+
+async def test_a_chat_that_begins_otherwise_leaves_the_other_its_turn(
+    router: Router, p: MockEngine
+) -> None:
+    await chat(router, ASKED)
+    await chat(router, [{**ASKED[0], "content": "?"}, SAID, *ASKED])
+    assert offered(p) is None
+    await chat(router, AGAIN)
+    assert offered(p) == KEPT
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(AGAIN, AGAIN), (AGAIN, [*AGAIN[:2], {**AGAIN[2], "content": "when?"}]), (AGAIN, ASKED)],
+    ids=["again", "last question edited", "first answer again"],
+)
+async def test_an_edited_chat_with_an_id_reuses_what_is_the_same(
+    router: Router, p: MockEngine, before: list[Any], after: list[Any]
+) -> None:
+    for messages in (ASKED, before, after):
+        await chat(router, messages)
+    assert turns(router, "cut", "history") == 1
+    assert offered(p)["remote_num_tokens"] == 576
+
+
+async def test_request_ids_that_never_come_back_make_engines_retain_nothing(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    async def retained(number: int) -> bool:
+        headers = {"x-correlation-id": f"request-{number}"}
+        await chat(router, ASKED, headers, conversation_id=None)
+        return bool(d.last.json["kv_transfer_params"]["retain"])
+
+    assert [await retained(number) for number in range(12)] == [True] * 4 + [False] * 8
+    await retained(11)
+    assert await retained(12), "one came back"
+
+
+TURNS = {"capabilities": ["prefix_proof", "turns"]}
+
+
+async def recognising(start_router: StartRouter, *engines: MockEngine) -> Router:
+    """A router that knows that its engines retain and verify turns."""
+    for engine in engines:
+        engine.identity = TURNS
+    router = await start_router()
+    await eventually(lambda: router.gateway.fleet.snapshot.has_turns)
+    return router
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_chat_without_an_id_is_recognised_where_engines_verify_turns(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, streamed: bool
+) -> None:
+    proven = {**KEPT, "prefix_proof": PROOF}
+    p.usual, d.usual = prefilling(prefix_proof=PROOF), decoding(kept=proven)
+    router = await recognising(start_router, p, d)
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, conversation_id=None, stream=streamed)
+    assert offered(p) == proven
+    await chat(router, AGAIN, {"authorization": "Bearer mallory"}, conversation_id=None)
+    assert offered(p) is None
+
+
+async def test_a_chat_without_an_id_is_not_reused_unverified(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await recognising(start_router, p, d)
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, conversation_id=None)
+    assert offered(p) is None
+    assert turns(router, "mismatch", "unproven") == 1
+
+
+async def test_without_engines_that_verify_turns_a_chat_without_an_id_is_none(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    for messages in (ASKED, AGAIN):
+        await chat(router, messages, conversation_id=None)
+        assert not d.last.json["kv_transfer_params"]["retain"]
+    assert turns(router, "new") == 0
+
+
+async def test_single_questions_are_hardly_retained_and_chats_among_them_are_found(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.conversations.recent_sessions.getrandbits", lambda bits: 1)
+    p.usual = prefilling(prefix_proof=PROOF)
+    d.usual = decoding(kept={**KEPT, "prefix_proof": PROOF})
+    router = await recognising(start_router, p, d)
+
+    async def retained(messages: list[Any]) -> bool:
+        await chat(router, messages, conversation_id=None)
+        return bool(d.last.json["kv_transfer_params"]["retain"])
+
+    asked = [[{"role": "user", "content": f"What is {number}?"}] for number in range(12)]
+    assert [await retained(messages) for messages in asked] == [True] * 8 + [False] * 4
+    assert await retained([*asked[0], SAID, *ASKED]), "it was found"
+    assert offered(p) is not None
+    assert await retained([*ASKED]), "chats are continued here"
 
 
 async def test_a_chat_is_recognised_by_its_messages_where_that_is_wanted(
@@ -238,7 +403,6 @@ async def test_a_stream_that_comes_byte_by_byte_is_kept_and_cleaned(
 
 CHANGES: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
     "answer edited": ([*ASKED, {**SAID, "content": "bad"}, *ASKED], {}, "cut", "history"),
-    "question edited": ([{**ASKED[0], "content": "?"}, SAID, *ASKED], {}, "mismatch", "history"),
     "tools": (AGAIN, {"tools": [{"type": "function"}]}, "mismatch", "tools"),
     "model": (AGAIN, {"model": "other"}, "mismatch", "model"),
 }
