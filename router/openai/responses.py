@@ -52,8 +52,8 @@ ECHOED_FIELDS = (
     "instructions", MAX_OUTPUT_TOKENS, "metadata", "previous_response_id", "temperature", "top_p",
     "user",
 )  # fmt: skip
-# Items that report what only OpenAI's or the client's own tools did, and that tell a model nothing.
-UNTOLD_ITEMS = frozenset((
+# Records of what other tools did, of OpenAI or of the client. A history can be read without them.
+RECORD_ITEMS = frozenset((
     "file_search_call", "ghost_snapshot", "image_generation_call", "mcp_list_tools",
     "web_search_call",
 ))  # fmt: skip
@@ -121,7 +121,7 @@ def chat_from_response(
     include = request.get("include")
     if isinstance(include, list) and INCLUDE_LOGPROBS in include:
         chat["logprobs"] = True
-    else:
+    if not chat.get("logprobs"):
         chat.pop("top_logprobs", None)  # engines refuse it alone
     return TranslatedResponseRequest(chat, history)
 
@@ -199,7 +199,7 @@ def _history(request: Json, left_out: set[str]) -> Iterator[Json]:
     if not given:
         raise field_error("input", "is required: a text, or a list of objects")
     for item, where in require_objects(request, "input"):
-        if isinstance(kind := item.get("type"), str) and kind in UNTOLD_ITEMS:
+        if isinstance(kind := item.get("type"), str) and kind in RECORD_ITEMS:
             left_out.add(of_type("items", kind))
         else:
             yield from _messages_of(item, where)
