@@ -28,9 +28,18 @@ class ChildEndedError(Exception):
 @dataclass(slots=True)
 class ChildProcess:
     name: str
-    process: subprocess.Popen[bytes]
+    spawn: Callable[[], subprocess.Popen[bytes]]
     log: Path | None = None
     url: str = ""
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.process = self.spawn()
+
+    def restart(self) -> None:
+        """Start the command again after its process has ended."""
+        self.process.wait()
+        self.process = self.spawn()
 
     def check(self) -> None:
         """Raise ChildEndedError if the process has ended."""
@@ -63,18 +72,21 @@ class ChildProcesses:
     ) -> ChildProcess:
         """Start a process. With `shown`, only its standard error is logged, the rest is shown."""
         log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log.open("wb")) if log else None
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=None if shown else output,
-                stderr=output,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
-            )
-        child = ChildProcess(name, process, log, url)
+
+        def spawn() -> subprocess.Popen[bytes]:
+            with contextlib.ExitStack() as stack:
+                output = stack.enter_context(log.open("ab")) if log else None
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if shown else output,
+                    stderr=output,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,
+                    preexec_fn=die_with(os.getpid()),
+                )
+
+        child = ChildProcess(name, spawn, log, url)
         self.children.append(child)
         return child
 

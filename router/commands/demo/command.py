@@ -13,7 +13,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +47,9 @@ CHECK_INTERVAL_S = 0.5
 START_TIMEOUT_S = 600.0
 REPORT_INTERVAL_S = 5.0
 READY_POLL_S = 0.1
+# An engine that ends more often than this is broken.
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 60.0
 JSON = "-H 'Content-Type: application/json'"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -62,7 +66,7 @@ def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
 
 
 def _run(options: DemoOptions, engines: EngineCommands) -> int:
-    """Run until a signal raises KeyboardInterrupt, or a child ends. Raises CommandError."""
+    """Run until a signal raises KeyboardInterrupt, or the router ends. Raises CommandError."""
     engines.check(options)
     _check_port(options.host, options.port)
     with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
@@ -71,8 +75,11 @@ def _run(options: DemoOptions, engines: EngineCommands) -> int:
             model = choose_model(processes, options, engines)
             _start_all(processes, options, engines, model)
             _say(_invitation(options.url, model, processes.children))
+            restarts = EngineRestarts()
             while True:
-                _check(processes.children)
+                *started, router = processes.children
+                router.check()
+                restarts.restart_ended(started)
                 time.sleep(CHECK_INTERVAL_S)
         except KeyboardInterrupt:
             return 0
@@ -87,6 +94,33 @@ def _run(options: DemoOptions, engines: EngineCommands) -> int:
                 # The router stops first: it would report engines that stop before it as failed.
                 processes.stop(processes.children[-1:])
                 processes.stop()
+
+
+class EngineRestarts:
+    """Starts engines again that have ended, which a person may kill to see what the router does."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=MAX_RESTARTS)
+        )
+
+    def restart_ended(self, engines: Iterable[ChildProcess]) -> None:
+        """Raise ChildEndedError for an engine that has ended too often in RESTART_WINDOW_S."""
+        for engine in engines:
+            status = engine.process.poll()
+            if status is None:
+                continue
+            times = self._times[engine.name]
+            if len(times) == MAX_RESTARTS and self._clock() - times[0] < RESTART_WINDOW_S:
+                engine.check()
+            times.append(self._clock())
+            engine.restart()
+            _say(f"{engine.name} ended with status {status}, and starts again: {_kill(engine)}")
+
+
+def _kill(engine: ChildProcess) -> str:
+    return f"kill -9 {engine.process.pid}"
 
 
 def _start_all(
@@ -179,7 +213,15 @@ def _beginning(options: DemoOptions, model: DemoModel, threads: int) -> str:
 def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) -> str:
     """Return the text that invites to chat. `children` are the engines and the router."""
     width = max(len(child.name) for child in children)
-    places = "\n".join(f"  {child.name:<{width}}  {child.url}" for child in children)
+    *engines, router = children
+    places = [f"  {one.name:<{width}}  {one.url}   to kill it: {_kill(one)}" for one in engines]
+    places.append(f"  {router.name:<{width}}  {router.url}")
+    survives = ""
+    if sum(one.name.startswith("decode") for one in engines) > 1:
+        survives = (
+            "Kill a decode engine while it streams: another one continues the answer, and the demo "
+            "starts the killed engine again.\n\n"
+        )
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     first = _curl(url, "-N", QUESTION, **stream)
     if model.is_random:
@@ -188,8 +230,8 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
         then = "Its next turn, which computes only what is new:"
         second = _curl(url, "-s", QUESTION, ANSWER, NEXT_QUESTION)
     return (
-        f"\n{places}\n\nReady. Watch it, and chat: {url}/ui\n\n"
-        f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n"
+        "\n" + "\n".join(places) + f"\n\nReady. Watch it, and chat: {url}/ui\n\n"
+        f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n{survives}"
         f"{url}/ lists the rest. One line for each request follows here. "
         "Ctrl-C stops everything.\n"
     )
@@ -252,7 +294,7 @@ def _parser() -> CommandParser:
     )
     add = parser.add_argument
     add("--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)")
-    add("--decoders", type=_count, default=1, metavar="M", help="decode engines (default: 1)")
+    add("--decoders", type=_count, default=2, metavar="M", help="decode engines (default: 2)")
     add("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="port of the router (default: 8000)")
     devices = ("cpu", "cuda")

@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from router.commands.cli import main
+from router.commands.demo.command import MAX_RESTARTS, RESTART_WINDOW_S, EngineRestarts
 from router.commands.demo.command import main as command_main
 from router.commands.demo.engines import (
     NEEDED,
@@ -32,6 +33,7 @@ from router.commands.demo.engines import (
     find_vllm,
     write_secret,
 )
+from router.common.child_processes import ChildEndedError, ChildProcesses
 from tests.conftest import find_free_ports
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
@@ -293,6 +295,44 @@ def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -
     assert re.search(
         r"engine \d ended with status 1; its last words:\n  no such device", output.read_text()
     )
+
+
+def test_a_killed_engine_is_started_again_and_serves(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with demo("good", find_free_ports(1)[0], output) as process:
+        wait_for(lambda: is_ready(process, output))
+        found = re.search(r"decode engine 1 +(\S+) +to kill it: kill -9 (\d+)", output.read_text())
+        assert found, output.read_text()
+        os.kill(int(found[2]), signal.SIGKILL)
+        again = r"decode engine 1 ended with status -9, and starts again: kill -9 (\d+)"
+        wait_for(lambda: re.search(again, output.read_text()))
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"{found[1]}/health").status_code == 200
+            return False
+
+        wait_for(answers)
+        assert process.poll() is None
+
+
+def test_an_engine_that_ends_again_and_again_ends_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moment = 0.0
+    processes = ChildProcesses(tmp_path)
+    engine = processes.start("engine 1", ["sh", "-c", "echo no such device; exit 3"], "")
+    restarts = EngineRestarts(clock=lambda: moment)
+    for _ in range(MAX_RESTARTS):
+        engine.process.wait()
+        restarts.restart_ended([engine])
+    engine.process.wait()
+    with pytest.raises(ChildEndedError, match=r"engine 1 ended with status 3(?s:.*)no such device"):
+        restarts.restart_ended([engine])
+    moment += RESTART_WINDOW_S
+    restarts.restart_ended([engine])
+    engine.process.wait()
+    assert capsys.readouterr().out.count("starts again") == MAX_RESTARTS + 1
 
 
 def test_a_taken_port_ends_the_demo_before_it_starts_anything(
