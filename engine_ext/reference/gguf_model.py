@@ -7,7 +7,7 @@ which one is known here.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-Progress = Callable[[int, int], None]
 Fields = dict[str, Any]
 
 PRE_TOKENIZER = "smollm"
@@ -48,12 +47,12 @@ class GgufError(Exception):
     """It is not a file that can be converted; the message says why."""
 
 
-def convert(source: Path, target: Path, progress: Progress = lambda done, of: None) -> None:
-    """Writes `target`, an existing directory; weights as bfloat16. Raises GgufError."""
+def convert(source: Path, target: Path) -> None:
+    """Write the model to `target`, an existing directory; weights as bfloat16. Raises GgufError."""
     try:
         reader = gguf.GGUFReader(source)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        weights = dict(_weights(reader, fields, progress))
+        weights = dict(_weights(reader, fields))
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         _tokenizer(fields).save(str(target / "tokenizer.json"))
         ids = {
@@ -72,14 +71,12 @@ def convert(source: Path, target: Path, progress: Progress = lambda done, of: No
         raise GgufError(f"{source.name} is no GGUF file of a known kind: {error}") from error
 
 
-def _weights(
-    reader: "gguf.GGUFReader", fields: Fields, progress: Progress
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(reader: "gguf.GGUFReader", fields: Fields) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {
         "attn_q": fields["llama.attention.head_count"],
         "attn_k": fields["llama.attention.head_count_kv"],
     }
-    for done, tensor in enumerate(reader.tensors):
+    for tensor in reader.tensors:
         place, *rest = tensor.name.split(".")
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if place == "blk":
@@ -90,7 +87,6 @@ def _weights(
         else:
             name = OUTSIDE[place]
         yield name, torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
-        progress(done + 1, len(reader.tensors))
 
 
 def in_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

