@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + tokens, digest_size=32).digest()
 
 
-class BlockPool:
+class BlockManager:
     """A block's state is the container it sits in.
 
     `_refs`      held; the value counts the holders
@@ -36,18 +36,67 @@ class BlockPool:
     it too: full blocks are never written again, so they can be shared.
     """
 
-    def __init__(self, block_ids: Iterable[int]) -> None:
-        self._empty = deque(block_ids)
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self._caching = enable_prefix_caching
+        self._universe = frozenset(range(NULL_BLOCK + 1, num_blocks))
+        self._empty = deque(self._universe)
         self._reusable: OrderedDict[int, None] = OrderedDict()
         self._refs: dict[int, int] = {}
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._universe = frozenset(self._empty)
-        self.num_total = len(self._universe)
+
+    @property
+    def num_total(self) -> int:
+        return len(self._universe)
 
     @property
     def num_free(self) -> int:
         return len(self._empty) + len(self._reusable)
+
+    def find_prefix(self, seq: Request) -> list[int]:
+        """Cached blocks of `seq`'s tokens, the last token left out: it is always computed."""
+        if not self._caching:
+            return []
+        return self.find(self._digests(seq, (seq.num_tokens - 1) // self.block_size))
+
+    def admit(self, seq: Request, prefix: Sequence[int]) -> list[int] | None:
+        """Give `seq` the found `prefix` and new blocks for the rest of its tokens.
+
+        All at once: a chunk, or a load, that finds none half way would have to start over.
+        Returns the new blocks; None, and nothing changed, if there are too few.
+        """
+        assert not seq.block_ids
+        missing = max(0, -(-seq.num_tokens // self.block_size) - len(prefix))
+        fresh = self.allocate(missing, sharing=prefix)
+        if fresh is not None:
+            seq.block_ids = [*prefix, *fresh]
+            seq.num_committed_blocks = len(prefix)
+        return fresh
+
+    def grow(self, seq: Request) -> list[int] | None:
+        """New blocks for all tokens of `seq`; None, and nothing changed, if there are too few."""
+        missing = max(0, -(-seq.num_tokens // self.block_size) - len(seq.block_ids))
+        fresh = self.allocate(missing)
+        if fresh is not None:
+            seq.block_ids += fresh
+        return fresh
+
+    def commit(self, seq: Request) -> None:
+        """Let others find the blocks that `seq.num_computed_tokens` fills."""
+        full = seq.num_computed_tokens // self.block_size
+        if not self._caching or full <= seq.num_committed_blocks:
+            return
+        digests = self._digests(seq, full)
+        for index in range(seq.num_committed_blocks, full):
+            self.remember(seq.block_ids[index], digests[index])
+        seq.num_committed_blocks = full
+
+    def detach(self, seq: Request) -> list[int]:
+        """The blocks of `seq`, which the caller has to free from now on."""
+        blocks, seq.block_ids = seq.block_ids, []
+        seq.num_committed_blocks = 0
+        return blocks
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix, in order. Valid until the next `allocate`."""
@@ -87,12 +136,13 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
-    def forget(self, block: int) -> None:
-        """The held `block` cannot be found any more."""
-        assert block in self._refs
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+    def forget(self, blocks: Iterable[int]) -> None:
+        """The contents of these held blocks cannot be found any more."""
+        for block in blocks:
+            assert block in self._refs
+            digest = self._digest_of.pop(block, None)
+            if digest is not None:
+                del self._block_of[digest]
 
     def free(self, blocks: Sequence[int]) -> None:
         """Last block first, so that a prefix outlives its continuations."""
@@ -105,8 +155,9 @@ class BlockPool:
                 else:
                     self._empty.append(block)
 
-    def check_integrity(self, holders: Mapping[int, int]) -> None:
-        """`holders`: block -> how many hold it, counted by the caller. Raises IntegrityError."""
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """`held`: the blocks of each holder. Raises IntegrityError."""
+        holders = Counter(block for blocks in held for block in blocks)
         places = [*self._empty, *self._reusable, *self._refs]
         require(Counter(places) == Counter(self._universe), "a block is lost or in two places")
         require(dict(holders) == self._refs, "reference counts differ from the holders")
@@ -114,75 +165,6 @@ class BlockPool:
         require(inverse == self._digest_of, "the two directions of the prefix cache differ")
         require(self._reusable.keys() <= self._digest_of.keys(), "a reusable block is unknown")
         require(not self._digest_of.keys() & set(self._empty), "an empty block can be found")
-
-
-class BlockManager:
-    """A sequence's blocks: finding its prefix, growing its table, freeing everything."""
-
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self._pool = BlockPool(range(NULL_BLOCK + 1, num_blocks))
-        self._caching = enable_prefix_caching
-        self.block_size = block_size
-        self.num_total = self._pool.num_total
-
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
-    def find_prefix(self, seq: Request) -> list[int]:
-        """Cached blocks of `seq`'s tokens, the last token left out: it is always computed."""
-        if not self._caching:
-            return []
-        return self._pool.find(self._digests(seq, (seq.num_tokens - 1) // self.block_size))
-
-    def admit(self, seq: Request, prefix: Sequence[int]) -> list[int] | None:
-        """Give `seq` the found `prefix` and new blocks for the rest of its tokens.
-
-        All at once: a chunk, or a load, that finds none half way would have to start over.
-        Returns the new blocks; None, and nothing changed, if there are too few.
-        """
-        assert not seq.block_ids
-        missing = max(0, -(-seq.num_tokens // self.block_size) - len(prefix))
-        fresh = self._pool.allocate(missing, sharing=prefix)
-        if fresh is not None:
-            seq.block_ids = [*prefix, *fresh]
-            seq.num_committed_blocks = len(prefix)
-        return fresh
-
-    def grow(self, seq: Request) -> list[int] | None:
-        """New blocks for all tokens of `seq`; None, and nothing changed, if there are too few."""
-        missing = max(0, -(-seq.num_tokens // self.block_size) - len(seq.block_ids))
-        fresh = self._pool.allocate(missing)
-        if fresh is not None:
-            seq.block_ids += fresh
-        return fresh
-
-    def commit(self, seq: Request) -> None:
-        """Let others find the blocks that `seq.num_computed_tokens` fills."""
-        full = seq.num_computed_tokens // self.block_size
-        if not self._caching or full <= seq.num_committed_blocks:
-            return
-        digests = self._digests(seq, full)
-        for index in range(seq.num_committed_blocks, full):
-            self._pool.remember(seq.block_ids[index], digests[index])
-        seq.num_committed_blocks = full
-
-    def forget(self, seq: Request) -> None:
-        """No sequence is to find the contents of `seq`'s blocks again."""
-        for block in seq.block_ids:
-            self._pool.forget(block)
-
-    def detach(self, seq: Request) -> list[int]:
-        """The blocks of `seq`, which the caller has to free from now on."""
-        blocks, seq.block_ids = seq.block_ids, []
-        seq.num_committed_blocks = 0
-        return blocks
-
-    def free(self, blocks: Sequence[int]) -> None:
-        self._pool.free(blocks)
-
-    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        self._pool.check_integrity(Counter(block for blocks in held for block in blocks))
 
     def _digests(self, seq: Request, count: int) -> list[bytes]:
         size = self.block_size

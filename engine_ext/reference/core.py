@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from engine_ext.common.types import EMPTY_STEP, StepMetadata, TransferResults
@@ -28,10 +29,9 @@ from engine_ext.reference.messages import (
     TokenLogprob,
     failed,
 )
-from engine_ext.reference.model import LanguageModel
+from engine_ext.reference.model import BatchBuilder, ChunkInput, LanguageModel
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.resume import ResumedAnswer
-from engine_ext.reference.runner import ModelRunner
 from engine_ext.reference.sampler import SampledToken, Sampler, skip_draws
 from engine_ext.reference.scheduler import Scheduler, SchedulerStep
 from engine_ext.reference.sequence import Sequence
@@ -67,8 +67,11 @@ class EngineCore:
         self._connector = connector
         self._scheduler = Scheduler(config, self._blocks, connector.scheduler, self._counters)
         self._queues = self._scheduler.queues
-        sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
-        self._runner = ModelRunner(model_config, model, cache, sampler)
+        self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
+        self._model = model
+        self._cache = cache
+        size, device = cache.block_size, cache.device
+        self._builder = BatchBuilder(model_config, block_size=size, device=device)
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
         self._rules = StopRules(model_config.eos_token_ids, max_model_len(config, model_config))
@@ -241,7 +244,7 @@ class EngineCore:
         self, step: SchedulerStep, meta: StepMetadata, outputs: list[RequestOutput]
     ) -> dict[Sequence, SampledToken | None]:
         try:
-            tokens = self._runner.run(step)
+            tokens = self._forward(step)
             self._connector.worker.wait_for_save(meta)
         except Exception:
             logger.exception("the forward pass failed for %d requests", len(step.chunks))
@@ -252,6 +255,26 @@ class EngineCore:
             self._counters.prompt_tokens_computed += min(max(0, prompt_left), chunk.num_tokens)
             self._scheduler.advance(chunk.seq, chunk.num_tokens)
         return tokens
+
+    def _forward(self, step: SchedulerStep) -> dict[Sequence, SampledToken | None]:
+        """The next token of each chunk that reaches its sequence's end; None for broken logits.
+
+        When this returns, the KV of the step is in memory, for any reader.
+        """
+        self._cache.zero(step.fresh_blocks)
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.num_tokens > 1)
+        inputs = []
+        for chunk in chunks:
+            seq, start = chunk.seq, chunk.seq.num_computed_tokens
+            blocks = seq.block_ids[: -(-chunk.end // self._cache.block_size)]
+            inputs.append(ChunkInput(seq.token_ids[start : chunk.end], start, blocks))
+        logits = self._model.forward(self._builder.build(inputs), self._cache.layers)
+        rows = [i for i, chunk in enumerate(chunks) if chunk.reaches_end]
+        sequences = [chunks[i].seq for i in rows]
+        sampled = self._sampler.sample(logits[rows], sequences) if rows else []
+        if logits.is_cuda:
+            torch.cuda.current_stream(logits.device).synchronize()
+        return dict(zip(sequences, sampled, strict=True))
 
     def _accept(self, seq: Sequence, sampled: SampledToken | None) -> RequestOutput:
         if sampled is None:

@@ -1,7 +1,7 @@
 """The engine as its callers see it: an asyncio interface in front of one thread that steps.
 
-Other threads send it `Command`s through the `CommandQueue`. Outputs return through one
-`OutputStream` for each request, which belongs to its consumer's event loop.
+Other threads put commands, which the engine's thread runs between two steps. Outputs return through
+one `OutputStream` for each request, which belongs to its consumer's event loop.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,16 +47,20 @@ class EngineEndedError(RuntimeError):
 
 
 class OutputStream:
-    """One request's outputs. `put` and `get` belong to the loop's thread. Outputs that come while
-    the consumer is busy are merged into one, so a slow consumer needs no more memory than the
-    answer itself."""
+    """One request's outputs. Outputs that come while the consumer is busy are merged into one, so a
+    slow consumer needs no more memory than the answer itself."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._pending: list[RequestOutput] = []
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed, so there is no reader.
+            self._loop.call_soon_threadsafe(self._add, output)
+
+    def _add(self, output: RequestOutput) -> None:
         self._pending.append(output)
         self._ready.set()
 
@@ -65,26 +69,6 @@ class OutputStream:
         self._ready.clear()
         outputs, self._pending = self._pending, []
         return merge(outputs)
-
-
-Delivery = tuple[OutputStream, RequestOutput]
-
-
-def deliver(deliveries: Iterable[Delivery]) -> None:
-    """From any thread: one wake-up for each loop, however many streams have outputs."""
-
-    def put_all(batch: list[Delivery]) -> None:
-        for stream, output in batch:
-            stream.put(output)
-
-    by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
-    for stream, output in deliveries:
-        by_loop.setdefault(stream.loop, []).append((stream, output))
-    for loop, batch in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(put_all, batch)
-        except RuntimeError:  # The loop is closed, so there is no reader.
-            continue
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
@@ -97,49 +81,6 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         token_ids=tuple(token for output in outputs for token in output.token_ids),
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """To be run by the engine's thread between two steps, or failed if that has ended."""
-
-    run: Callable[[], list[Delivery]]
-    fail: Callable[[], None]
-
-
-class CommandQueue:
-    """Unbounded, but a caller waits, or has just left, for each command."""
-
-    def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def put(self, command: Command) -> bool:
-        """False, and nothing is kept, once the queue is closed."""
-        with self._lock:
-            if not self._closed:
-                self._commands.put(command)
-            return not self._closed
-
-    def wake(self) -> None:
-        """End a `take` that waits. From any thread, at any time."""
-        self._commands.put(None)
-
-    def take(self, timeout: float) -> list[Command]:
-        """All commands. Waits up to `timeout` seconds for a command or a wake."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self._commands.get(timeout=timeout))
-            while True:
-                found.append(self._commands.get_nowait())
-        return [command for command in found if command is not None]
-
-    def close(self) -> list[Command]:
-        """The last commands."""
-        with self._lock:
-            self._closed = True
-        return self.take(0.0)
 
 
 class ReferenceEngine:
@@ -160,12 +101,18 @@ class ReferenceEngine:
         self._core = core
         self._connector = connector
         self._num_threads = num_threads
-        self._commands = CommandQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """None only wakes the thread."""
+        self._lock = threading.Lock()
+        self._has_ended = False
+        """No step follows. Changes under the lock; commands look at it when they run."""
         self._streams: dict[str, OutputStream] = {}
+        self._deliveries: list[tuple[OutputStream, RequestOutput]] = []
+        """Outputs that are sent once `stats` includes them."""
         self._stats = core.stats()
         self._stopping = threading.Event()
         self._failed = False
-        connector.worker.set_wake(self._commands.wake)
+        connector.worker.set_wake(partial(self._commands.put, None))
         try:
             connector.start(regions, stage)
         except BaseException:
@@ -182,14 +129,8 @@ class ReferenceEngine:
         Closing the iterator, or cancelling its consumer, aborts the request. If that happens before
         the consumer is done with the last output, the KV retained for other engines is given up.
         """
-        stream = OutputStream(asyncio.get_running_loop())
-        error = RequestOutput(
-            request_id=request.request_id, finish_reason="error", error=_NOT_RUNNING
-        )
-        submit = partial(self._submit, request, stream, resumed)
-        if not self._commands.put(Command(submit, lambda: deliver([(stream, error)]))):
-            yield error
-            return
+        stream = OutputStream()
+        self._put(partial(self._submit, request, stream, resumed))
         answered = False
         try:
             while not answered:
@@ -198,18 +139,17 @@ class ReferenceEngine:
                 answered = output.finish_reason is not None
         finally:
             if not answered:
-                self._put_abort(request.request_id, stream)
+                self._put(partial(self._abort, request.request_id, stream))
 
     def abort(self, request_id: str) -> None:
         """Its consumer gets a last output with finish_reason `abort`. One that has ended gives up
         what it keeps for a remote. Unknown ids are ignored."""
-        self._put_abort(request_id)
+        self._put(partial(self._abort, request_id, None))
 
     def decline(self, params: dict[str, Any]) -> None:
         """A request with these `kv_transfer_params` was refused: a remote may hold blocks for it.
         Returns at once."""
-        name = f"declined-{uuid.uuid4().hex}"
-        self._call(partial(self._core.decline, name, params))
+        self._call(partial(self._core.decline, f"declined-{uuid.uuid4().hex}", params))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -274,40 +214,50 @@ class ReferenceEngine:
         connector is left alone then, as the step may use it.
         """
         self._stopping.set()
-        self._commands.wake()
+        self._commands.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the engine's step did not end within {timeout:g} s")
         self._connector.shutdown()
 
+    def _put(self, command: Callable[[], None]) -> None:
+        """Run `command` between two steps, or at once if no step follows."""
+        with self._lock:
+            if not self._has_ended:
+                self._commands.put(command)
+                return
+        command()
+
     def _call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run `function` between two steps; EngineEndedError if there are no more."""
+        """Run `function` between two steps; EngineEndedError if no step follows."""
         result: Future[T] = Future()
 
-        def run() -> list[Delivery]:
+        def run() -> None:
             try:
+                if self._has_ended:
+                    raise EngineEndedError(_NOT_RUNNING)
                 result.set_result(function())
             except Exception as error:
                 result.set_exception(error)
-            return []
 
-        def fail() -> None:
-            result.set_exception(EngineEndedError(_NOT_RUNNING))
-
-        if not self._commands.put(Command(run, fail)):
-            fail()
+        self._put(run)
         return result
 
-    def _put_abort(self, request_id: str, owner: OutputStream | None = None) -> None:
-        """With an `owner`, only if the request belongs to that stream."""
-        self._commands.put(Command(partial(self._abort, request_id, owner), lambda: None))
+    def _take_commands(self, timeout: float) -> list[Callable[[], None]]:
+        """All commands. Waits up to `timeout` seconds for one, or for a wake."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._commands.get(timeout=timeout))
+            while True:
+                found.append(self._commands.get_nowait())
+        return [command for command in found if command is not None]
 
     def _run(self) -> None:
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._step_until_stopped()
-            deliver(self._address(self._core.abort_all()))
+            self._address(self._core.abort_all())
             # The connector hears of the aborts, so that remote engines do.
             self._core.step()
             self._core.check_integrity()
@@ -315,17 +265,24 @@ class ReferenceEngine:
             logger.exception("the engine's thread has failed")
             self._failed = True
         finally:
-            self._end_all_waiting()
+            # No caller waits for a thread that has ended.
+            with self._lock:
+                self._has_ended = True
+            for command in self._take_commands(0.0):
+                command()
+            self._send()
+            for request_id, stream in self._streams.items():
+                stream.put(_not_running(request_id))
 
     def _step_until_stopped(self) -> None:
         timeout, is_unchecked, next_check = 0.0, False, 0.0
         while not self._stopping.is_set():
-            commands = self._commands.take(timeout)
-            deliveries = [each for command in commands for each in command.run()]
+            for command in self._take_commands(timeout):
+                command()
             timeout = IDLE_TIMEOUT_S
             if self._core.has_work or self._core.awaits_transfers:
                 result = self._core.step()
-                deliveries += self._address(result.outputs)
+                self._address(result.outputs)
                 if result.progressed:
                     timeout = 0.0
                 elif result.must_ask_again:
@@ -335,36 +292,39 @@ class ReferenceEngine:
                 # An engine with wrong bookkeeping gives wrong answers: it has to end.
                 self._core.check_integrity()
                 is_unchecked, next_check = False, time.monotonic() + CHECK_INTERVAL_S
-            self._stats = self._core.stats()
-            deliver(deliveries)
+            self._send()
 
     def _submit(
         self, request: GenerateRequest, stream: OutputStream, resumed: ResumedAnswer | None
-    ) -> list[Delivery]:
+    ) -> None:
+        if self._has_ended:
+            stream.put(_not_running(request.request_id))
+            return
         output = self._core.add(request, resumed)
         if output is None or output.finish_reason is None:
             self._streams[request.request_id] = stream
-        return [] if output is None else [(stream, output)]
+        if output is not None:
+            self._deliveries.append((stream, output))
 
-    def _abort(self, request_id: str, owner: OutputStream | None) -> list[Delivery]:
-        if owner is not None and self._streams.get(request_id, owner) is not owner:
-            return []
-        output = self._core.abort(request_id)
-        return self._address([output] if output else [])
+    def _abort(self, request_id: str, owner: OutputStream | None) -> None:
+        """With an `owner`, only if the request belongs to that stream."""
+        is_owners = owner is None or self._streams.get(request_id, owner) is owner
+        if is_owners and not self._has_ended:
+            output = self._core.abort(request_id)
+            self._address([output] if output else [])
 
-    def _address(self, outputs: Iterable[RequestOutput]) -> list[Delivery]:
-        deliveries = []
+    def _address(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             is_last = output.finish_reason is not None
             take = self._streams.pop if is_last else self._streams.__getitem__
-            deliveries.append((take(output.request_id), output))
-        return deliveries
+            self._deliveries.append((take(output.request_id), output))
 
-    def _end_all_waiting(self) -> None:
-        """No caller waits for a thread that has ended."""
-        for command in self._commands.close():
-            command.fail()
+    def _send(self) -> None:
         self._stats = self._core.stats()
-        for request_id, stream in self._streams.items():
-            error = RequestOutput(request_id=request_id, finish_reason="error", error=_NOT_RUNNING)
-            deliver([(stream, error)])
+        deliveries, self._deliveries = self._deliveries, []
+        for stream, output in deliveries:
+            stream.put(output)
+
+
+def _not_running(request_id: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="error", error=_NOT_RUNNING)

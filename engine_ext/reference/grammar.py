@@ -1,4 +1,4 @@
-"""Answers in a given form: JSON by a schema, a regular expression, one of some choices.
+"""Answers in a given form: JSON by a schema.
 
 The package llguidance computes after each token which tokens may come next. The thread that reads a
 request compiles its grammar, so that a wrong one is refused before anything is computed; the
@@ -25,6 +25,14 @@ NUM_KEPT = 32
 """Compiled grammars: clients send the same few again and again."""
 COMPILE_TIMEOUT_S = 5.0
 """An ordinary grammar takes some milliseconds."""
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
+"""One layout: small models write blanks forever if they may. And pydantic's unions: if one of
+several fits, it is rarely two."""
 _COMPILE = """
 import llguidance, resource, sys
 seconds = int(sys.argv[1])
@@ -68,28 +76,14 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self.compile = functools.lru_cache(NUM_KEPT)(self._compile)
 
-    def _compile(self, kind: str, text: str) -> Grammar:
-        """`kind`: json_schema, regex, choice (a JSON list of strings) or grammar.
-
-        Raises ValueError, one line, for what is no such thing.
-        """
+    def _compile(self, schema: str) -> Grammar:
+        """Raises ValueError, one line, for what is no JSON schema."""
         if not self._eos_token_ids:
             raise ValueError("this model has no token that ends an answer")
-        if len(text) > MAX_GRAMMAR:
+        if len(schema) > MAX_GRAMMAR:
             raise ValueError(f"it is longer than {MAX_GRAMMAR} characters")
         library = _library()
-        if kind == "json_schema":
-            # One layout: small models write blanks forever if they may. And pydantic's unions: if
-            # one of several fits, it is rarely two.
-            options: dict[str, Any] = {
-                "whitespace_flexible": False,
-                "item_separator": ", ",
-                "key_separator": ": ",
-                "coerce_one_of": True,
-            }
-            definition = library.LLMatcher.grammar_from_json_schema(text, defaults=options)
-        else:
-            definition = library.grammar_from(kind, text)
+        definition = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         check_compiles(definition)
         matcher = library.LLMatcher(self._vocabulary, definition, log_level=0)
         # The first mask takes longest, and shows most of what is too complex.

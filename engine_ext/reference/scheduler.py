@@ -1,10 +1,20 @@
 """Which sequences run next, and which blocks they get.
 
 Continuous batching with chunked prefill. A step begins with the sequences that decode, in order of
-admission, one token each. Then loaded and waiting sequences are admitted, and all whose prompts are
-not computed yet share the step's prefill tokens (`shares`). If blocks run out, the sequence that
-was admitted last gives up its own and is computed again later, or is handed back if the request
-asks for that.
+admission, one token each. Then it computes prompts, oldest first, up to the step's prefill tokens;
+loaded and waiting sequences are admitted while there are tokens left. If blocks run out, the
+sequence that was admitted last gives up its own and is computed again later, or is handed back if
+the request asks for that.
+
+Where every live sequence is, and every block that outlives one:
+
+waiting ──────────────> running ──────> finished
+   │                    ^     │            │ a remote still reads its blocks
+   v                    │     v            v
+ parked ─────────────> loaded waiting    delayed ──> freed
+   │ aborted
+   v
+orphaned ──> freed when the load has ended
 
 The connector is called where vLLM's v1 scheduler calls one, in the same order. An exception out of
 a hook ends only the request that the hook was about.
@@ -12,19 +22,17 @@ a hook ends only the request that the hook was about.
 
 import enum
 import logging
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
 from engine_ext.common.types import NO_RESULTS, FinishDecision, FinishStatus, TransferResults
-from engine_ext.reference.block_manager import BlockManager
+from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.messages import ABORTED, HANDED_BACK, Counters, Finish, failed
-from engine_ext.reference.queues import Queues
 from engine_ext.reference.resume import with_progress
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
 from engine_ext.scheduler.admission import FIELD, FINISH_REASON, hands_back, judge, prefills
@@ -34,8 +42,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOAD_FAILED = "the KV cache of this request could not be loaded from the remote engine"
-_OLDEST_SHARE = 4
-"""A quarter of a step's prefill tokens is reserved for the oldest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +67,6 @@ class SchedulerStep:
 
     budget: int
     """Tokens that may still be added."""
-    num_admissible: int = 0
-    """Sequences that may still be admitted: each gets a token in this step."""
-    num_admitted: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     fresh_blocks: list[int] = field(default_factory=list)
     """Newly handed out, to be computed into, with stale contents."""
@@ -85,29 +88,58 @@ class _Admission(enum.Enum):
     """Not now, for a reason that does not concern the sequences behind it."""
 
 
-def shares(remaining: Seq[int], budget: int, num_new: int) -> list[int]:
-    """Prefill tokens of each prompt in one step; `remaining` in order of admission.
+class Queues:
+    """The scheduler changes them; others read."""
 
-    Prompts with the least left go first: they end soonest and delay the others least. The oldest
-    has its share before that, so that long prompts end, whatever follows them. The last `num_new`
-    get at least one token each: their blocks are prepared in this step.
-    """
-    granted = [0] * len(remaining)
-    left = budget
+    def __init__(self) -> None:
+        self.waiting: deque[Sequence] = deque()
+        """Holds no blocks. First come, first served; the preempted come first."""
+        self.parked: dict[str, Sequence] = {}
+        """Remote KV is on its way into their blocks."""
+        self.loaded: deque[Sequence] = deque()
+        """Remote KV has arrived."""
+        self.running: list[Sequence] = []
+        """In order of admission."""
+        self.orphaned: dict[str, list[int]] = {}
+        """Blocks of requests aborted while a load may still write into them."""
+        self.delayed: dict[str, list[int]] = {}
+        """Blocks of finished requests that a remote still reads; two may share a block."""
 
-    def grant(index: int, most: int) -> None:
-        nonlocal left
-        count = min(most, left, remaining[index] - granted[index])
-        granted[index] += count
-        left -= count
+    def live(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.parked.values()
+        yield from self.loaded
+        yield from self.running
 
-    for index in range(len(remaining) - num_new, len(remaining)):
-        grant(index, 1)
-    if remaining:
-        grant(0, -(-budget // _OLDEST_SHARE))
-    for index in sorted(range(len(remaining)), key=remaining.__getitem__):
-        grant(index, left)
-    return granted
+    def find(self, request_id: str) -> Sequence | None:
+        return next((seq for seq in self.live() if seq.request_id == request_id), None)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a transfer report may name this id."""
+        has_blocks = request_id in self.orphaned or request_id in self.delayed
+        return has_blocks or self.find(request_id) is not None
+
+    def remove(self, seq: Sequence) -> None:
+        if self.parked.pop(seq.request_id, None) is not None:
+            return
+        for queue in (self.running, self.loaded, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
+                return
+
+    def check_integrity(self, blocks: BlockManager) -> None:
+        """Raises IntegrityError."""
+        ids = Counter(seq.request_id for seq in self.live())
+        ids.update([*self.orphaned, *self.delayed])
+        require(all(count == 1 for count in ids.values()), "a request is in two places")
+        for seq in self.waiting:
+            require(not seq.block_ids, f"{seq.request_id} waits and holds blocks")
+            require(seq.num_computed_tokens == 0, f"{seq.request_id} waits and has KV")
+        for seq in self.live():
+            room = len(seq.block_ids) * blocks.block_size
+            require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
+        held = [seq.block_ids for seq in self.live()]
+        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])
 
 
 class Scheduler:
@@ -139,14 +171,13 @@ class Scheduler:
     def schedule(self) -> SchedulerStep:
         step = SchedulerStep(budget=self._config.max_num_batched_tokens)
         self._schedule_decodes(step)
-        budget = min(self._config.prefill_tokens_per_step, step.budget)
-        old = [seq for seq in self.queues.running if seq.num_uncomputed_tokens > 1]
-        step.num_admissible = budget - bool(old)
+        step.budget = min(self._config.prefill_tokens_per_step, step.budget)
+        for seq in self.queues.running:
+            if seq.num_uncomputed_tokens > 1:
+                self._schedule_prefill(seq, step)
         if not step.num_preempted:
             self._schedule_loaded(step)
             self._schedule_waiting(step)
-        new = self.queues.running[len(self.queues.running) - step.num_admitted :]
-        self._schedule_prefills([*old, *new], budget, step)
         return step
 
     def advance(self, seq: Sequence, num_tokens: int) -> None:
@@ -156,7 +187,7 @@ class Scheduler:
 
     def distrust(self, seq: Sequence) -> None:
         """The KV of `seq` is broken: no other sequence is to start from it."""
-        self._blocks.forget(seq)
+        self._blocks.forget(seq.block_ids)
 
     def abort(self, request_id: str) -> Sequence | None:
         """None if there is none. What an ended request keeps for others is given up."""
@@ -231,15 +262,10 @@ class Scheduler:
                 step.add(seq, 1)
             index += 1
 
-    def _schedule_prefills(
-        self, sequences: list[Sequence], budget: int, step: SchedulerStep
-    ) -> None:
-        """They got all of their blocks when they were admitted."""
-        remaining = [seq.num_uncomputed_tokens for seq in sequences]
-        granted = shares(remaining, budget, num_new=step.num_admitted)
-        for seq, num_tokens in zip(sequences, granted, strict=True):
-            if num_tokens:
-                step.add(seq, num_tokens)
+    def _schedule_prefill(self, seq: Sequence, step: SchedulerStep) -> None:
+        """It got all of its blocks when it was admitted."""
+        if num_tokens := min(seq.num_uncomputed_tokens, step.budget):
+            step.add(seq, num_tokens)
 
     def _schedule_loaded(self, step: SchedulerStep) -> None:
         while self.queues.loaded and self._has_room(step):
@@ -265,7 +291,7 @@ class Scheduler:
         waiting.extendleft(reversed(passed_over))
 
     def _has_room(self, step: SchedulerStep) -> bool:
-        return step.num_admissible > 0 and len(self.queues.running) < self._config.max_num_seqs
+        return step.budget > 0 and len(self.queues.running) < self._config.max_num_seqs
 
     def _admit(self, seq: Sequence, step: SchedulerStep) -> _Admission:
         prefix = self._blocks.find_prefix(seq)
@@ -325,9 +351,8 @@ class Scheduler:
             return
         self.queues.remove(seq)
         self.queues.running.append(seq)
-        step.num_admissible -= 1
-        step.num_admitted += 1
         step.fresh_blocks += fresh
+        self._schedule_prefill(seq, step)
 
     def _preempt(self, seq: Sequence, step: SchedulerStep) -> None:
         is_asked = seq.is_only and hands_back(seq.kv_transfer_params, self._config.hand_back)

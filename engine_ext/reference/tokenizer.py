@@ -50,11 +50,6 @@ class Tokenizer:
         backend.no_padding()
         return cls(backend, read_json_object(directory / "tokenizer_config.json"))
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token: no text can have fewer tokens than its length / this."""
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos = self._added_bos if add_special_tokens else None
@@ -67,19 +62,13 @@ class Tokenizer:
         found: int | None = self.backend.token_to_id(self.special_tokens["bos_token"])
         return found
 
-    def decode(self, ids: list[int]) -> str:
-        text: str = self.backend.decode(ids, skip_special_tokens=False)
-        return text
-
-    def token_string(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id without a token."""
-        return self.backend.id_to_token(token_id) or ""
-
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes, even if they are no whole UTF-8 character."""
         if token_id in self._added or not self._byte_of:
-            return self.decode([token_id]).encode()
-        return bytes(self._byte_of.get(char, 0x3F) for char in self.token_string(token_id))
+            text: str = self.backend.decode([token_id], skip_special_tokens=False)
+            return text.encode()
+        name = self.backend.id_to_token(token_id) or ""
+        return bytes(self._byte_of.get(char, 0x3F) for char in name)
 
 
 class ChatTemplate:
@@ -114,8 +103,6 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. `arguments` are the request's `chat_template_kwargs`; ours go first.
@@ -128,22 +115,14 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": True,
         }
         try:
-            rendered = self._template.render(names)
+            return self._template.render(names)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except Exception as error:
             raise ValueError(f"the chat template fails on these messages: {error!r}") from error
-        if not continue_final_message:
-            return rendered
-        # The last message stays open, so that the model continues it.
-        content = str(messages[-1].get("content") or "").strip()
-        place = rendered.rfind(content)
-        if place < 0 or not content:
-            raise ValueError("continue_final_message needs a last message that the template shows")
-        return rendered[: place + len(content)]
 
 
 def chat_template_source(directory: Path, tokenizer: Tokenizer) -> str | None:

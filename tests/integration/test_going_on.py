@@ -74,18 +74,17 @@ def test_the_first_token_is_the_prefillers(
 LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30}
 TOOL = {"type": "object", "properties": {"list": LIST}, "required": ["list"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": TOOL}} for name in "fg"]
+
+
+def named(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 # That an answer is held to, from its first token on.
 FORMS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": LIST},
-        },
-        "logprobs": True,
-        "top_logprobs": 2,
-    },
-    {"structured_outputs": {"regex": "([a-z]{4}-[0-9]{4} ){12}"}},
+    {"response_format": named(LIST), "logprobs": True, "top_logprobs": 2},
+    {"response_format": named({"type": "string", "pattern": "^([a-z]{4}-[0-9]{4} ){12}$"})},
     {"tools": TOOLS, "tool_choice": "required"},
     {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
 ]
@@ -192,7 +191,8 @@ def test_what_is_sampled_without_a_seed_has_the_same_distribution(
 
 
 def _drawn(server: Server, times: int) -> Counter[str]:
-    fields = {"temperature": 2.0, "structured_outputs": {"regex": "[ab]{3}"}}
+    numbers = {"enum": [111, 112, 121, 122, 211, 212, 221, 222]}
+    fields = {"temperature": 2.0, "response_format": named(numbers)}
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda _: complete(server, PROMPTS[0], 3, **fields), range(times))
         return Counter(answer.text for answer in answers)

@@ -2,67 +2,52 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Coroutine
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
 
 from engine_ext.http import identity, leases, release
-from engine_ext.reference.server.connection import (
-    ClientGoneError,
-    EventStream,
-    json_object,
-    read_body,
-    until_disconnect,
-)
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.server.dialect import AnswerFormat, ChatDialect, CompletionDialect
-from engine_ext.reference.server.errors import (
+from engine_ext.reference.server.generation import run, streamed_answer, whole_answer, with_errors
+from engine_ext.reference.server.job import prepare, remote_params
+from engine_ext.reference.server.metrics import EngineCollector
+from engine_ext.reference.server.prompts import tokenize
+from engine_ext.reference.server.requests import (
     ApiError,
+    ChatBody,
+    CompletionBody,
     EngineBadRequestError,
-    EngineNotFoundError,
-    UnavailableError,
     error_body,
+    json_object,
 )
-from engine_ext.reference.server.generation import (
-    EngineLike,
-    run,
-    streamed_answer,
-    whole_answer,
-)
-from engine_ext.reference.server.job import Job, prepare_chat, prepare_completion, remote_params
-from engine_ext.reference.server.metrics import exposition, registry_of
-from engine_ext.reference.server.prompts import detokenize, tokenize
 from engine_ext.reference.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that has left; it is only logged."""
 NAMELESS = identity.EngineDescription(name="disagg-engine", versions={})
 
-Prepare = Callable[[ServedModel, bytes, str | None], Job]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodyLimits:
-    body_bytes: int = 32 * 2**20
-    body_seconds: float = 60.0
+class ClientGoneError(Exception):
+    """The client has disconnected: there is no one to answer."""
 
 
 def build_app(
-    model: ServedModel,
-    engine: EngineLike,
-    limits: BodyLimits | None = None,
-    itself: identity.EngineDescription = NAMELESS,
+    model: ServedModel, engine: ReferenceEngine, itself: identity.EngineDescription = NAMELESS
 ) -> FastAPI:
     """`itself`: the engine's description at `/disagg/identity`."""
-    limits = limits or BodyLimits()
     app = FastAPI(
         title="disagg-engine",
         version=package_version(),
@@ -76,23 +61,21 @@ def build_app(
         },
         default_response_class=Response,
     )
-    registry, key = registry_of(engine, model.name), leases.new_key()
-
-    async def body_of(request: Request) -> bytes:
-        return await read_body(request, limit=limits.body_bytes, timeout=limits.body_seconds)
+    registry, key = CollectorRegistry(), leases.new_key()
+    registry.register(EngineCollector(engine, model.name))
 
     def check_health() -> None:
         if not engine.is_healthy:
-            raise UnavailableError("the engine is dead; see its log")
+            raise _unavailable("the engine is dead; see its log")
 
     async def generate(
-        request: Request, prepare: Prepare, dialect_of: type[AnswerFormat]
+        request: Request, kind: type[CompletionBody | ChatBody], dialect_of: type[AnswerFormat]
     ) -> Response:
-        content = await body_of(request)
+        content = await request.body()
         check_health()
         try:
             id_header = request.headers.get("x-request-id")
-            job = await asyncio.to_thread(prepare, model, content, id_header)
+            job = await asyncio.to_thread(prepare, kind, model, content, id_header)
         except ApiError:
             # A remote engine may keep KV for the refused request.
             params = await asyncio.to_thread(remote_params, content)
@@ -103,27 +86,31 @@ def build_app(
         outputs = run(engine, job)
         try:
             if not job.request.stream:
-                body = await until_disconnect(request.receive, whole_answer(dialect, outputs))
+                body = await _until_disconnect(request.receive, whole_answer(dialect, outputs))
                 if await request.is_disconnected():
                     raise ClientGoneError
                 return _json(body)
             events = streamed_answer(dialect, outputs)
             # Until the first token an error can still have its own status.
-            first = await until_disconnect(request.receive, anext(events))
-            return EventStream(first, events)
+            first = await _until_disconnect(request.receive, anext(events))
         except ClientGoneError:
             logger.info("%s: the client left", job.id)
             for each in job.engine_requests():
                 engine.abort(each.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return StreamingResponse(
+            with_errors(first, events),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generate(request, prepare_completion, CompletionDialect)
+        return await generate(request, CompletionBody, CompletionDialect)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await generate(request, prepare_chat, ChatDialect)
+        return await generate(request, ChatBody, ChatDialect)
 
     def card(name: str) -> dict[str, Any]:
         return {
@@ -141,21 +128,9 @@ def build_app(
     async def models() -> Response:
         return _json({"object": "list", "data": [card(name) for name in model.names]})
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str, request: Request) -> Response:
-        if not name:
-            return RedirectResponse(request.url.replace(path="/v1/models"))
-        if name not in model.names:
-            raise EngineNotFoundError(f"The model `{name}` does not exist.", "model")
-        return _json(card(name))
-
     @app.post("/tokenize")
     async def tokenize_text(request: Request) -> Response:
-        return _json(await asyncio.to_thread(tokenize, model, await body_of(request)))
-
-    @app.post("/detokenize")
-    async def detokenize_ids(request: Request) -> Response:
-        return _json(await asyncio.to_thread(detokenize, model, await body_of(request)))
+        return _json(await asyncio.to_thread(tokenize, model, await request.body()))
 
     @app.get("/health")
     async def health() -> Response:
@@ -168,19 +143,19 @@ def build_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(exposition(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get(identity.PATH)
     async def identity_page() -> Response:
         try:
             return _json(await asyncio.to_thread(identity.identity, itself))
         except identity.IdentityError as error:
-            raise UnavailableError(str(error)) from None
+            raise _unavailable(str(error)) from None
 
     @app.post(release.PATH)
     async def release_kv(request: Request) -> Response:
         try:
-            names = release.parse(json_object(await body_of(request)))
+            names = release.parse(json_object(await request.body()))
         except ValueError as error:
             raise EngineBadRequestError(str(error)) from None
         return _json({"released": await engine.release(*names)})
@@ -191,7 +166,7 @@ def build_app(
         try:
             seen = await asyncio.to_thread(engine.inspect, asked)
         except TimeoutError:
-            raise UnavailableError("the connector's thread does not answer") from None
+            raise _unavailable("the connector's thread does not answer") from None
         return _json(leases.page([leases.rank(seen, key)] if seen else []))
 
     return app
@@ -201,13 +176,40 @@ def package_version() -> str:
     return identity.installed_version("disagg-router")
 
 
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves: then ClientGoneError.
+
+    The request's body must have been read to its end.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body(), error.status)
+    return _json(error.body, error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -122,7 +122,7 @@ class ChatDialect(AnswerFormat):
         prompt = self._prompt_token_ids(0)
         extra = {} if prompt is None else {"prompt_token_ids": prompt}
         for choice in range(self.job.num_choices):
-            delta = {"role": self.job.role, "content": ""}
+            delta = {"role": "assistant", "content": ""}
             entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
             yield self.chunk([entry], **extra)
 
@@ -148,7 +148,7 @@ class ChatDialect(AnswerFormat):
         return {
             "index": choice,
             "message": {
-                "role": self.job.role,
+                "role": "assistant",
                 "content": "" if forced else output.text,
                 "refusal": None,
                 "annotations": None,

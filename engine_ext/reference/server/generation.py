@@ -1,50 +1,36 @@
 """Runs a job on the engine, and turns the outputs into one answer, whole or streamed."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from http import HTTPStatus
+from typing import Any
+
+import orjson
 
 from engine_ext.common import load_failure
-from engine_ext.common.inspection import Inspection
 from engine_ext.common.resume_payload import ALL, KEY, PREEMPTED, ResumePayload, token_id_comment
-from engine_ext.common.types import ConnectorStats
-from engine_ext.reference.engine import merge
-from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
-from engine_ext.reference.resume import ResumedAnswer, with_progress
-from engine_ext.reference.server.connection import DONE, event
+from engine_ext.reference.engine import ReferenceEngine, merge
+from engine_ext.reference.messages import RequestOutput
+from engine_ext.reference.resume import with_progress
 from engine_ext.reference.server.dialect import AnswerFormat
-from engine_ext.reference.server.errors import EngineFailureError, UnavailableError
 from engine_ext.reference.server.job import Job
+from engine_ext.reference.server.requests import ApiError, error_body
 from engine_ext.scheduler.admission import FINISH_REASON
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 """Pairs of a choice and what it adds."""
 
 
-class EngineLike(Protocol):
-    """What the server needs of an engine; `ReferenceEngine` documents the methods."""
-
-    @property
-    def is_healthy(self) -> bool:
-        """False for good once the engine can make no more tokens."""
-
-    def generate(
-        self, request: GenerateRequest, resumed: ResumedAnswer | None = None
-    ) -> AsyncGenerator[RequestOutput, None]: ...
-    def decline(self, params: dict[str, Any]) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    async def release(self, engine_id: str, request_id: str) -> bool: ...
-    def stats(self) -> EngineStats: ...
-    def connector_stats(self) -> ConnectorStats: ...
-    def inspect(self, asked: str | None = None) -> Inspection | None: ...
-
-
-async def run(engine: EngineLike, job: Job) -> Outputs:
+async def run(engine: ReferenceEngine, job: Job) -> Outputs:
     """(choice, output) pairs as they come. Closing it aborts whatever still runs.
 
-    Raises EngineFailureError or UnavailableError, which end the other choices too.
+    Raises ApiError, which ends the other choices too.
     """
     streams = [engine.generate(request, job.resumed) for request in job.engine_requests()]
     if len(streams) == 1:
@@ -86,19 +72,11 @@ async def run(engine: EngineLike, job: Job) -> Outputs:
 
 def _check(output: RequestOutput) -> None:
     if output.finish_reason == "error":
-        error = EngineFailureError(output.error or "the engine could not finish this request")
-        error.load_failure = output.load_failure
-        raise error
+        message = output.error or "the engine could not finish this request"
+        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, load_failure=output.load_failure)
     if output.finish_reason == "abort":
-        raise UnavailableError(output.error or "the engine aborted this request")
-
-
-@dataclass(slots=True)
-class ChoiceProgress:
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    is_started: bool = False
-    is_finished: bool = False
+        message = output.error or "the engine aborted this request"
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message)
 
 
 class AnswerProgress:
@@ -106,53 +84,57 @@ class AnswerProgress:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        sent = job.num_sent
-        self.choices = [ChoiceProgress(sent, is_started=sent > 0) for _ in range(job.num_choices)]
+        self._num_tokens = [job.num_sent] * job.num_choices
+        self._num_cached = [0] * job.num_choices
+        self._started = set(range(job.num_choices)) if job.num_sent else set()
+        self._finished: set[int] = set()
         self.kv_transfer_params: dict[str, Any] | None = None
         self.load_failure: dict[str, Any] | None = None
 
-    def add(self, choice: int, output: RequestOutput) -> None:
-        progress = self.choices[choice]
-        progress.num_tokens += len(output.token_ids)
-        progress.is_started = True
-        progress.num_cached_tokens = max(progress.num_cached_tokens, output.num_cached_tokens)
-        progress.is_finished = output.finish_reason is not None
+    def add(self, choice: int, output: RequestOutput) -> bool:
+        """Returns whether it is the first output of its choice."""
+        is_first = choice not in self._started
+        self._started.add(choice)
+        self._num_tokens[choice] += len(output.token_ids)
+        self._num_cached[choice] = max(self._num_cached[choice], output.num_cached_tokens)
+        if output.finish_reason is not None:
+            self._finished.add(choice)
         self.load_failure = self.load_failure or output.load_failure
         if choice == 0 and output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
+        return is_first
 
     @property
     def is_complete(self) -> bool:
-        return all(choice.is_finished for choice in self.choices)
+        return len(self._finished) == self._job.num_choices
 
     def check_complete(self) -> None:
         if not self.is_complete:
-            raise EngineFailureError("the engine ended without finishing this request")
+            message = "the engine ended without finishing this request"
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; a prompt counts once, however many choices it has."""
-        prompt = sum(len(prompt) for prompt in self._job.prompts)
-        cached = sum(choice.num_cached_tokens for choice in self.choices[:: self._job.request.n])
-        usage = _usage(prompt, sum(choice.num_tokens for choice in self.choices))
-        return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}
+        prompt, completion = sum(map(len, self._job.prompts)), sum(self._num_tokens)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._num_cached[:: self._job.request.n])
+            },
+        }
 
-    def usage_of(self, choice: int) -> dict[str, Any]:
-        """For `continuous_usage_stats`."""
-        return _usage(len(self._job.prompt_of(choice)), self.choices[choice].num_tokens)
-
-
-def _usage(prompt: int, completion: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-    }
+    def last_fields(self) -> dict[str, Any]:
+        """Of the last chunk of a stream."""
+        params = self.kv_transfer_params
+        return {} if params is None else {"kv_transfer_params": params}
 
 
 async def whole_answer(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     job, progress = dialect.job, AnswerProgress(dialect.job)
-    pieces: list[list[RequestOutput]] = [[] for _ in progress.choices]
+    pieces: list[list[RequestOutput]] = [[] for _ in range(job.num_choices)]
     async with aclosing(outputs):
         async for choice, output in outputs:
             progress.add(choice, output)
@@ -181,7 +163,7 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
     job, progress = dialect.job, AnswerProgress(dialect.job)
-    usage = job.request.stream_options
+    has_usage = job.request.stream_options.include_usage
     # With several choices no other engine could continue the answer.
     must_tell = job.tell_token_ids is not None and job.num_choices == 1
     is_opened, is_first = job.num_sent > 0, True
@@ -193,29 +175,42 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
             if output.load_failure is not None and progress.load_failure is None:
                 parts.append(load_failure.comment(output.load_failure).encode())
             if not is_opened:
-                parts += [event(chunk) for chunk in dialect.opening()]
+                parts += [_event(chunk) for chunk in dialect.opening()]
             if must_tell:
                 prompt = job.prompts[0] if is_first and job.tell_token_ids == ALL else ()
                 parts.append(token_id_comment(output.token_ids, prompt).encode())
             is_opened, is_first = True, False
-            is_start = not progress.choices[choice].is_started
+            is_start = progress.add(choice, output)
             entry = dialect.chunk_choice(choice, output, first=is_start)
-            progress.add(choice, output)
             rest: dict[str, Any] = {}
-            if usage.include_usage:
-                is_continuous = usage.continuous_usage_stats
-                rest["usage"] = progress.usage_of(choice) if is_continuous else None
+            if has_usage:
+                rest["usage"] = None
             elif progress.is_complete:
-                rest = _last_fields(progress)
-            yield b"".join([*parts, event(dialect.chunk([entry], **rest))])
+                rest = progress.last_fields()
+            yield b"".join([*parts, _event(dialect.chunk([entry], **rest))])
     progress.check_complete()
-    if usage.include_usage:
-        last = dialect.chunk([], usage=progress.usage(), **_last_fields(progress))
-        yield event(last) + DONE
+    if has_usage:
+        last = dialect.chunk([], usage=progress.usage(), **progress.last_fields())
+        yield _event(last) + DONE
     else:
         yield DONE
 
 
-def _last_fields(progress: AnswerProgress) -> dict[str, Any]:
-    params = progress.kv_transfer_params
-    return {} if params is None else {"kv_transfer_params": params}
+async def with_errors(
+    first: bytes, events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    """The stream's events. Its status has gone out, so an error is an event, too."""
+    async with aclosing(events):
+        yield first
+        try:
+            async for each in events:
+                yield each
+        except ApiError as error:
+            yield _event(error.body) + DONE
+        except Exception:
+            logger.exception("a stream broke")
+            yield _event(error_body(500, "internal error")) + DONE
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -14,11 +14,9 @@ from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, read_resume_payload
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.resume import ResumedAnswer, ResumeError, hands_over, resume_answer
-from engine_ext.reference.server.connection import json_object
-from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.prompts import (
     TokenIds,
-    answering_role,
+    are_token_ids,
     check_token_ids,
     encode,
     read_prompts,
@@ -27,7 +25,9 @@ from engine_ext.reference.server.prompts import (
 from engine_ext.reference.server.requests import (
     ChatBody,
     CompletionBody,
+    EngineBadRequestError,
     GenerationBody,
+    json_object,
     parse_generation,
 )
 from engine_ext.reference.server.served_model import ServedModel
@@ -37,8 +37,6 @@ from engine_ext.scheduler.admission import prefills
 PARAM = "kv_transfer_params"
 RESUME = f"{PARAM}.{wire.KEY}"
 PROMPT = "prompt_token_ids"
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion by default; a chat continues to the end of the context."""
 MAX_SEQUENCES = 1024
 MAX_TEMPERATURE = 2
 MAX_ID_LENGTH = 128
@@ -58,14 +56,13 @@ class Job:
     sampling: SamplingParams
     request: GenerationBody
     """For the form of the answer."""
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None
     """For the connector."""
-    resumed: ResumedAnswer | None = None
+    resumed: ResumedAnswer | None
     """The only choice of this job continues an answer that another engine began."""
-    role: str = "assistant"
-    forced: Forced | None = None
+    forced: Forced | None
     """The answer consists of tool calls."""
-    tell_token_ids: str | None = None
+    tell_token_ids: str | None
     """A stream reports its token ids in comments: those of the output, or all."""
 
     @property
@@ -103,69 +100,25 @@ class Job:
             )
 
 
-def prepare_completion(model: ServedModel, body: bytes, id_header: str | None) -> Job:
-    """Raises EngineBadRequestError or EngineNotFoundError."""
-    request = parse_generation(CompletionBody, body)
-    model.check_name(request.model)
-    asked = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    _check_max_tokens(asked, model, "max_tokens")
-    transfer = _read_transfer(request, model)
-    if transfer.payload is not None:
-        given = request.prompt
-        if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
-            raise EngineBadRequestError(
-                f"{RESUME} is of one prompt, and here are {len(given)}", "prompt"
-            )
-        prompts = [transfer.payload.prompt_token_ids]
-    else:
-        texts = read_prompts(request.prompt)
-        if len(texts) * request.n > MAX_SEQUENCES:
-            raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
-        special = request.add_special_tokens
-        prompts = [encode(text, model, add_special_tokens=special) for text in texts]
-    return _job("cmpl", request, model, id_header, transfer, prompts, asked, request.logprobs)
-
-
-def prepare_chat(model: ServedModel, body: bytes, id_header: str | None) -> Job:
-    """Raises EngineBadRequestError or EngineNotFoundError."""
-    request = parse_generation(ChatBody, body)
-    model.check_name(request.model)
-    if request.top_logprobs and not request.logprobs:
-        raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    logprobs = request.top_logprobs if request.logprobs else None
-    asked, param = request.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
-        asked, param = request.max_tokens, "max_tokens"
-    _check_max_tokens(asked, model, param)
-    transfer = _read_transfer(request, model)
-    if transfer.payload is not None:
-        prompt = transfer.payload.prompt_token_ids
-    else:
-        listed = transfer.prompt_token_ids
-        text = render(request, model) if listed is None else listed
-        prompt = encode(text, model, add_special_tokens=request.add_special_tokens)
-    forced = forced_by(request)
-    job = _job("chatcmpl", request, model, id_header, transfer, [prompt], asked, logprobs, forced)
-    return replace(job, role=answering_role(request))
-
-
-def _job(
-    prefix: str,
-    request: GenerationBody,
-    model: ServedModel,
-    id_header: str | None,
-    transfer: "TransferFields",
-    prompts: list[TokenIds],
-    asked: int | None,
-    logprobs: int | None,
-    forced: Forced | None = None,
+def prepare(
+    kind: type[CompletionBody | ChatBody], model: ServedModel, body: bytes, id_header: str | None
 ) -> Job:
+    """Raises ApiError."""
+    request = parse_generation(kind, body)
+    model.check_name(request.model)
+    if isinstance(request, ChatBody) and request.top_logprobs and not request.logprobs:
+        raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    asked = _max_tokens(request, model)
+    transfer = _read_transfer(request, model)
+    prompts = _prompts(request, transfer, model)
     # Ids travel in notifications between engines, where `:` and `,` separate fields.
     given = (id_header or request.request_id or "").strip()[:MAX_ID_LENGTH]
-    job_id = f"{prefix}-{_FOREIGN.sub('-', given) or uuid.uuid4().hex}"
-    names = [job_id] if prefix == "chatcmpl" else [f"{job_id}-{i}" for i in range(len(prompts))]
+    job_id = f"{request.id_prefix}-{_FOREIGN.sub('-', given) or uuid.uuid4().hex}"
+    is_chat = isinstance(request, ChatBody)
+    names = [job_id] if is_chat else [f"{job_id}-{place}" for place in range(len(prompts))]
+    forced = forced_by(request) if isinstance(request, ChatBody) else None
     rooms = [transfer.max_tokens(_room(len(prompt), asked, model), model) for prompt in prompts]
-    sampling = _sampling(request, model, rooms, logprobs, forced)
+    sampling = _sampling(request, model, rooms, forced)
     return Job(
         id=job_id,
         created=int(time.time()),
@@ -182,9 +135,33 @@ def _job(
     )
 
 
-def _check_max_tokens(asked: int | None, model: ServedModel, param: str) -> None:
+def _prompts(
+    request: CompletionBody | ChatBody, transfer: "TransferFields", model: ServedModel
+) -> list[TokenIds]:
+    prompts: list[str | TokenIds]
+    if transfer.payload is not None:
+        prompt = getattr(request, "prompt", None)
+        if isinstance(prompt, list) and len(prompt) > 1 and not are_token_ids(prompt):
+            raise EngineBadRequestError(
+                f"{RESUME} is of one prompt, and here are {len(prompt)}", "prompt"
+            )
+        return [transfer.payload.prompt_token_ids]
+    if isinstance(request, CompletionBody):
+        prompts = read_prompts(request.prompt)
+        if len(prompts) * request.n > MAX_SEQUENCES:
+            raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
+    else:
+        prompts = [transfer.prompt_token_ids or render(request, model)]
+    special = request.add_special_tokens
+    return [encode(prompt, model, add_special_tokens=special) for prompt in prompts]
+
+
+def _max_tokens(request: CompletionBody | ChatBody, model: ServedModel) -> int | None:
     """vLLM's rule: more tokens than the context has left are cut to what is left, more than the
     whole context are refused."""
+    asked, param = request.max_tokens, "max_tokens"
+    if isinstance(request, ChatBody) and request.max_completion_tokens is not None:
+        asked, param = request.max_completion_tokens, "max_completion_tokens"
     limit = model.max_model_len
     if asked is not None and asked > limit:
         raise EngineBadRequestError(
@@ -192,6 +169,7 @@ def _check_max_tokens(asked: int | None, model: ServedModel, param: str) -> None
             "Please request fewer output tokens.",
             param,
         )
+    return asked
 
 
 def _room(prompt: int, asked: int | None, model: ServedModel) -> int:
@@ -204,11 +182,7 @@ def _room(prompt: int, asked: int | None, model: ServedModel) -> int:
 
 
 def _sampling(
-    request: GenerationBody,
-    model: ServedModel,
-    rooms: list[int],
-    logprobs: int | None,
-    forced: Forced | None,
+    request: CompletionBody | ChatBody, model: ServedModel, rooms: list[int], forced: Forced | None
 ) -> SamplingParams:
     """`rooms`: for each prompt, the tokens that its answer may have. The engine ends each answer at
     the end of the context, too."""
@@ -236,7 +210,7 @@ def _sampling(
         stop_token_ids=tuple(request.stop_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
-        logprobs=logprobs,
+        logprobs=request.num_logprobs,
         skip_special_tokens=request.skip_special_tokens,
         grammar=grammar_of(request, model, forced),
     )
@@ -291,11 +265,9 @@ def _read_transfer(request: GenerationBody, model: ServedModel) -> TransferField
     if payload is not None:
         _check_payload(payload, request, model)
         return TransferFields(rest, payload, tell)
-    if listed is not None:
-        is_list = isinstance(listed, list) and all(type(token) is int for token in listed)
-        if not listed or not is_list:
-            problem = f"{PARAM}.{PROMPT} must be a non-empty list of token ids"
-            raise EngineBadRequestError(problem, PARAM)
+    if listed is not None and not (listed and are_token_ids(listed)):
+        problem = f"{PARAM}.{PROMPT} must be a non-empty list of token ids"
+        raise EngineBadRequestError(problem, PARAM)
     return TransferFields(rest, None, tell, tuple(listed) if listed else None)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 from engine_ext.common.types import ConnectorStats
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK, Distributed
-from engine_ext.reference.server.generation import EngineLike
+from engine_ext.reference.engine import ReferenceEngine
 
 _PREFIX = "disagg_engine_"
 _GAUGES = (
@@ -39,7 +38,7 @@ STOCK_LABELS = ("model_name", "engine")
 
 
 class EngineCollector(Collector):
-    def __init__(self, engine: EngineLike, model_name: str) -> None:
+    def __init__(self, engine: ReferenceEngine, model_name: str) -> None:
         self._engine = engine
         self._stock_labels = (model_name, "0")
 
@@ -79,13 +78,3 @@ class EngineCollector(Collector):
             sum(bucket.total for bucket in buckets),
         )
         return family
-
-
-def registry_of(engine: EngineLike, model_name: str) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model_name))
-    return registry
-
-
-def exposition(registry: CollectorRegistry) -> bytes:
-    return generate_latest(registry)

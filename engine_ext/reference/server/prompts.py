@@ -5,13 +5,12 @@ from typing import Any
 
 import orjson
 
-from engine_ext.reference.server.connection import json_object
-from engine_ext.reference.server.errors import EngineBadRequestError
 from engine_ext.reference.server.requests import (
     ChatTemplateRequest,
-    DetokenizeBody,
+    EngineBadRequestError,
     TokenizeChatBody,
     TokenizeTextBody,
+    json_object,
     parse,
 )
 from engine_ext.reference.server.served_model import ServedModel
@@ -21,50 +20,33 @@ MAX_PROMPTS = 1024
 TokenIds = tuple[int, ...]
 
 
+def are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
 def read_prompts(value: Any) -> list[str | TokenIds]:
     """A string, a list of token ids, or a list of either.
 
     Raises EngineBadRequestError for all else.
     """
-
-    def are_token_ids(item: Any) -> bool:
-        return isinstance(item, list) and all(type(token) is int for token in item)
-
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
+    prompts = value if isinstance(value, list) and not are_token_ids(value) else [value]
+    if len(prompts) > MAX_PROMPTS:
         raise EngineBadRequestError(
-            "prompt must be a string, a list of token ids, or a list of them", "prompt"
+            f"prompt holds {len(prompts)} prompts, more than {MAX_PROMPTS}", "prompt"
         )
-    if not value:
-        raise EngineBadRequestError("prompt must not be empty", "prompt")
-    if are_token_ids(value):
-        return [tuple(value)]
-    if len(value) > MAX_PROMPTS:
-        raise EngineBadRequestError(
-            f"prompt holds {len(value)} prompts, more than {MAX_PROMPTS}", "prompt"
-        )
-    if all(isinstance(prompt, str) for prompt in value):
-        return value
-    if all(are_token_ids(prompt) for prompt in value):
-        return [tuple(prompt) for prompt in value]
-    raise EngineBadRequestError("prompt mixes strings, token ids or other things", "prompt")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return prompts
+    if all(are_token_ids(prompt) for prompt in prompts):
+        return [tuple(prompt) for prompt in prompts]
+    raise EngineBadRequestError(
+        "prompt must be a string, a list of token ids, or a list of one of them", "prompt"
+    )
 
 
 def encode(prompt: str | TokenIds, model: ServedModel, *, add_special_tokens: bool) -> TokenIds:
     """Raises EngineBadRequestError for an empty or too long prompt, or an unknown token id."""
     limit = model.max_model_len
     if isinstance(prompt, str):
-        # A hopeless text is refused before tokenizing it costs anything.
-        most = limit * model.tokenizer.longest_token
-        if len(prompt) > most:
-            raise EngineBadRequestError(
-                f"This model's maximum context length is {limit} tokens. However, your prompt "
-                f"contains {len(prompt)} characters (more than {most} characters, which is the "
-                f"upper bound for {limit} input tokens). Please reduce the length of the input "
-                "prompt.",
-                "input_text",
-            )
         prompt = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
     else:
         check_token_ids(prompt, model, "prompt")
@@ -92,29 +74,13 @@ def render(conversation: ChatTemplateRequest, model: ServedModel) -> str:
         raise EngineBadRequestError(
             "this model has no chat template: use /v1/completions", "messages"
         )
-    if conversation.continue_final_message and conversation.add_generation_prompt:
-        raise EngineBadRequestError(
-            "continue_final_message and add_generation_prompt cannot both be true",
-            "continue_final_message",
-        )
     messages = [_message(message, place) for place, message in enumerate(conversation.messages)]
     try:
         return model.chat_template.render(
-            messages,
-            tools=conversation.tools,
-            add_generation_prompt=conversation.adds_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            arguments=conversation.chat_template_kwargs,
+            messages, tools=conversation.tools, arguments=conversation.chat_template_kwargs
         )
     except ValueError as error:
         raise EngineBadRequestError(str(error), "messages") from error
-
-
-def answering_role(conversation: ChatTemplateRequest) -> str:
-    last = conversation.messages[-1]
-    if conversation.adds_generation_prompt or not isinstance(last, dict):
-        return "assistant"
-    return str(last.get("role"))
 
 
 def _message(message: Any, place: int) -> dict[str, Any]:
@@ -184,17 +150,4 @@ def tokenize(model: ServedModel, body: bytes) -> dict[str, Any]:
         text = request.prompt
     model.check_name(request.model)
     ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
-    names = [model.tokenizer.token_string(token) for token in ids]
-    return {
-        "count": len(ids),
-        "max_model_len": model.max_model_len,
-        "tokens": ids,
-        "token_strs": names if request.return_token_strs else None,
-    }
-
-
-def detokenize(model: ServedModel, body: bytes) -> dict[str, Any]:
-    request = parse(DetokenizeBody, json_object(body))
-    model.check_name(request.model)
-    check_token_ids(request.tokens, model, "tokens")
-    return {"prompt": model.tokenizer.decode(request.tokens)}
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}

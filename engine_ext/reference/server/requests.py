@@ -1,16 +1,18 @@
-"""What the bodies of the OpenAI endpoints may hold, field by field.
+"""What the bodies of the OpenAI endpoints may hold, field by field, and how a wrong one is refused.
 
 Unknown fields are ignored. Known ones that would change the answer and that this engine does not
 have are refused, unless they ask for what happens anyway.
 """
 
-from typing import Annotated, Any, TypeVar
+import codecs
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import orjson
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Field
 
-from engine_ext.reference.server.connection import json_object
-from engine_ext.reference.server.errors import EngineBadRequestError
+from engine_ext.common.load_failure import KEY
 from engine_ext.scheduler.admission import parse_threshold
 
 INT64 = 2**63
@@ -20,17 +22,18 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 1024
 MAX_REPORTED_ERRORS = 3
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion by default; a chat continues to the end of the context."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
+    "continue_final_message": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
-    "guided_choice": (),
-    "guided_json": (),
-    "guided_regex": (),
     "logit_bias": ({},),
     "logits_processors": ([],),
     "min_p": (0,),
@@ -38,11 +41,42 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
+    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """Field: the values that ask for nothing."""
+
+
+class ApiError(Exception):
+    """An answer that is an error, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        param: str | None = None,
+        load_failure: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(status, message, param)
+        if load_failure is not None:
+            self.body["error"][KEY] = load_failure
+
+
+class EngineBadRequestError(ApiError):
+    """The request is wrong, and the message says how."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, message, param)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object, with vLLM's names for `type`: the status's phrase and `Error`."""
+    kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
 
 
 class _Body(BaseModel):
@@ -53,11 +87,12 @@ class _Body(BaseModel):
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(_Body):
     """What completions and chat completions share."""
+
+    id_prefix: ClassVar[str]
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = None
@@ -82,14 +117,20 @@ class GenerationBody(_Body):
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     cache_hit_threshold: Annotated[float | None, BeforeValidator(parse_threshold)] = None
 
 
 class CompletionBody(GenerationBody):
+    id_prefix = "cmpl"
+
     prompt: Any = None
+    max_tokens: int | None = COMPLETION_TOKENS
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatTemplateRequest(_Body):
@@ -97,41 +138,49 @@ class ChatTemplateRequest(_Body):
 
     messages: list[Any] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
-    @property
-    def adds_generation_prompt(self) -> bool:
-        if self.add_generation_prompt is not None:
-            return self.add_generation_prompt
-        return not self.continue_final_message
-
 
 class ChatBody(GenerationBody, ChatTemplateRequest):
+    id_prefix = "chatcmpl"
+
     max_completion_tokens: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
 
 class TokenizeTextBody(_Body):
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: bool = False
 
 
 class TokenizeChatBody(ChatTemplateRequest):
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(_Body):
-    tokens: list[int]
+    pass
 
 
 B = TypeVar("B", bound=BaseModel)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object without its null members: in this API null means the same as absent.
+
+    A byte order mark before it is no harm. orjson refuses what would hurt later: NaN and
+    infinities, lone surrogates, deep nesting.
+    """
+    try:
+        value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
+    except orjson.JSONDecodeError as error:
+        raise EngineBadRequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise EngineBadRequestError("the request body must be a JSON object")
+    return {name: member for name, member in value.items() if member is not None}
 
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:

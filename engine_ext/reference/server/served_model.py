@@ -1,6 +1,7 @@
 """What the endpoints know of the model behind them."""
 
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 
 import pydantic
@@ -8,7 +9,7 @@ from pydantic import Field
 
 from engine_ext.reference.answer import StopRules
 from engine_ext.reference.grammar import GrammarCompiler
-from engine_ext.reference.server.errors import EngineNotFoundError
+from engine_ext.reference.server.requests import ApiError
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer, read_json_object
 
 
@@ -44,8 +45,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    grammars: GrammarCompiler | None = None
-    """None: no answers in a given form."""
+    grammars: GrammarCompiler
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     created: int = 0
     """Unix time for /v1/models."""
@@ -59,9 +59,8 @@ class ServedModel:
         return StopRules(self.eos_token_ids, self.max_model_len)
 
     def check_name(self, name: str | None) -> None:
-        """Raises EngineNotFoundError. A request that names no model means this one."""
+        """Raises ApiError. A request that names no model means this one."""
         if name and name not in self.names:
             known = ", ".join(self.names)
-            raise EngineNotFoundError(
-                f"The model `{name}` does not exist. Valid aliases: {known}.", "model"
-            )
+            message = f"The model `{name}` does not exist. Valid aliases: {known}."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "model")

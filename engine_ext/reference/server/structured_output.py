@@ -1,5 +1,5 @@
 """The form that a request wants its answer to have: OpenAI's `response_format` and forced
-`tool_choice`, vLLM's `structured_outputs`.
+`tool_choice`.
 
 With `tool_choice` "required", or one tool by name, the grammar admits only calls, and the answer is
 written as calls. With "auto" the model's text is text: only a model's own parser could recognize a
@@ -13,21 +13,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine_ext.reference.grammar import Grammar
-from engine_ext.reference.server.errors import EngineBadRequestError
-from engine_ext.reference.server.requests import ChatBody, GenerationBody
+from engine_ext.reference.server.requests import ChatBody, EngineBadRequestError, GenerationBody
 from engine_ext.reference.server.served_model import ServedModel
 
 ANY_OBJECT = {"type": "object"}
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 USAGE = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
-_FORMS = {
-    "json": "json_schema",
-    "json_object": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-}
-"""Fields of `structured_outputs`, and the kinds of grammar they ask for."""
 
 
 class Forced(NamedTuple):
@@ -38,30 +29,17 @@ class Forced(NamedTuple):
 
 
 def grammar_of(
-    request: GenerationBody, model: ServedModel, forced: Forced | None = None
+    request: GenerationBody, model: ServedModel, forced: Forced | None
 ) -> Grammar | None:
     """None if the answer is free. Raises EngineBadRequestError for a form that makes no sense.
     `forced` calls replace any other form."""
-    kind: str | None = None
-    text, param = "", "response_format"
-    try:
-        schema = _response_schema(request.response_format)
-        if forced is not None:
-            schema, param = forced.schema, "tool_choice"
-        if schema is not None:
-            kind, text = "json_schema", orjson.dumps(schema).decode()
-        elif request.structured_outputs is not None:
-            param = "structured_outputs"
-            kind, text = _structured_output(request.structured_outputs)
-    except orjson.JSONEncodeError as error:  # It is nested too deeply.
-        raise EngineBadRequestError(f"the form of the answer cannot be followed: {error}") from None
-    if kind is None:
+    param = "tool_choice" if forced else "response_format"
+    schema = forced.schema if forced else _response_schema(request.response_format)
+    if schema is None:
         return None
-    if model.grammars is None:
-        raise EngineBadRequestError(f"{param} is not supported by this model", param)
     try:
-        return model.grammars.compile(kind, text)
-    except ValueError as error:
+        return model.grammars.compile(orjson.dumps(schema).decode())
+    except (ValueError, orjson.JSONEncodeError) as error:  # orjson's: It is nested too deeply.
         raise EngineBadRequestError(f"{param} cannot be followed: {error}", param) from None
 
 
@@ -86,31 +64,6 @@ def _response_schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise EngineBadRequestError("response_format.json_schema.schema must be an object", param)
     return schema
-
-
-def _structured_output(wanted: dict[str, Any]) -> tuple[str, str]:
-    """The kind of a grammar, and its text."""
-    param = "structured_outputs"
-    chosen = [name for name in _FORMS if wanted.get(name) not in (None, False)]
-    if len(chosen) != 1:
-        raise EngineBadRequestError(
-            f"structured_outputs must have exactly one of {', '.join(_FORMS)}", param
-        )
-    name, value = chosen[0], wanted[chosen[0]]
-    match name:
-        case "json" if isinstance(value, dict):
-            text = orjson.dumps(value).decode()
-        case "json_object" if value is True:
-            text = orjson.dumps(ANY_OBJECT).decode()
-        case "choice" if (
-            isinstance(value, list) and value and all(isinstance(one, str) for one in value)
-        ):
-            text = orjson.dumps(value).decode()
-        case "json" | "regex" | "grammar" if isinstance(value, str):
-            text = value
-        case _:
-            raise EngineBadRequestError(f"structured_outputs.{name} has the wrong type", param)
-    return _FORMS[name], text
 
 
 def forced_by(request: ChatBody) -> Forced | None:

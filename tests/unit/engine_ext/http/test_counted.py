@@ -4,11 +4,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_ext.common.types import ConnectorStats
 from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK
-from engine_ext.reference.server.metrics import exposition, registry_of
+from engine_ext.reference.server.metrics import EngineCollector
 from tests.unit.reference.server.fake_engine import FakeEngine
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "engine.md"
@@ -19,7 +20,9 @@ def idle_engine() -> FakeEngine:
 
 
 def told(engine: FakeEngine) -> str:
-    return exposition(registry_of(engine, "tiny")).decode()
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, "tiny"))
+    return generate_latest(registry).decode()
 
 
 def test_every_field_is_told_once_and_every_sum_is_of_counters() -> None:

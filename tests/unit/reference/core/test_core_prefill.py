@@ -1,11 +1,8 @@
-"""Long prompts hold nobody up for longer than a step, and come to their end all the same."""
+"""Prompts are computed in chunks, beside the sequences that decode."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.scheduler import shares
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import Driver, greedy, prompt, request
 
@@ -23,20 +20,6 @@ def num_tokens(driver: Driver, request_id: str) -> int:
     return sum(len(output.token_ids) for output in driver.outputs[request_id])
 
 
-def test_a_short_prompt_behind_a_long_one_is_answered_within_a_step(
-    make_driver: MakeDriver,
-) -> None:
-    driver = busy_driver(make_driver)
-    driver.add(request("long", prompt(LONG)))
-    driver.step()
-    driver.step()
-    driver.add(request("short", prompt(20, seed=2)))
-    driver.step()
-    assert num_tokens(driver, "short") == 1
-    assert num_tokens(driver, "long") == 0
-    driver.finish("long", "short")
-
-
 def test_who_decodes_has_a_token_in_each_step_of_anothers_prefill(make_driver: MakeDriver) -> None:
     driver = busy_driver(make_driver)
     driver.add(request("first", prompt(10), greedy(200, ignore_eos=True)))
@@ -51,41 +34,14 @@ def test_who_decodes_has_a_token_in_each_step_of_anothers_prefill(make_driver: M
     driver.finish("first", "long")
 
 
-def test_a_long_prompt_is_not_starved_by_ever_new_short_ones(make_driver: MakeDriver) -> None:
+def test_prompts_are_computed_in_the_order_in_which_they_came(make_driver: MakeDriver) -> None:
     driver = busy_driver(make_driver)
-    driver.add(request("long", prompt(LONG)))
-    steps = 0
-    while not num_tokens(driver, "long"):
-        driver.add(request(f"short{steps}", prompt(PER_STEP, seed=2 + steps), greedy(1)))
-        driver.step()
-        steps += 1
-    assert steps == pytest.approx(LONG / (PER_STEP / 4), abs=2)
-    driver.finish(*driver.outputs)
-
-
-def test_of_two_long_prompts_the_one_with_less_to_do_ends_first(make_driver: MakeDriver) -> None:
-    driver = busy_driver(make_driver)
-    driver.add(request("longer", prompt(LONG)), request("long", prompt(LONG // 2, seed=1)))
+    driver.add(request("long", prompt(LONG)), request("short", prompt(20, seed=2)))
     driver.step_until(lambda: num_tokens(driver, "long") == 1)
-    assert num_tokens(driver, "longer") == 0
-    driver.finish("long", "longer")
-
-
-@given(
-    remaining=st.lists(st.integers(1, 500), max_size=20),
-    budget=st.integers(1, 300),
-    num_new=st.integers(0, 20),
-)
-def test_shares_are_within_what_is_there_and_leave_nothing_unused(
-    remaining: list[int], budget: int, num_new: int
-) -> None:
-    num_new = min(num_new, len(remaining), budget - 1)
-    granted = shares(remaining, budget, num_new)
-    assert all(0 <= given <= wanted for given, wanted in zip(granted, remaining, strict=True))
-    assert sum(granted) == min(budget, sum(remaining))
-    assert all(granted[len(granted) - num_new :])
-    if remaining:
-        assert granted[0] >= min(remaining[0], (budget - num_new + 3) // 4)
+    assert num_tokens(driver, "short") == 0
+    driver.step()
+    assert num_tokens(driver, "short") == 1
+    driver.finish("long", "short")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import uvicorn
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats
+from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
     EngineStats,
@@ -22,8 +23,7 @@ from engine_ext.reference.messages import (
     TokenLogprob,
 )
 from engine_ext.reference.resume import ResumedAnswer
-from engine_ext.reference.server.app import BodyLimits, build_app
-from engine_ext.reference.server.generation import EngineLike
+from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import ReferenceServer
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
@@ -88,10 +88,11 @@ HELD = ("me", "held")
 """Engine and request whose KV waits for a reader."""
 
 
-class FakeEngine:
+class FakeEngine(ReferenceEngine):
+    is_healthy = True
+
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.is_healthy = True
         self.requests: list[GenerateRequest] = []
         self.closed: list[str] = []
         """Ids of the requests whose iterator was closed or exhausted."""
@@ -158,7 +159,7 @@ def served_model(directory: Path) -> ServedModel:
     )
 
 
-def in_process(model: ServedModel, engine: EngineLike) -> httpx.AsyncClient:
+def in_process(model: ServedModel, engine: ReferenceEngine) -> httpx.AsyncClient:
     """The application without a socket."""
     transport = httpx.ASGITransport(build_app(model, engine))
     return httpx.AsyncClient(transport=transport, base_url="http://engine")
@@ -171,7 +172,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-E = TypeVar("E", bound=EngineLike)
+E = TypeVar("E", bound=ReferenceEngine)
 
 
 class ServerOf(Generic[E]):
@@ -189,12 +190,13 @@ RunningServer = ServerOf[FakeEngine]
 
 
 @asynccontextmanager
-async def serving(
-    model: ServedModel, engine: E, limits: BodyLimits | None = None
-) -> AsyncIterator[ServerOf[E]]:
-    app = build_app(model, engine, limits)
+async def serving(model: ServedModel, engine: E) -> AsyncIterator[ServerOf[E]]:
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
+        build_app(model, engine),
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        timeout_graceful_shutdown=2,
     )
     server = ReferenceServer(config)
     task = asyncio.create_task(server.serve())

@@ -16,8 +16,8 @@ from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
 from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.server.errors import EngineBadRequestError
-from engine_ext.reference.server.job import prepare_chat, prepare_completion, remote_params
+from engine_ext.reference.server.job import prepare, remote_params
+from engine_ext.reference.server.requests import ChatBody, CompletionBody, EngineBadRequestError
 from engine_ext.reference.server.served_model import ServedModel
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
@@ -40,7 +40,7 @@ BODY: dict[str, Any] = {
 }
 STREAMED: dict[str, Any] = {
     "stream": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "stream_options": {"include_usage": True},
 }
 CLOSED = {"type": "object", "additionalProperties": False}
 TIME = {**CLOSED, "properties": {"zone": {"enum": ["ütc", 'a"}b']}}, "required": ["zone"]}
@@ -55,8 +55,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "ids for names": {"logprobs": 1, "return_tokens_as_token_ids": True},
     "seeded": {"temperature": 1.0, "seed": 3, "max_tokens": 40},
-    "regex": {
-        "structured_outputs": {"regex": "(ab|é){3,9}"},
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "string", "pattern": "^(ab|é){3,9}$"}},
+        },
         "temperature": 1.0,
         "seed": 1,
         "ignore_eos": False,
@@ -369,7 +372,7 @@ def test_whatever_is_given_is_taken_or_refused(
     fields = in_dialect(CHAT if is_chat else COMPLETIONS, BODY | {"logprobs": 1})
     body = json.dumps({**fields, "kv_transfer_params": params}).encode()
     try:
-        job = (prepare_chat if is_chat else prepare_completion)(model, body, None)
+        job = prepare(ChatBody if is_chat else CompletionBody, model, body, None)
     except EngineBadRequestError:
         remote_params(body)
         return
@@ -388,7 +391,7 @@ ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
     "logprobs of a completion": (COMPLETIONS, {"logprobs": 0}, "kv_transfer_params"),
     "another form": (
         CHAT,
-        {"structured_outputs": {"regex": "[0-9]+"}},
+        {"response_format": {"type": "json_object"}},
         "kv_transfer_params",
     ),
 }

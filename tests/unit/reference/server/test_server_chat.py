@@ -149,18 +149,6 @@ async def test_the_template_writes_the_prompt(server: RunningServer) -> None:
     assert prompt_of(server) == tools + RENDERED
 
 
-async def test_without_generation_prompt_the_last_role_answers(server: RunningServer) -> None:
-    response = await server.post(PATH, messages=[USER], add_generation_prompt=False)
-    assert prompt_of(server) == "<|im_start|>user\nhi<|im_end|>\n"
-    assert response.json()["choices"][0]["message"]["role"] == "user"
-
-
-async def test_the_final_message_can_be_continued(server: RunningServer) -> None:
-    messages = [USER, {"role": "assistant", "content": "Once"}]
-    await server.post(PATH, messages=messages, continue_final_message=True)
-    assert prompt_of(server) == RENDERED + "Once"
-
-
 async def test_a_tool_conversation_is_accepted(server: RunningServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.reference.tiny_model import CHATML, write_tiny_model
+from engine_ext.reference.tiny_model import write_tiny_model
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -48,14 +48,6 @@ def test_deep_nesting_is_a_value_error() -> None:
 def test_invalid_jinja_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(ValueError, match="not valid"):
         ChatTemplate("{% for %}")
-
-
-def test_the_final_message_is_left_open_to_be_continued() -> None:
-    messages = [USER, {"role": "assistant", "content": "Once upon"}]
-    rendered = ChatTemplate(CHATML).render(
-        messages, add_generation_prompt=False, continue_final_message=True
-    )
-    assert rendered.endswith("<|im_start|>assistant\nOnce upon")
 
 
 def test_a_template_file_wins_over_the_configured_one(tmp_path: Path) -> None:

@@ -101,12 +101,6 @@ async def test_without_usage_the_finishing_chunk_carries_the_kv_parameters(
     assert "usage" not in chunks[-1]
 
 
-async def test_continuous_usage_counts_up(server: RunningServer) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events_of(await server.post(PATH, prompt="hi", stream=True, stream_options=options))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [3, 4, 6, 6]
-
-
 async def test_siblings_have_their_own_ids_and_seeds_and_only_the_first_the_kv_parameters(
     server: RunningServer,
 ) -> None:
