@@ -31,9 +31,8 @@ _ENGINE_OPTIONS = {
     "block_size": "tokens per KV block; vLLM on CPU wants multiples of 32",
     "max_model_len": "most tokens of prompt and answer; the default is what fits",
     "max_num_seqs": "most requests in one batch",
-    "max_num_batched_tokens": "most tokens in one step; longer prompts go in chunks",
-    "max_prefill_tokens_per_step": "most tokens of prompts in one step; the default is 256 on a "
-    "CPU, no bound elsewhere",
+    "max_num_batched_tokens": "most tokens in one step; longer prompts go in chunks; the default "
+    "is 256 on a CPU, 2048 elsewhere",
     "seed": "for requests without a seed of their own",
     "num_threads": "threads of a forward pass on a CPU; the default is torch's",
     "global_cache_hit_threshold": "share of a prompt that must be cached or announced, else the "
@@ -127,14 +126,12 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
         raise ValueError(f"--model {model} is not a directory")
     if not (model / "config.json").is_file():
         raise ValueError(f"--model {model} has no config.json: not a Hugging Face model directory")
-    names = ("dtype", "num_blocks", "enable_prefix_caching", *_ENGINE_OPTIONS)
-    chosen = {name: options[name] for name in names if options[name] is not None}
+    names = [field.name for field in fields(EngineConfig)]
+    chosen = {name: options[name] for name in names if options.get(name) is not None}
     if connector is not None:
         chosen.setdefault("global_cache_hit_threshold", connector.global_cache_hit_threshold)
         chosen["hand_back"] = connector.hand_back
-    if options["kv_cache_memory_mib"] is not None:
-        chosen["kv_cache_bytes"] = options["kv_cache_memory_mib"] * 2**20
-    return EngineConfig(model=model, **chosen)
+    return EngineConfig(**chosen | {"model": model})
 
 
 def _connector(text: str | None) -> ConnectorConfig | None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.scheduler.admission import parse_threshold
 
-_CPU_PREFILL = 256
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -21,16 +19,15 @@ class EngineConfig:
     block_size: int = 32
     """Tokens per KV block. vLLM on CPU wants multiples of 32."""
     num_blocks: int | None = None
-    """Blocks per layer; block 0 is never handed out, as in vLLM. None: from `kv_cache_bytes`."""
-    kv_cache_bytes: int = 512 * 1024 * 1024
+    """Blocks per layer; block 0 is never handed out, as in vLLM. None: what fits into
+    `kv_cache_memory_mib`."""
+    kv_cache_memory_mib: int = 512
     max_model_len: int | None = None
     """Prompt and answer together, in tokens. None: what the model and the cache allow."""
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    """Most tokens one step runs through the model; longer prompts are computed in chunks."""
-    max_prefill_tokens_per_step: int | None = None
-    """Most prompt tokens among them: requests that decode, and new ones, wait no longer than that
-    takes. None: 256 on a CPU, elsewhere no bound of its own."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens one step runs through the model; longer prompts are computed in chunks, and
+    requests that decode wait no longer than a chunk takes. None: 256 on a CPU, elsewhere 2048."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of a CPU forward pass. None: torch decides."""
@@ -41,21 +38,17 @@ class EngineConfig:
     hand_back: bool = False
     """Whether a request that does not say is handed back rather than preempted."""
 
-    @property
-    def prefill_tokens_per_step(self) -> int:
-        bound = self.max_prefill_tokens_per_step
-        if bound is None:
-            bound = _CPU_PREFILL if self.device == "cpu" else self.max_num_batched_tokens
-        return min(bound, self.max_num_batched_tokens)
-
     def __post_init__(self) -> None:
-        sizes = ("block_size", "kv_cache_bytes", "num_blocks", "num_threads", "max_model_len")
-        limits = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step")
-        for name in (*sizes, *limits):
+        for name in ("block_size", "kv_cache_memory_mib", "num_blocks", "num_threads",
+                     "max_model_len", "max_num_seqs", "max_num_batched_tokens"):  # fmt: skip
             least, value = 2 if name == "num_blocks" else 1, getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         parse_threshold(self.global_cache_hit_threshold)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.max_num_batched_tokens or (256 if self.device == "cpu" else 2048)
 
 
 @dataclass(frozen=True, slots=True)

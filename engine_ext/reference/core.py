@@ -6,6 +6,7 @@ and last `update_connector_output`.
 """
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from engine_ext.common.types import EMPTY_STEP, StepMetadata, TransferResults
+from engine_ext.common.types import EMPTY_STEP, CacheGeometry, StepMetadata, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.kv_cache import KVCache, max_model_len
-from engine_ext.reference.kv_connector import KVConnector
+from engine_ext.reference.kv_cache import KVCache, max_model_len, num_blocks
+from engine_ext.reference.kv_connector import KVConnector, NoConnector
 from engine_ext.reference.messages import (
     Counters,
     EngineStats,
@@ -48,29 +49,35 @@ class StepResult:
     """A waiting request has to be tried again soon, though nothing changed."""
 
 
+ConnectorFactory = Callable[[ModelConfig, CacheGeometry], KVConnector]
+
+
 class EngineCore:
+    """`connect` makes the connector once the cache's geometry is known; None: no transfers."""
+
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
         model: LanguageModel,
-        cache: KVCache,
-        connector: KVConnector,
         tokenizer: Tokenizer,
+        connect: ConnectorFactory | None = None,
     ) -> None:
+        self.config = config
+        device, size = torch.device(config.device), config.block_size
+        count = num_blocks(config, model_config)
+        self.cache = KVCache(model_config, num_blocks=count, block_size=size, device=device)
+        self.connector = connect(model_config, self.cache.geometry()) if connect else NoConnector()
         self._blocks = BlockManager(
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
+            num_blocks=count,
+            block_size=size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._counters = Counters()
-        self._connector = connector
-        self._scheduler = Scheduler(config, self._blocks, connector.scheduler, self._counters)
+        self._scheduler = Scheduler(config, self._blocks, self.connector.scheduler, self._counters)
         self._queues = self._scheduler.queues
         self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         self._model = model
-        self._cache = cache
-        size, device = cache.block_size, cache.device
         self._builder = BatchBuilder(model_config, block_size=size, device=device)
         self._tokenizer = tokenizer
         self._vocab_size = model_config.vocab_size
@@ -148,7 +155,7 @@ class EngineCore:
         if queues.running or queues.loaded or queues.waiting:
             return True
         try:
-            return self._connector.scheduler.has_pending_work()
+            return self.connector.scheduler.has_pending_work()
         except Exception:
             logger.exception("connector: has_pending_work raised")
             return True
@@ -167,13 +174,13 @@ class EngineCore:
             outputs.append(self._first_output(seq, resumed))
         meta = self._build_meta(step, outputs)
         try:
-            self._connector.worker.start_load_kv(meta)
+            self.connector.worker.start_load_kv(meta)
         except Exception:
             logger.exception("connector: start_load_kv raised")
-            self._connector.worker.fail_loads(meta)
+            self.connector.worker.fail_loads(meta)
         tokens = self._compute(step, meta, outputs) if step.chunks else {}
         try:
-            results = self._connector.worker.get_transfer_results()
+            results = self.connector.worker.get_transfer_results()
         except Exception:
             logger.exception("connector: get_transfer_results raised")
             results = TransferResults()
@@ -225,7 +232,7 @@ class EngineCore:
     def _build_meta(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
         """The scheduler half's orders for the worker half. Those that cannot be built now go with a
         later step."""
-        half, must_save = self._connector.scheduler, False
+        half, must_save = self.connector.scheduler, False
         try:
             must_save = half.wants_steps
             for chunk in step.chunks if must_save else ():
@@ -245,7 +252,7 @@ class EngineCore:
     ) -> dict[Sequence, SampledToken | None]:
         try:
             tokens = self._forward(step)
-            self._connector.worker.wait_for_save(meta)
+            self.connector.worker.wait_for_save(meta)
         except Exception:
             logger.exception("the forward pass failed for %d requests", len(step.chunks))
             outputs += self._fail([c.seq for c in step.chunks], "the forward pass failed")
@@ -261,14 +268,14 @@ class EngineCore:
 
         When this returns, the KV of the step is in memory, for any reader.
         """
-        self._cache.zero(step.fresh_blocks)
+        self.cache.zero(step.fresh_blocks)
         chunks = sorted(step.chunks, key=lambda chunk: chunk.num_tokens > 1)
         inputs = []
         for chunk in chunks:
             seq, start = chunk.seq, chunk.seq.num_computed_tokens
-            blocks = seq.block_ids[: -(-chunk.end // self._cache.block_size)]
+            blocks = seq.block_ids[: -(-chunk.end // self.cache.block_size)]
             inputs.append(ChunkInput(seq.token_ids[start : chunk.end], start, blocks))
-        logits = self._model.forward(self._builder.build(inputs), self._cache.layers)
+        logits = self._model.forward(self._builder.build(inputs), self.cache.layers)
         rows = [i for i, chunk in enumerate(chunks) if chunk.reaches_end]
         sequences = [chunks[i].seq for i in rows]
         sampled = self._sampler.sample(logits[rows], sequences) if rows else []

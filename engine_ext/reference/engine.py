@@ -20,12 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from engine_ext.common.inspection import Inspection
-from engine_ext.common.types import ConnectorStats, Region
+from engine_ext.common.types import ConnectorStats
 from engine_ext.reference.core import EngineCore
-from engine_ext.reference.kv_connector import KVConnector
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
 from engine_ext.reference.resume import ResumedAnswer
-from engine_ext.worker.staging import StagingFactory
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +87,9 @@ class ReferenceEngine:
     All methods may be called from any thread; `generate` needs a running event loop.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        connector: KVConnector,
-        regions: list[Region],
-        stage: StagingFactory | None = None,
-        *,
-        num_threads: int | None = None,
-    ) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._connector = connector
-        self._num_threads = num_threads
+        self._connector = core.connector
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """None only wakes the thread."""
         self._lock = threading.Lock()
@@ -112,11 +101,11 @@ class ReferenceEngine:
         self._stats = core.stats()
         self._stopping = threading.Event()
         self._failed = False
-        connector.worker.set_wake(partial(self._commands.put, None))
+        self._connector.worker.set_wake(partial(self._commands.put, None))
         try:
-            connector.start(regions, stage)
+            self._connector.start(core.cache.regions(), core.cache.stage)
         except BaseException:
-            connector.shutdown()
+            self._connector.shutdown()
             raise
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -254,8 +243,8 @@ class ReferenceEngine:
 
     def _run(self) -> None:
         try:
-            if self._num_threads is not None:
-                torch.set_num_threads(self._num_threads)
+            if (num_threads := self._core.config.num_threads) is not None:
+                torch.set_num_threads(num_threads)
             self._step_until_stopped()
             self._address(self._core.abort_all())
             # The connector hears of the aborts, so that remote engines do.

@@ -1,4 +1,5 @@
-"""The process `disagg-engine` runs: one engine, its connector, its HTTP server."""
+"""Builds an engine from a configuration, and the process that `disagg-engine` runs: one engine, its
+connector, its HTTP server. The one place that knows all parts."""
 
 import asyncio
 import logging
@@ -6,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 
+import torch
 import uvloop
 
 from engine_ext.common.access import OPEN
@@ -13,17 +15,19 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry
 from engine_ext.connector import Connector, build_connector
 from engine_ext.http import identity
-from engine_ext.reference.build import ConnectorFactory, build_engine
 from engine_ext.reference.compatibility import model_factors, renders
 from engine_ext.reference.config import EngineConfig, ReferenceSettings
+from engine_ext.reference.core import ConnectorFactory, EngineCore
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.kv_cache import max_model_len
+from engine_ext.reference.model import Decoder, RotaryEmbedding
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
 from engine_ext.reference.server.serving import serve
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
+from engine_ext.reference.weights import load_weights
 from engine_ext.worker.agent import AgentError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,37 @@ CAPABILITIES = (
 )
 """What this engine can do besides what the connector can."""
 WITH_CONNECTOR = ("hand_over", "shared_loads", "load_failures")
+
+
+def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) -> ReferenceEngine:
+    """Loads the model, allocates the cache, starts the engine's thread and the connector.
+
+    `connect` makes the connector once the model's shape and the cache's geometry are known.
+    Raises ValueError, one line, for a model or a configuration that cannot run.
+    """
+    _check_device(config.device)
+    model_config = read_model_config(config.model, config.dtype, config.device)
+    model = build_model(config, model_config)
+    tokenizer = Tokenizer.load(config.model).backend
+    return ReferenceEngine(EngineCore(config, model_config, model, tokenizer, connect))
+
+
+def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
+    """Raises ValueError, one line, for a checkpoint that does not fit its config.json."""
+    device = torch.device(config.device)
+    rope = RotaryEmbedding(model_config, max_model_len(config, model_config), device)
+    return Decoder(model_config, load_weights(config.model, model_config, device), rope)
+
+
+def _check_device(name: str) -> None:
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but no CUDA device is available")
 
 
 class HostError(Exception):

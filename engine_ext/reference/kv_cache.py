@@ -83,9 +83,10 @@ def num_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
         return config.num_blocks
     per_token = model_config.num_layers * model_config.kv_bytes_per_token_and_layer
     block_bytes = per_token * config.block_size
-    count = config.kv_cache_bytes // block_bytes
+    count = config.kv_cache_memory_mib * 2**20 // block_bytes
     if count < 2:
         raise ValueError(
-            f"kv_cache_bytes {config.kv_cache_bytes} is less than two blocks of {block_bytes} bytes"
+            f"kv_cache_memory_mib {config.kv_cache_memory_mib} is less than two blocks of "
+            f"{block_bytes} bytes"
         )
     return count

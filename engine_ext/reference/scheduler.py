@@ -1,8 +1,8 @@
 """Which sequences run next, and which blocks they get.
 
 Continuous batching with chunked prefill. A step begins with the sequences that decode, in order of
-admission, one token each. Then it computes prompts, oldest first, up to the step's prefill tokens;
-loaded and waiting sequences are admitted while there are tokens left. If blocks run out, the
+admission, one token each. Then it computes prompts, oldest first, and admits loaded and waiting
+sequences while the step may have more tokens. If blocks run out, the
 sequence that was admitted last gives up its own and is computed again later, or is handed back if
 the request asks for that.
 
@@ -169,9 +169,8 @@ class Scheduler:
             self._note_load_failure(seq)
 
     def schedule(self) -> SchedulerStep:
-        step = SchedulerStep(budget=self._config.max_num_batched_tokens)
+        step = SchedulerStep(budget=self._config.tokens_per_step)
         self._schedule_decodes(step)
-        step.budget = min(self._config.prefill_tokens_per_step, step.budget)
         for seq in self.queues.running:
             if seq.num_uncomputed_tokens > 1:
                 self._schedule_prefill(seq, step)

@@ -15,7 +15,7 @@ from engine_ext.reference.kv_connector import SchedulerHalf, WorkerHalf
 from engine_ext.reference.messages import RequestOutput
 from engine_ext.reference.model_config import ModelConfig
 from tests.conftest import find_free_ports
-from tests.unit.reference.core.harness import Driver, greedy, make_parts, prompt, request
+from tests.unit.reference.core.harness import Driver, greedy, make_core, prompt, request
 
 LEASE = 0.5
 PATIENCE = 15.0
@@ -101,8 +101,8 @@ class Engine(Driver):
             )
             return self.connector
 
-        super().__init__(make_parts(model, connect=connect))
-        self.connector.start(self.parts.cache.regions())
+        super().__init__(make_core(model, connect=connect))
+        self.connector.start(self.core.cache.regions())
         self.number = 0
 
     def answer(self, params: Any, max_tokens: int) -> RequestOutput:
@@ -135,7 +135,7 @@ def pair(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[Engine, 
 
 @pytest.fixture(scope="module")
 def right(model: Path) -> tuple[int, ...]:
-    alone = Driver(make_parts(model))
+    alone = Driver(make_core(model))
     return alone.run(request("alone", PROMPT, greedy(6, ignore_eos=True)))[0].token_ids
 
 

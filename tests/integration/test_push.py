@@ -189,7 +189,7 @@ def test_a_decode_that_is_aborted_frees_the_prefiller_and_is_not_written(
 @pytest.fixture(scope="module")
 def slow(launcher: Launcher) -> Iterator[Server]:
     """A prefiller that computes two blocks a step."""
-    options = ("--max-prefill-tokens-per-step", "64", "--no-enable-prefix-caching")
+    options = ("--max-num-batched-tokens", "64", "--no-enable-prefix-caching")
     with launcher.engine("slow", *options, connector=PUSH) as server:
         yield server
 

@@ -16,8 +16,15 @@ from starlette.types import Receive
 
 from engine_ext.http import identity, leases, release
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.server.dialect import AnswerFormat, ChatDialect, CompletionDialect
-from engine_ext.reference.server.generation import run, streamed_answer, whole_answer, with_errors
+from engine_ext.reference.server.answers import (
+    AnswerFormat,
+    ChatDialect,
+    CompletionDialect,
+    run,
+    streamed_answer,
+    whole_answer,
+    with_errors,
+)
 from engine_ext.reference.server.job import prepare, remote_params
 from engine_ext.reference.server.metrics import EngineCollector
 from engine_ext.reference.server.prompts import tokenize

@@ -89,7 +89,7 @@ def test_options_and_variables_arrive_where_they_belong(model: Path) -> None:
     assert (settings.side_channel.host, settings.side_channel.port) == ("10.0.0.1", 7)
     assert settings.served_model_names == ("a", "b")
     engine = settings.engine
-    assert (engine.kv_cache_bytes, engine.seed, engine.max_model_len) == (3 * 2**20, 5, 100)
+    assert (engine.kv_cache_memory_mib, engine.seed, engine.max_model_len) == (3, 5, 100)
     assert not engine.enable_prefix_caching
 
 

@@ -5,9 +5,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine_ext.reference import tiny_model
-from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
+from engine_ext.reference.host import build_engine
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.tiny_model import IM_END_ID, TinyModel, write_tiny_model
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer

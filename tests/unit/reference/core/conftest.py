@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext.reference.build import build_model
 from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.host import build_model
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-from tests.unit.reference.core.harness import BLOCK, Driver, FakeConnector, make_parts
+from tests.unit.reference.core.harness import BLOCK, Driver, FakeConnector, make_core
 
 SHAPE = TinyModel(
     layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, max_positions=512
@@ -44,7 +44,7 @@ def make_driver(model_dir: Path, decoder: Decoder) -> Iterator[MakeDriver]:
     def make(connector: FakeConnector | None = None, **changes: Any) -> Driver:
         connect = (lambda *_: connector) if connector else None
         changes.setdefault("model", decoder)
-        made.append(Driver(make_parts(model_dir, connect=connect, **changes)))
+        made.append(Driver(make_core(model_dir, connect=connect, **changes)))
         return made[-1]
 
     yield make

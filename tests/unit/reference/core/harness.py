@@ -20,9 +20,10 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.reference.build import ConnectorFactory, EngineParts, build_model
 from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.core import ConnectorFactory, EngineCore
 from engine_ext.reference.engine import merge
+from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.model import LanguageModel
 from engine_ext.reference.model_config import read_model_config
@@ -58,17 +59,17 @@ def request(
     )
 
 
-def make_parts(
+def make_core(
     model_dir: Path,
     *,
     connect: ConnectorFactory | None = None,
     model: LanguageModel | None = None,
     **changes: Any,
-) -> EngineParts:
+) -> EngineCore:
     defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 129, "num_threads": 1}
     config = EngineConfig(model=model_dir, **(defaults | changes))
     model_config = read_model_config(model_dir)
-    return EngineParts(
+    return EngineCore(
         config,
         model_config,
         model or build_model(config, model_config),
@@ -80,9 +81,8 @@ def make_parts(
 class Driver:
     """Steps a core and sorts what comes out."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.parts = parts
-        self.core = parts.core
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def add(self, *requests: GenerateRequest) -> None:
@@ -296,7 +296,7 @@ class FakeConnector:
 
 
 def copy_blocks(
-    source: EngineParts, source_ids: BlockIds, target: EngineParts, target_ids: BlockIds
+    source: EngineCore, source_ids: BlockIds, target: EngineCore, target_ids: BlockIds
 ) -> None:
     """Position by position, what a transfer does."""
     pairs = list(zip(source_ids[0], target_ids[0], strict=False))

@@ -297,8 +297,8 @@ def test_the_remotes_blocks_hold_prompt_and_answer(
     begun = resume_answer(alone.given(4, 4), alone.sampling, tokenizer, RULES)
     decoder.go_on(request("later", alone.prompt, alone.sampling), begun)
     decoder.step()
-    copied = p_side.scheduler.blocks["p"], decoder.parts, d_side.scheduler.blocks["later"]
-    copy_blocks(prefiller.parts, *copied)
+    copied = p_side.scheduler.blocks["p"], decoder.core, d_side.scheduler.blocks["later"]
+    copy_blocks(prefiller.core, *copied)
     d_side.worker.report(received=["later"])
     decoder.step()
     before = decoder.core.stats().generation_tokens

@@ -98,9 +98,9 @@ def test_fetched_blocks_give_the_tokens_of_a_local_prefill(
     park(decoder, d_side, length=length)
     before = decoder.core.stats().prompt_tokens_computed
     copy_blocks(
-        prefiller.parts,
+        prefiller.core,
         p_side.scheduler.blocks["p"],
-        decoder.parts,
+        decoder.core,
         d_side.scheduler.blocks["d"],
     )
     d_side.worker.report(received=["d"])
@@ -157,10 +157,10 @@ def test_what_the_remote_lacks_is_computed_here(make_driver: MakeDriver, budget:
     d_side.scheduler.external["d"] = 20
     decoder.add(request("d", prompt(50)))
     decoder.step()
-    for layer in decoder.parts.cache.layers:
+    for layer in decoder.core.cache.layers:
         layer[list(d_side.scheduler.blocks["d"][0])] = float("nan")  # whatever was there before
     source = p_side.scheduler.blocks["p"]
-    copy_blocks(prefiller.parts, source, decoder.parts, d_side.scheduler.blocks["d"])
+    copy_blocks(prefiller.core, source, decoder.core, d_side.scheduler.blocks["d"])
     d_side.worker.report(received=["d"])
     decoder.finish("d")
     expected = make_driver().run(request("x", prompt(50)))[0]
@@ -175,8 +175,8 @@ def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
     prefiller.run(request("p", prompt(50), greedy(1)))
     park(decoder, d_side)
     ids = d_side.scheduler.blocks["d"]
-    copy_blocks(prefiller.parts, p_side.scheduler.blocks["p"], decoder.parts, ids)
-    decoder.parts.cache.zero([ids[0][2]])
+    copy_blocks(prefiller.core, p_side.scheduler.blocks["p"], decoder.core, ids)
+    decoder.core.cache.zero([ids[0][2]])
     d_side.worker.report(received=["d"])
     decoder.finish("d")
     expected = make_driver().run(request("x", prompt(50)))[0]
@@ -188,7 +188,7 @@ def test_broken_kv_from_a_remote_harms_its_own_request_only(
 ) -> None:
     driver = make_driver(connector, num_blocks=9)
     park(driver, connector)
-    for layer in driver.parts.cache.layers:
+    for layer in driver.core.cache.layers:
         layer[list(connector.scheduler.blocks["d"][0])] = float("nan")
     connector.worker.report(received=["d"])
     driver.finish("d")
@@ -346,10 +346,10 @@ def test_held_blocks_are_not_reused_before_the_remote_has_read_them(
     driver.run(request("p", prompt(60), greedy(1)))
     held = set(connector.scheduler.blocks["p"][0])
     assert driver.core.stats().num_blocks_delayed == len(held) == 8
-    before = [layer[sorted(held)].clone() for layer in driver.parts.cache.layers]
+    before = [layer[sorted(held)].clone() for layer in driver.core.cache.layers]
 
     driver.run(*(request(f"r{i}", prompt(40, seed=i + 1), greedy(20)) for i in range(4)))
-    after = [layer[sorted(held)] for layer in driver.parts.cache.layers]
+    after = [layer[sorted(held)] for layer in driver.core.cache.layers]
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
 
     connector.worker.report(sent=["p"])

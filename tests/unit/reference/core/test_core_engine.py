@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 from engine_ext.common.types import StepMetadata
-from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine, merge
+from engine_ext.reference.host import build_engine
 from engine_ext.reference.messages import GenerateRequest, RequestOutput
 from engine_ext.reference.model import Decoder, ForwardBatch
 from tests.unit.reference.core.conftest import MakeDriver
@@ -23,7 +23,7 @@ from tests.unit.reference.core.harness import (
     FakeConnector,
     FakeWorker,
     greedy,
-    make_parts,
+    make_core,
     prompt,
     request,
 )
@@ -40,7 +40,7 @@ def start(model_dir: Path, decoder: Decoder) -> Iterator[Start]:
     def start_engine(connector: FakeConnector | None = None, **changes: Any) -> ReferenceEngine:
         connect = (lambda *_: connector) if connector else None
         changes.setdefault("model", decoder)
-        engines.append(make_parts(model_dir, connect=connect, **changes).start())
+        engines.append(ReferenceEngine(make_core(model_dir, connect=connect, **changes)))
         return engines[-1]
 
     yield start_engine

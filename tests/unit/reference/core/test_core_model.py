@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_ext.reference.build import build_engine, build_model
 from engine_ext.reference.config import EngineConfig
+from engine_ext.reference.host import build_engine, build_model
 from engine_ext.reference.kv_cache import KVCache, max_model_len
 from engine_ext.reference.model import BatchBuilder, ChunkInput
 from engine_ext.reference.model_config import read_model_config
@@ -341,7 +341,7 @@ def test_checkpoint_errors_name_the_tensor(write_model: WriteModel) -> None:
     [
         ({"max_model_len": 4096}, "512 positions"),
         ({"max_model_len": 500, "num_blocks": 5}, "128 tokens"),
-        ({"kv_cache_bytes": 100}, "kv_cache_bytes"),
+        ({"kv_cache_memory_mib": 1, "block_size": 512}, "kv_cache_memory_mib"),
         ({"device": "tpu"}, "device"),
         ({"device": "nonsense:x"}, "device"),
         ({"dtype": "int4"}, "int4"),

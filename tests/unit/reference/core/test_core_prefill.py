@@ -11,9 +11,7 @@ LONG = 400
 
 
 def busy_driver(make_driver: MakeDriver) -> Driver:
-    return make_driver(
-        max_prefill_tokens_per_step=PER_STEP, num_blocks=257, enable_prefix_caching=False
-    )
+    return make_driver(max_num_batched_tokens=PER_STEP, num_blocks=257, enable_prefix_caching=False)
 
 
 def num_tokens(driver: Driver, request_id: str) -> int:
@@ -50,10 +48,8 @@ def test_prompts_are_computed_in_the_order_in_which_they_came(make_driver: MakeD
         ({}, 256),
         ({"device": "cuda"}, 2048),
         ({"max_num_batched_tokens": 64}, 64),
-        ({"max_prefill_tokens_per_step": 7}, 7),
-        ({"max_prefill_tokens_per_step": 7000}, 2048),
     ],
 )
 def test_a_cpu_takes_prompts_in_small_pieces(config: dict[str, object], bound: int) -> None:
     made = EngineConfig(model=None, **config)  # type: ignore[arg-type]  # not looked at
-    assert made.prefill_tokens_per_step == bound
+    assert made.tokens_per_step == bound

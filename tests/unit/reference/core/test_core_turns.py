@@ -18,7 +18,7 @@ from tests.unit.reference.core.harness import (
     Driver,
     FakeWorker,
     greedy,
-    make_parts,
+    make_core,
     prompt,
     request,
 )
@@ -60,7 +60,7 @@ def last_turn(tokens: Sequence[int]) -> dict[str, Any]:
 def driver(model_dir: Path, decoder: Decoder) -> Driver:
     """Seventeen blocks; steps of eight tokens; no prefix cache, so that what counts is the load."""
     return Driver(
-        make_parts(
+        make_core(
             model_dir,
             connect=lambda _, geometry: RealHalf(geometry),
             model=decoder,
@@ -75,7 +75,7 @@ def park_turn(driver: Driver) -> FakeWorker:
     tokens = prompt(120)
     driver.add(request("turn", tokens, greedy(1), last_turn(tokens)))
     driver.step_until(lambda: driver.core.stats().num_waiting_for_remote_kv == 1)
-    half = driver.parts.connector
+    half = driver.core.connector
     assert isinstance(half, RealHalf)
     return half.worker
 

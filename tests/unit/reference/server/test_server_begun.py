@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
-from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
+from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.job import prepare, remote_params
 from engine_ext.reference.server.requests import ChatBody, CompletionBody, EngineBadRequestError
 from engine_ext.reference.server.served_model import ServedModel

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
+from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.served_model import ServedModel
 from tests.unit.reference.server.fake_engine import (
     events_of,

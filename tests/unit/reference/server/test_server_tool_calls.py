@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.reference.build import build_engine
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
+from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.structured_output import Calls, Forced, calls_in
 from tests.unit.reference.server.fake_engine import events_of, in_process, served_model
 
