@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_ext.common.types import EMPTY_STEP, CacheGeometry, StepMetadata, TransferResults
-from engine_ext.reference.answer import GeneratedAnswer, StopRules
+from engine_ext.reference.answer import GeneratedAnswer, ResumedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.kv_cache import KVCache, max_model_len, num_blocks
@@ -30,9 +30,8 @@ from engine_ext.reference.messages import (
     TokenLogprob,
     failed,
 )
-from engine_ext.reference.model import BatchBuilder, ChunkInput, LanguageModel
+from engine_ext.reference.model import BatchBuilder, ChunkInput, Decoder
 from engine_ext.reference.model_config import ModelConfig
-from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.reference.sampler import SampledToken, Sampler, skip_draws
 from engine_ext.reference.scheduler import Scheduler, SchedulerStep
 from engine_ext.reference.sequence import Sequence
@@ -59,7 +58,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        model: LanguageModel,
+        model: Decoder,
         tokenizer: Tokenizer,
         connect: ConnectorFactory | None = None,
     ) -> None:

@@ -21,9 +21,9 @@ import torch
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats
+from engine_ext.reference.answer import ResumedAnswer
 from engine_ext.reference.core import EngineCore
 from engine_ext.reference.messages import EngineStats, GenerateRequest, RequestOutput
-from engine_ext.reference.resume import ResumedAnswer
 
 logger = logging.getLogger(__name__)
 

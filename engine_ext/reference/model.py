@@ -1,9 +1,8 @@
-"""A decoder-only transformer over a paged cache: Qwen3, Qwen2, Llama, and DeepSeek-V2 without
-experts. A batch has the sequences that decode first, then prefill chunks."""
+"""A decoder-only transformer over a paged cache: Qwen3, Llama, and DeepSeek-V2 without experts. A
+batch has the sequences that decode first, then prefill chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
@@ -12,9 +11,6 @@ from torch import Tensor
 from engine_ext.reference.kv_cache import NULL_BLOCK
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.weights import LayerWeights, ModelWeights
-
-_QUERY_TILE = 512
-"""Rows of a masked prefill computed at once: bounds the mask to tile * context values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +27,13 @@ class ChunkInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Which K and V to bring together, and where."""
-
-    rows: Tensor
-    """[sequences * kv_heads * width], of a layer seen as [num_blocks * kv_heads, ...]."""
-    scratch: Tensor
-    """[len(rows), block_size * row_dim]. All spans and layers use the same memory in turn."""
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeSpan:
     """The first `count` rows of the batch, one token each."""
 
     count: int
-    gather: Gather
+    cache_rows: Tensor
+    """[count * kv_heads * width]: the K and V to bring together, of a layer seen as [num_blocks *
+    kv_heads, ...]."""
     mask: Tensor
     """[count, 1, 1, width * block_size], added to the scores."""
 
@@ -56,7 +44,7 @@ class PrefillSpan:
 
     rows: slice
     context: int
-    gather: Gather
+    cache_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +64,6 @@ class BatchBuilder:
         self._heads = torch.arange(config.num_kv_heads).view(1, -1, 1)
         self._block_size = block_size
         self._device = device
-        # Kept over steps: a large buffer comes fresh from the system and costs more in page
-        # faults than the attention that reads it.
-        self._scratch = torch.empty(
-            (0, block_size * config.row_dim), dtype=config.dtype, device=device
-        )
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """`chunks`: those of one token first."""
@@ -88,8 +71,8 @@ class BatchBuilder:
         first, prefills = len(decodes), []
         for chunk in chunks[len(decodes) :]:
             last = first + len(chunk.token_ids)
-            gather = self._gather([chunk.block_ids])
-            prefills.append(PrefillSpan(slice(first, last), chunk.start, gather))
+            rows = self._cache_rows([chunk.block_ids])
+            prefills.append(PrefillSpan(slice(first, last), chunk.start, rows))
             first = last
         ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0)
         return ForwardBatch(
@@ -115,15 +98,12 @@ class BatchBuilder:
         beyond = torch.arange(width * self._block_size) >= lengths
         mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
         mask = mask.view(len(chunks), 1, 1, -1).to(self._device)
-        return DecodeSpan(len(chunks), self._gather(table), mask)
+        return DecodeSpan(len(chunks), self._cache_rows(table), mask)
 
-    def _gather(self, table: Sequence[Sequence[int]]) -> Gather:
+    def _cache_rows(self, table: Sequence[Sequence[int]]) -> Tensor:
         """Head by head: gathered, they are [sequence, head, position] without a second copy."""
         blocks = torch.tensor(table).unsqueeze(1)
-        rows = (blocks * self._heads.numel() + self._heads).flatten()
-        if len(rows) > len(self._scratch):
-            self._scratch = self._scratch.new_empty(len(rows) * 3 // 2, self._scratch.shape[1])
-        return Gather(rows.to(self._device), self._scratch[: len(rows)])
+        return (blocks * self._heads.numel() + self._heads).flatten().to(self._device)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -165,6 +145,9 @@ class PagedAttention:
         latent, dim, width = config.latent, config.head_dim, config.row_dim
         self._key = slice(0, width if latent else dim)
         self._value = slice(0, latent.rank) if latent else slice(dim, width)
+        # Kept over layers and steps: a large buffer comes fresh from the system and costs more in
+        # page faults than the attention that reads it.
+        self._scratch = torch.empty(0)
 
     def __call__(self, query: Tensor, fresh: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
         """Write this batch's `fresh` rows into `layer`, then attend.
@@ -177,43 +160,27 @@ class PagedAttention:
         parts = []
         if batch.decode is not None:
             parts.append(self._decode(query[: batch.decode.count], layer, batch.decode))
-        for span in batch.prefills:
-            if span.context:
-                parts.append(self._continue(query[span.rows], layer, span))
-            else:
-                rows = fresh[span.rows].transpose(0, 1).unsqueeze(0)
-                key, value = rows[..., self._key], rows[..., self._value]
-                parts.append(self._attend(query[span.rows], key, value))
+        parts += [self._prefill(query[span.rows], layer, span) for span in batch.prefills]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _decode(self, query: Tensor, layer: Tensor, span: DecodeSpan) -> Tensor:
         """The query heads that share a K and V head take the place of query positions."""
-        key, value = self._gather(layer, span.gather, span.count)
+        key, value = self._gather(layer, span.cache_rows, span.count)
         grouped = query.view(span.count, layer.shape[1], -1, query.shape[-1])
         mask = span.mask.to(query.dtype)
         out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=self._scale)
         return out.reshape(span.count, -1)
 
-    def _continue(self, query: Tensor, layer: Tensor, span: PrefillSpan) -> Tensor:
+    def _prefill(self, query: Tensor, layer: Tensor, span: PrefillSpan) -> Tensor:
         """`query` holds the last positions; row i sees all keys up to its own position."""
-        key, value = self._gather(layer, span.gather, 1)
-        parts = []
-        for first in range(0, query.shape[0], _QUERY_TILE):
-            tile = query[first : first + _QUERY_TILE]
-            rows, seen = tile.shape[0], span.context + first + tile.shape[0]
-            mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device)
-            mask = mask.tril(seen - rows)
-            parts.append(self._attend(tile, key[:, :, :seen], value[:, :, :seen], mask))
-        return torch.cat(parts)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
-        """`query` [tokens, heads, key] -> [tokens, heads * value]. Causal without a mask."""
+        key, value = self._gather(layer, span.cache_rows, 1)
+        rows, seen, mask = len(query), span.context + len(query), None
+        if span.context:
+            mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(span.context)
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
-            key,
-            value,
+            key[:, :, :seen],
+            value[:, :, :seen],
             mask,
             is_causal=mask is None,
             scale=self._scale,
@@ -221,18 +188,15 @@ class PagedAttention:
         )
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
-    def _gather(self, layer: Tensor, gather: Gather, count: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """K and V, each [count, kv_heads, positions, ...], until the next gather."""
         _, kv_heads, block_size, width = layer.shape
-        torch.index_select(layer.view(-1, block_size * width), 0, gather.rows, out=gather.scratch)
-        rows = gather.scratch.view(count, kv_heads, -1, width)
-        return rows[..., self._key], rows[..., self._value]
-
-
-class LanguageModel(Protocol):
-    def forward(self, batch: ForwardBatch, layers: Sequence[Tensor]) -> Tensor:
-        """Fill the blocks that `batch` names in `layers`; return logits [chunks, vocab], float32,
-        for the last token of each chunk."""
+        if len(rows) > len(self._scratch):
+            self._scratch = layer.new_empty(len(rows) * 3 // 2, block_size * width)
+        scratch = self._scratch[: len(rows)]
+        torch.index_select(layer.view(-1, block_size * width), 0, rows, out=scratch)
+        gathered = scratch.view(count, kv_heads, -1, width)
+        return gathered[..., self._key], gathered[..., self._value]
 
 
 class Decoder:
@@ -252,7 +216,7 @@ class Decoder:
             normed = self._norm(hidden, weights.input_norm)
             query, row = self._project(normed, weights, cos, sin)
             mixed = self._attend(query, row, cache, batch)
-            hidden = hidden + _product(mixed, weights.output, weights.output_bias)
+            hidden = hidden + _product(mixed, weights.output)
             normed = self._norm(hidden, weights.mlp_norm)
             gate, up = _product(normed, weights.gate_up).chunk(2, dim=-1)
             hidden = hidden + _product(F.silu(gate).mul_(up), weights.down)
@@ -265,7 +229,7 @@ class Decoder:
         """Queries, and what the cache keeps of these tokens: K before V."""
         config = self._config
         num_rotated = config.num_heads + config.num_kv_heads
-        packed = _product(x, weights.qkv, weights.qkv_bias).view(x.shape[0], -1, config.head_dim)
+        packed = _product(x, weights.qkv).view(x.shape[0], -1, config.head_dim)
         rotated, value = packed[:, :num_rotated], packed[:, num_rotated:]
         if weights.head_norms is not None:
             rotated = self._norm(rotated, weights.head_norms)
@@ -296,10 +260,9 @@ class Decoder:
         return (wide * scale).mul_(weight).to(x.dtype)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(x: Tensor, weight: Tensor) -> Tensor:
     """As `F.linear`. For a single row of 16 bits, that is for one sequence's decode on a CPU,
     `F.linear` is no faster than with float32; the product of matrix and vector is."""
-    if x.shape[0] > 1 or x.dtype is torch.float32 or x.is_cuda:
-        return F.linear(x, weight, bias)
-    row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-    return row.unsqueeze(0)
+    if x.shape[0] == 1 and x.dtype is not torch.float32 and not x.is_cuda:
+        return torch.mv(weight, x[0]).unsqueeze(0)
+    return F.linear(x, weight)

@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 
-_ARCHITECTURES = (
-    "Qwen3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "LlamaForCausalLM",
-    "DeepseekV2ForCausalLM",
-)
+_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "DeepseekV2ForCausalLM")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_UNSUPPORTED = ("quantization_config", "use_sliding_window", "mlp_bias")
+_UNSUPPORTED = ("quantization_config", "use_sliding_window", "mlp_bias", "attention_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +42,6 @@ class ModelConfig:
     max_position_embeddings: int
     rope_theta: float
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     """Of weights, activations and KV cache."""
@@ -100,7 +93,6 @@ def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> Mode
     kv_heads = 1 if latent else int(raw.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise ValueError(f"{heads} attention heads do not divide into {kv_heads} key-value heads")
-    bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
         vocab_size=int(raw["vocab_size"]),
@@ -117,8 +109,6 @@ def _parse(raw: dict[str, Any], eos: frozenset[int], dtype: torch.dtype) -> Mode
         max_position_embeddings=int(raw["max_position_embeddings"]),
         rope_theta=_rope_theta(raw),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
-        output_bias=bias and architecture != "Qwen2ForCausalLM",
         eos_token_ids=eos,
         dtype=dtype,
     )
@@ -128,9 +118,8 @@ def _latent(raw: dict[str, Any]) -> LatentShape:
     dense = raw.get("first_k_dense_replace", 0)
     if raw.get("n_routed_experts") and dense < raw["num_hidden_layers"]:
         raise ValueError("unsupported n_routed_experts; only dense layers are supported")
-    for name in ("q_lora_rank", "attention_bias"):
-        if raw.get(name):
-            raise ValueError(f"unsupported {name}; only latent attention without it is supported")
+    if raw.get("q_lora_rank"):
+        raise ValueError("unsupported q_lora_rank; only latent attention without it is supported")
     return LatentShape(
         rank=int(raw["kv_lora_rank"]),
         rotated=int(raw["qk_rope_head_dim"]),

@@ -29,11 +29,11 @@ from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
 from engine_ext.common.types import NO_RESULTS, FinishDecision, FinishStatus, TransferResults
+from engine_ext.reference.answer import with_progress
 from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.messages import ABORTED, HANDED_BACK, Counters, Finish, failed
-from engine_ext.reference.resume import with_progress
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
 from engine_ext.scheduler.admission import FIELD, FINISH_REASON, hands_back, judge, prefills
 

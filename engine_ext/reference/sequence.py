@@ -7,9 +7,9 @@ import torch
 
 from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import BlockIds
+from engine_ext.reference.answer import ResumedAnswer, hands_over
 from engine_ext.reference.grammar import Grammar
 from engine_ext.reference.messages import Finish, GenerateRequest, SamplingParams, TokenLogprob
-from engine_ext.reference.resume import ResumedAnswer, hands_over
 
 REMOTE_CACHED = "remote_prefill_cached_tokens"
 

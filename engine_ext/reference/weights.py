@@ -21,12 +21,10 @@ class LayerWeights:
     qkv: Tensor
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]; with latent attention
     [num_heads * row_dim + row_dim, hidden]: queries, then the latent vector and rotated key."""
-    qkv_bias: Tensor | None = None
     head_norms: Tensor | None = None
     """[num_heads + num_kv_heads, head_dim]: of the queries, then of the keys."""
     latent_norm: Tensor | None = None
     output: Tensor
-    output_bias: Tensor | None = None
     mlp_norm: Tensor
     gate_up: Tensor
     """[2 * intermediate, hidden]"""
@@ -120,11 +118,6 @@ def _grouped_attention(take: Take, config: ModelConfig) -> dict[str, Tensor]:
         ),
         "output": take("self_attn.o_proj.weight", hidden, heads["q"] * dim),
     }
-    if config.qkv_bias:
-        biases = [take(f"self_attn.{n}_proj.bias", heads[n] * dim) for n in heads]
-        fused["qkv_bias"] = torch.cat(biases)
-    if config.output_bias:
-        fused["output_bias"] = take("self_attn.o_proj.bias", hidden)
     if config.qk_norm:
         norms = [take(f"self_attn.{n}_norm.weight", dim).expand(heads[n], -1) for n in "qk"]
         fused["head_norms"] = torch.cat(norms)

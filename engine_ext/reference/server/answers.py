@@ -20,9 +20,9 @@ from engine_ext.common.resume_payload import (
     ResumePayload,
     token_id_comment,
 )
+from engine_ext.reference.answer import with_progress
 from engine_ext.reference.engine import ReferenceEngine, merge
 from engine_ext.reference.messages import RequestOutput, TokenLogprob
-from engine_ext.reference.resume import with_progress
 from engine_ext.reference.server.job import Job
 from engine_ext.reference.server.requests import ApiError, error_body
 from engine_ext.reference.server.structured_output import Calls, calls_in

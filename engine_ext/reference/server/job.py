@@ -12,8 +12,8 @@ from typing import Any
 
 from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, read_resume_payload
+from engine_ext.reference.answer import ResumedAnswer, ResumeError, hands_over, resume_answer
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
-from engine_ext.reference.resume import ResumedAnswer, ResumeError, hands_over, resume_answer
 from engine_ext.reference.server.prompts import (
     TokenIds,
     are_token_ids,

@@ -303,7 +303,7 @@ def _parser() -> CommandParser:
         "--model",
         type=_model,
         metavar="DIR",
-        help="a Qwen3, Qwen2 or Llama directory from Hugging Face, or tiny: a random model that "
+        help="a Qwen3 or Llama directory from Hugging Face, or tiny: a random model that "
         "talks gibberish; without it, SmolLM2-135M-Instruct is fetched once (93 MB)",
     )
     add(

@@ -20,14 +20,14 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
+from engine_ext.reference.answer import ResumedAnswer
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.core import ConnectorFactory, EngineCore
 from engine_ext.reference.engine import merge
 from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
-from engine_ext.reference.model import LanguageModel
+from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
@@ -63,7 +63,7 @@ def make_core(
     model_dir: Path,
     *,
     connect: ConnectorFactory | None = None,
-    model: LanguageModel | None = None,
+    model: Decoder | None = None,
     **changes: Any,
 ) -> EngineCore:
     defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 129, "num_threads": 1}

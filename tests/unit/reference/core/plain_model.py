@@ -80,8 +80,7 @@ def _heads(layer: dict[str, Tensor], x: Tensor, which: str, count: int) -> list[
 
 
 def _linear(layer: dict[str, Tensor], x: Tensor, name: str) -> Tensor:
-    out = x @ layer[f"{name}.weight"].T
-    return out + layer[f"{name}.bias"] if f"{name}.bias" in layer else out
+    return x @ layer[f"{name}.weight"].T
 
 
 def _mlp(layer: dict[str, Tensor], x: Tensor) -> Tensor:

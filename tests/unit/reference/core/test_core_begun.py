@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
-from engine_ext.reference.answer import GeneratedAnswer, StopRules
+from engine_ext.reference.answer import (
+    GeneratedAnswer,
+    ResumedAnswer,
+    ResumeError,
+    StopRules,
+    resume_answer,
+)
 from engine_ext.reference.engine import merge
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import RequestOutput, SamplingParams
-from engine_ext.reference.resume import ResumedAnswer, ResumeError, resume_answer
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine_ext.common.resume_payload import MAX_LOGPROBS, ResumePayload
+from engine_ext.reference.answer import resume_answer
 from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
-from engine_ext.reference.resume import resume_answer
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import Driver, FakeConnector, greedy, prompt, request
 from tests.unit.reference.core.test_core_begun import RULES, tokenizer

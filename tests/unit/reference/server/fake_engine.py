@@ -13,6 +13,7 @@ import uvicorn
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats
+from engine_ext.reference.answer import ResumedAnswer
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
@@ -22,7 +23,6 @@ from engine_ext.reference.messages import (
     RequestOutput,
     TokenLogprob,
 )
-from engine_ext.reference.resume import ResumedAnswer
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import ReferenceServer
