@@ -108,7 +108,6 @@ def prepare(
     model.check_name(request.model)
     if isinstance(request, ChatBody) and request.top_logprobs and not request.logprobs:
         raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    asked = _max_tokens(request, model)
     transfer = _read_transfer(request, model)
     prompts = _prompts(request, transfer, model)
     # Ids travel in notifications between engines, where `:` and `,` separate fields.
@@ -117,7 +116,7 @@ def prepare(
     is_chat = isinstance(request, ChatBody)
     names = [job_id] if is_chat else [f"{job_id}-{place}" for place in range(len(prompts))]
     forced = forced_by(request) if isinstance(request, ChatBody) else None
-    rooms = [transfer.max_tokens(_room(len(prompt), asked, model), model) for prompt in prompts]
+    rooms = [transfer.max_tokens(_room(request, prompt, model), model) for prompt in prompts]
     sampling = _sampling(request, model, rooms, forced)
     return Job(
         id=job_id,
@@ -156,9 +155,9 @@ def _prompts(
     return [encode(prompt, model, add_special_tokens=special) for prompt in prompts]
 
 
-def _max_tokens(request: CompletionBody | ChatBody, model: ServedModel) -> int | None:
-    """vLLM's rule: more tokens than the context has left are cut to what is left, more than the
-    whole context are refused."""
+def _room(request: CompletionBody | ChatBody, prompt: TokenIds, model: ServedModel) -> int:
+    """Tokens that the answer may have. vLLM's rule: more than the context has left are cut to what
+    is left, more than the whole context are refused."""
     asked, param = request.max_tokens, "max_tokens"
     if isinstance(request, ChatBody) and request.max_completion_tokens is not None:
         asked, param = request.max_completion_tokens, "max_completion_tokens"
@@ -169,16 +168,11 @@ def _max_tokens(request: CompletionBody | ChatBody, model: ServedModel) -> int |
             "Please request fewer output tokens.",
             param,
         )
-    return asked
-
-
-def _room(prompt: int, asked: int | None, model: ServedModel) -> int:
-    """Tokens that an answer to a prompt of `prompt` tokens may have."""
-    left = model.max_model_len - prompt
-    found = left if asked is None else min(asked, left)
-    if found < 1:
-        raise EngineBadRequestError(f"max_tokens must be at least 1, got {found}.", "max_tokens")
-    return found
+    left = limit - len(prompt)
+    room = left if asked is None else min(asked, left)
+    if room < 1:
+        raise EngineBadRequestError(f"max_tokens must be at least 1, got {room}.", "max_tokens")
+    return room
 
 
 def _sampling(

@@ -1,9 +1,6 @@
 """From what a client wrote to the token ids the engine is given."""
 
-import contextlib
 from typing import Any
-
-import orjson
 
 from engine_ext.reference.server.requests import (
     ChatTemplateRequest,
@@ -69,73 +66,19 @@ def check_token_ids(ids: TokenIds | list[int], model: ServedModel, param: str) -
 
 
 def render(conversation: ChatTemplateRequest, model: ServedModel) -> str:
-    """The prompt's text. Raises EngineBadRequestError if the template or the messages say no."""
+    """The prompt's text. Raises EngineBadRequestError if the template says no."""
     if model.chat_template is None:
         raise EngineBadRequestError(
             "this model has no chat template: use /v1/completions", "messages"
         )
-    messages = [_message(message, place) for place, message in enumerate(conversation.messages)]
     try:
         return model.chat_template.render(
-            messages, tools=conversation.tools, arguments=conversation.chat_template_kwargs
+            [message.for_template() for message in conversation.messages],
+            tools=conversation.tools,
+            arguments=conversation.chat_template_kwargs,
         )
     except ValueError as error:
         raise EngineBadRequestError(str(error), "messages") from error
-
-
-def _message(message: Any, place: int) -> dict[str, Any]:
-    """As chat templates want a message: role, plain text, and tool calls with parsed arguments."""
-    where = f"messages[{place}]"
-    _require(isinstance(message, dict), f"{where} must be an object with role and content")
-    _require(isinstance(message.get("role"), str), f"{where}.role must be a string")
-    content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        parts = enumerate(content)
-        content = "\n".join(_part(part, f"{where}.content[{index}]") for index, part in parts)
-    # Agents send no content beside their tool calls, and templates add it to other strings.
-    _require(
-        content is None or isinstance(content, str),
-        f"{where}.content must be a string or a list of text parts",
-    )
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    kept["content"] = content or ""
-    if calls:
-        where = f"{where}.tool_calls"
-        _require(isinstance(calls, list), f"{where} must be a list")
-        kept["tool_calls"] = [_tool_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
-    return kept
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    _require(is_text, f"{where} must be a text part: this model reads nothing else")
-    _require(isinstance(part.get("text"), str), f"{where}.text must be a string")
-    return str(part["text"])
-
-
-def _tool_call(call: Any, where: str) -> Any:
-    """Templates want arguments as an object; clients send them as a string of JSON.
-
-    Arguments that a model wrote badly once stay in the history: to refuse them would end the
-    conversation. They become an empty object, as in vLLM.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    is_function = isinstance(function, dict) and call.get("type", "function") == "function"
-    _require(is_function, f"{where}.function must be an object")
-    assert isinstance(function, dict)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
-    arguments = arguments if isinstance(arguments, dict) else {}
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise EngineBadRequestError(message, "messages")
 
 
 def tokenize(model: ServedModel, body: bytes) -> dict[str, Any]:

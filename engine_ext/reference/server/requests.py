@@ -5,8 +5,9 @@ have are refused, unless they ask for what happens anyway.
 """
 
 import codecs
+import contextlib
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 import pydantic
@@ -89,6 +90,15 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
+class NamedSchema(BaseModel):
+    body: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class GenerationBody(_Body):
     """What completions and chat completions share."""
 
@@ -116,7 +126,7 @@ class GenerationBody(_Body):
     return_tokens_as_token_ids: bool = False
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     cache_hit_threshold: Annotated[float | None, BeforeValidator(parse_threshold)] = None
 
 
@@ -133,20 +143,69 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+def _read_arguments(value: Any) -> dict[str, Any]:
+    """Templates want arguments as an object; clients send them as a string of JSON.
+
+    Arguments that a model wrote badly once stay in the history: to refuse them would end the
+    conversation. They become an empty object, as in vLLM.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value = orjson.loads(value)
+    return value if isinstance(value, dict) else {}
+
+
+class CalledFunction(BaseModel, extra="allow"):
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)] = {}
+
+
+class ToolCall(BaseModel, extra="allow"):
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel, extra="allow"):
+    role: str
+    content: str | list[str | TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Plain text, and tool calls only if there are any. Raises ValueError for deep nesting."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part if isinstance(part, str) else part.text for part in content)
+        unused = set() if self.tool_calls else {"tool_calls"}
+        # Agents send no content beside their tool calls, and templates add it to other strings.
+        return {**self.model_dump(exclude=unused), "content": content}
+
+
 class ChatTemplateRequest(_Body):
     """What the chat template needs."""
 
-    messages: list[Any] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+
+class ToolName(BaseModel):
+    name: str
+
+
+class ToolChoice(BaseModel):
+    function: ToolName
 
 
 class ChatBody(GenerationBody, ChatTemplateRequest):
     id_prefix = "chatcmpl"
 
     max_completion_tokens: int | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)

@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine_ext.reference.grammar import Grammar
-from engine_ext.reference.server.requests import ChatBody, EngineBadRequestError, GenerationBody
+from engine_ext.reference.server.requests import (
+    ChatBody,
+    EngineBadRequestError,
+    GenerationBody,
+    ResponseFormat,
+    ToolChoice,
+)
 from engine_ext.reference.server.served_model import ServedModel
 
 ANY_OBJECT = {"type": "object"}
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
-USAGE = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
 
 
 class Forced(NamedTuple):
@@ -43,54 +48,37 @@ def grammar_of(
         raise EngineBadRequestError(f"{param} cannot be followed: {error}", param) from None
 
 
-def _response_schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
-    param = "response_format"
-    kind = "text" if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text":
+def _response_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
         return None
-    if kind == "json_object":
+    if wanted.type == "json_object":
         return ANY_OBJECT
-    if kind != "json_schema":
-        raise EngineBadRequestError(
-            "response_format.type must be text, json_object or json_schema", param
-        )
-    described = wanted.get("json_schema")
-    if described is None:
+    if wanted.json_schema is None:
         raise EngineBadRequestError(
             "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
-            param,
+            "response_format",
         )
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(schema, dict):
-        raise EngineBadRequestError("response_format.json_schema.schema must be an object", param)
-    return schema
+    return wanted.json_schema.body
 
 
 def forced_by(request: ChatBody) -> Forced | None:
-    """None if the model may answer freely. Raises EngineBadRequestError, mostly in vLLM's words."""
+    """None if the model may answer freely. Raises EngineBadRequestError."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
-    if choice != "required" and not isinstance(choice, dict):
-        raise _wrong(
-            f"Invalid value for `tool_choice`: {choice!s:.200}! "
-            'Only named tools, "none", "auto" or "required" are supported.'
-        )
-    if request.tools is None:
-        raise _wrong("When using `tool_choice`, `tools` must be set.")
-    functions = _functions(request.tools)
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
-            raise _wrong(f"`tool_choice` names no function! {USAGE}")
+    functions = _functions(request.tools or [])
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
         if name not in functions:
-            raise _wrong(
-                "The tool specified in `tool_choice` does not match any of the specified `tools`"
+            raise EngineBadRequestError(
+                "The tool specified in `tool_choice` does not match any of the specified `tools`",
+                "tool_choice",
             )
         return Forced(functions[name], name)
     if not functions:
-        raise _wrong("tool_choice requires a function call, but tools contains no function")
+        raise EngineBadRequestError(
+            "tool_choice requires a function call, but tools contains no function", "tool_choice"
+        )
     return Forced(_list_of_calls(functions, is_single=request.parallel_tool_calls is False))
 
 
@@ -101,10 +89,12 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             continue
-        parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise EngineBadRequestError("tools[].function.parameters must be an object", "tools")
-        functions[function["name"]] = parameters or ANY_ARGUMENTS
+        parameters = function.get("parameters") or ANY_ARGUMENTS
+        if not isinstance(parameters, dict) or not isinstance(parameters.get("$defs", {}), dict):
+            raise EngineBadRequestError(
+                "tools[].function.parameters and its $defs must be objects", "tools"
+            )
+        functions[function["name"]] = parameters
     return functions
 
 
@@ -114,12 +104,7 @@ def _list_of_calls(functions: dict[str, dict[str, Any]], *, is_single: bool) -> 
     calls = []
     for name, parameters in functions.items():
         own = dict(parameters)
-        definitions = own.pop("$defs", {})
-        if not isinstance(definitions, dict):
-            raise EngineBadRequestError(
-                f"`$defs` in the parameters of tool '{name}' must be an object", "tools"
-            )
-        for key, one in definitions.items():
+        for key, one in own.pop("$defs", {}).items():
             if shared.setdefault(key, one) != one:
                 raise EngineBadRequestError(
                     f"Tool definition '{key}' has multiple schemas, which is not supported.",
@@ -181,7 +166,3 @@ def calls_in(text: str, forced: Forced) -> list[dict[str, Any]]:
     """The `tool_calls` of a whole message."""
     entries = Calls(forced).take(text)
     return [{name: value for name, value in one.items() if name != "index"} for one in entries]
-
-
-def _wrong(message: str) -> EngineBadRequestError:
-    return EngineBadRequestError(message, "tool_choice")
