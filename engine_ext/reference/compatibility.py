@@ -9,7 +9,6 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import BinaryIO
 
 from engine_ext.common.short_hash import short_hash
 from engine_ext.reference.model_config import ModelConfig
@@ -49,16 +48,13 @@ def _weights_digest(directory: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(path.name.encode())
+        size = path.stat().st_size
         with path.open("rb") as file:
-            _sample(file, path.stat().st_size, digest)
+            prefix = file.read(8)
+            (header_bytes,) = struct.unpack("<Q", prefix.ljust(8, b"\0"))
+            digest.update(prefix + file.read(min(header_bytes, size)))
+            for i in range(SAMPLES):
+                file.seek(8 + header_bytes + max(0, size - 8 - header_bytes) * i // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+        digest.update(str(size).encode())
     return digest.hexdigest()[:16]
-
-
-def _sample(file: BinaryIO, size: int, digest: "hashlib._Hash") -> None:
-    prefix = file.read(8)
-    (header_bytes,) = struct.unpack("<Q", prefix.ljust(8, b"\0"))
-    digest.update(prefix + file.read(min(header_bytes, size)))
-    for i in range(SAMPLES):
-        file.seek(8 + header_bytes + max(0, size - 8 - header_bytes) * i // SAMPLES)
-        digest.update(file.read(SAMPLE_BYTES))
-    digest.update(str(size).encode())

@@ -8,7 +8,7 @@ and last `update_connector_output`.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._counters = Counters()
-        self._scheduler = Scheduler(config, self._blocks, self.connector.scheduler, self._counters)
-        self._queues = self._scheduler.queues
+        self.scheduler = Scheduler(config, self._blocks, self.connector.scheduler, self._counters)
         self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         self._model = model
         self._builder = BatchBuilder(model_config, block_size=size, device=device)
@@ -90,7 +89,7 @@ class EngineCore:
     ) -> RequestOutput | None:
         """Put the request into the queue. Returns an output if that ended the request at once, or
         if a resumed answer has tokens that the client lacks."""
-        if self._queues.knows(request.request_id):
+        if self.scheduler.knows(request.request_id):
             return self._refuse(request, f"request id {request.request_id} is in use")
         seq = Sequence(request, resumed)
         error = self._problem_of(seq, resumed)
@@ -106,7 +105,7 @@ class EngineCore:
         if resumed is not None and resumed.finish is not None:
             self._end_unscheduled(seq, resumed.finish)
             return self._first_output(seq, resumed)
-        self._scheduler.add(seq)
+        self.scheduler.add(seq)
         if seq.finish is not None:
             return self._output(seq)
         if resumed is None:
@@ -114,7 +113,7 @@ class EngineCore:
         skip_draws(seq, len(resumed.token_ids))
         if not resumed.unsent_token_ids:
             return None
-        if self._scheduler.may_refuse(seq):
+        if self.scheduler.may_refuse(seq):
             self._unsent[seq.request_id] = seq, resumed
             return None
         return self._first_output(seq, resumed)
@@ -132,25 +131,17 @@ class EngineCore:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """None if no such request lives."""
-        seq = self._scheduler.abort(request_id)
+        seq = self.scheduler.abort(request_id)
         return self._output(seq) if seq else None
 
     def abort_all(self) -> list[RequestOutput]:
-        outputs = [self.abort(seq.request_id) for seq in list(self._queues.live())]
+        outputs = [self.abort(seq.request_id) for seq in list(self.scheduler.live())]
         return [output for output in outputs if output is not None]
-
-    def drain(self) -> None:
-        """Give up what is held for later; what a remote reads now stays until it is read."""
-        self._scheduler.drain()
-
-    def release(self, engine_id: str, request_id: str) -> bool:
-        """No remote will read this request's KV. True: it was held."""
-        return self._scheduler.release(engine_id, request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything without input from outside."""
-        queues = self._queues
+        queues = self.scheduler
         if queues.running or queues.loaded or queues.waiting:
             return True
         try:
@@ -161,11 +152,11 @@ class EngineCore:
 
     @property
     def awaits_transfers(self) -> bool:
-        queues = self._queues
+        queues = self.scheduler
         return bool(queues.parked or queues.orphaned or queues.delayed)
 
     def step(self) -> StepResult:
-        step = self._scheduler.schedule()
+        step = self.scheduler.schedule()
         outputs = [self._output(seq) for seq in step.ended]
         # A sequence that has blocks can no longer be refused.
         for seq, resumed in [each for each in self._unsent.values() if each[0].block_ids]:
@@ -184,12 +175,12 @@ class EngineCore:
             logger.exception("connector: get_transfer_results raised")
             results = TransferResults()
         outputs += [self._accept(seq, sampled) for seq, sampled in tokens.items()]
-        outputs += [self._output(seq) for seq in self._scheduler.update_transfers(results)]
+        outputs += [self._output(seq) for seq in self.scheduler.update_transfers(results)]
         progressed = bool(step.chunks or step.num_preempted or outputs or meta or results)
         return StepResult(outputs, progressed, step.must_ask_again)
 
     def stats(self) -> EngineStats:
-        queues = self._queues
+        queues = self.scheduler
         return EngineStats(
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.loaded),
@@ -197,12 +188,8 @@ class EngineCore:
             num_blocks_total=self._blocks.num_total,
             num_blocks_free=self._blocks.num_free,
             num_blocks_delayed=len(set().union(*queues.delayed.values())),
-            **self._counters.snapshot(),
+            **asdict(self._counters),
         )
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError."""
-        self._scheduler.check_integrity()
 
     def _problem_of(self, seq: Sequence, resumed: ResumedAnswer | None) -> str | None:
         prompt, limit = seq.prompt_token_ids, self._rules.max_model_len
@@ -224,9 +211,9 @@ class EngineCore:
 
     def _end_unscheduled(self, seq: Sequence, finish: Finish) -> None:
         """End a request of which only the connector is to know."""
-        self._scheduler.add(seq)
+        self.scheduler.add(seq)
         if seq.finish is None:
-            self._scheduler.finish(seq, finish)
+            self.scheduler.finish(seq, finish)
 
     def _build_meta(self, step: SchedulerStep, outputs: list[RequestOutput]) -> StepMetadata:
         """The scheduler half's orders for the worker half. Those that cannot be built now go with a
@@ -259,7 +246,7 @@ class EngineCore:
         for chunk in step.chunks:
             prompt_left = chunk.seq.num_prompt_tokens - chunk.seq.num_computed_tokens
             self._counters.prompt_tokens_computed += min(max(0, prompt_left), chunk.num_tokens)
-            self._scheduler.advance(chunk.seq, chunk.num_tokens)
+            self.scheduler.advance(chunk.seq, chunk.num_tokens)
         return tokens
 
     def _forward(self, step: SchedulerStep) -> dict[Sequence, SampledToken | None]:
@@ -284,7 +271,7 @@ class EngineCore:
 
     def _accept(self, seq: Sequence, sampled: SampledToken | None) -> RequestOutput:
         if sampled is None:
-            self._scheduler.distrust(seq)
+            self.scheduler.distrust(seq)
             return self._fail([seq], "the model's output is not finite")[0]
         seq.token_ids.append(sampled.token_id)
         if seq.hands_over and sampled.logprob:
@@ -299,13 +286,13 @@ class EngineCore:
             logger.exception("detokenizing failed for %s", seq.request_id)
             return self._fail([seq], "detokenizing failed")[0]
         if finish is not None:
-            self._scheduler.finish(seq, finish)
+            self.scheduler.finish(seq, finish)
         logprobs = (sampled.logprob,) if sampled.logprob else ()
         return self._output(seq, text, (sampled.token_id,), logprobs)
 
     def _fail(self, sequences: Seq[Sequence], error: str) -> list[RequestOutput]:
         for seq in sequences:
-            self._scheduler.finish(seq, failed(error))
+            self.scheduler.finish(seq, failed(error))
         return [self._output(seq) for seq in sequences]
 
     def _first_output(self, seq: Sequence, resumed: ResumedAnswer) -> RequestOutput:

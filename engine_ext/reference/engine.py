@@ -100,7 +100,8 @@ class ReferenceEngine:
         """Outputs that are sent once `stats` includes them."""
         self._stats = core.stats()
         self._stopping = threading.Event()
-        self._failed = False
+        self.has_failed = False
+        """Its thread ended by a fault of its own, not by `shutdown`."""
         self._connector.worker.set_wake(partial(self._commands.put, None))
         try:
             self._connector.start(core.cache.regions(), core.cache.stage)
@@ -158,23 +159,18 @@ class ReferenceEngine:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and not self._failed
-
-    @property
-    def has_failed(self) -> bool:
-        """Its thread ended by a fault of its own, not by `shutdown`."""
-        return self._failed
+        return self._thread.is_alive() and not self.has_failed
 
     def check_integrity(self) -> None:
         """Between two steps. Raises IntegrityError, or TimeoutError after half a minute."""
         try:
-            self._call(self._core.check_integrity).result(CALL_TIMEOUT_S)
+            self._call(self._core.scheduler.check_integrity).result(CALL_TIMEOUT_S)
         except EngineEndedError:
-            self._core.check_integrity()
+            self._core.scheduler.check_integrity()
 
     async def release(self, engine_id: str, request_id: str) -> bool:
         """No remote will read this request's KV. True: it was held."""
-        released = self._call(partial(self._core.release, engine_id, request_id))
+        released = self._call(partial(self._core.scheduler.release, engine_id, request_id))
         with contextlib.suppress(EngineEndedError):
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 return await asyncio.wrap_future(released)
@@ -186,7 +182,7 @@ class ReferenceEngine:
         Meant for an engine that takes no new requests any more.
         """
         deadline = time.monotonic() + timeout
-        self._call(self._core.drain)
+        self._call(self._core.scheduler.drain)
         while self.is_healthy:
             stats = self._stats
             if not (stats.num_running or stats.num_waiting or stats.num_blocks_delayed):
@@ -249,10 +245,10 @@ class ReferenceEngine:
             self._address(self._core.abort_all())
             # The connector hears of the aborts, so that remote engines do.
             self._core.step()
-            self._core.check_integrity()
+            self._core.scheduler.check_integrity()
         except BaseException:  # The tokenizer's panics are not Exceptions.
             logger.exception("the engine's thread has failed")
-            self._failed = True
+            self.has_failed = True
         finally:
             # No caller waits for a thread that has ended.
             with self._lock:
@@ -279,7 +275,7 @@ class ReferenceEngine:
                 is_unchecked = True
             elif is_unchecked and time.monotonic() >= next_check:
                 # An engine with wrong bookkeeping gives wrong answers: it has to end.
-                self._core.check_integrity()
+                self._core.scheduler.check_integrity()
                 is_unchecked, next_check = False, time.monotonic() + CHECK_INTERVAL_S
             self._send()
 

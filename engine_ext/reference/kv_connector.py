@@ -136,10 +136,9 @@ class _NoWorker(WorkerHalf):
 
 
 class NoConnector:
-    def __init__(self) -> None:
-        # An empty body does nothing, as it should here.
-        self.scheduler = _NoScheduler()  # type: ignore[abstract]
-        self.worker = _NoWorker()  # type: ignore[abstract]
+    # An empty body does nothing, as it should here.
+    scheduler = _NoScheduler()  # type: ignore[abstract]
+    worker = _NoWorker()  # type: ignore[abstract]
 
     def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass

@@ -1,6 +1,6 @@
 """What the HTTP server and the engine exchange: requests, outputs and statistics."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine_ext.common.resume_payload import PREEMPTED
@@ -114,11 +114,6 @@ class Counters:
     requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason."""
     preemptions: int = 0
-
-    def snapshot(self) -> dict[str, Any]:
-        """A copy of all fields, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return values | {"requests_finished": dict(self.requests_finished)}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -191,9 +191,10 @@ class PagedAttention:
     def _gather(self, layer: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """K and V, each [count, kv_heads, positions, ...], until the next gather."""
         _, kv_heads, block_size, width = layer.shape
-        if len(rows) > len(self._scratch):
-            self._scratch = layer.new_empty(len(rows) * 3 // 2, block_size * width)
-        scratch = self._scratch[: len(rows)]
+        size = len(rows) * block_size * width
+        if size > len(self._scratch):
+            self._scratch = layer.new_empty(size * 3 // 2)
+        scratch = self._scratch[:size].view(len(rows), -1)
         torch.index_select(layer.view(-1, block_size * width), 0, rows, out=scratch)
         gathered = scratch.view(count, kv_heads, -1, width)
         return gathered[..., self._key], gathered[..., self._value]

@@ -2,9 +2,8 @@
 
 Continuous batching with chunked prefill. A step begins with the sequences that decode, in order of
 admission, one token each. Then it computes prompts, oldest first, and admits loaded and waiting
-sequences while the step may have more tokens. If blocks run out, the
-sequence that was admitted last gives up its own and is computed again later, or is handed back if
-the request asks for that.
+sequences while the step may have more tokens. If blocks run out, the sequence that was admitted
+last gives up its own and is computed again later, or is handed back if the request asks for that.
 
 Where every live sequence is, and every block that outlives one:
 
@@ -88,60 +87,6 @@ class _Admission(enum.Enum):
     """Not now, for a reason that does not concern the sequences behind it."""
 
 
-class Queues:
-    """The scheduler changes them; others read."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Sequence] = deque()
-        """Holds no blocks. First come, first served; the preempted come first."""
-        self.parked: dict[str, Sequence] = {}
-        """Remote KV is on its way into their blocks."""
-        self.loaded: deque[Sequence] = deque()
-        """Remote KV has arrived."""
-        self.running: list[Sequence] = []
-        """In order of admission."""
-        self.orphaned: dict[str, list[int]] = {}
-        """Blocks of requests aborted while a load may still write into them."""
-        self.delayed: dict[str, list[int]] = {}
-        """Blocks of finished requests that a remote still reads; two may share a block."""
-
-    def live(self) -> Iterator[Sequence]:
-        yield from self.waiting
-        yield from self.parked.values()
-        yield from self.loaded
-        yield from self.running
-
-    def find(self, request_id: str) -> Sequence | None:
-        return next((seq for seq in self.live() if seq.request_id == request_id), None)
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a transfer report may name this id."""
-        has_blocks = request_id in self.orphaned or request_id in self.delayed
-        return has_blocks or self.find(request_id) is not None
-
-    def remove(self, seq: Sequence) -> None:
-        if self.parked.pop(seq.request_id, None) is not None:
-            return
-        for queue in (self.running, self.loaded, self.waiting):
-            if seq in queue:
-                queue.remove(seq)
-                return
-
-    def check_integrity(self, blocks: BlockManager) -> None:
-        """Raises IntegrityError."""
-        ids = Counter(seq.request_id for seq in self.live())
-        ids.update([*self.orphaned, *self.delayed])
-        require(all(count == 1 for count in ids.values()), "a request is in two places")
-        for seq in self.waiting:
-            require(not seq.block_ids, f"{seq.request_id} waits and holds blocks")
-            require(seq.num_computed_tokens == 0, f"{seq.request_id} waits and has KV")
-        for seq in self.live():
-            room = len(seq.block_ids) * blocks.block_size
-            require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
-        held = [seq.block_ids for seq in self.live()]
-        blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])
-
-
 class Scheduler:
     def __init__(
         self,
@@ -154,13 +99,24 @@ class Scheduler:
         self._blocks = blocks
         self._connector = connector
         self._counters = counters
-        self.queues = Queues()
+        self.waiting: deque[Sequence] = deque()
+        """Holds no blocks. First come, first served; the preempted come first."""
+        self.parked: dict[str, Sequence] = {}
+        """Remote KV is on its way into their blocks."""
+        self.loaded: deque[Sequence] = deque()
+        """Remote KV has arrived."""
+        self.running: list[Sequence] = []
+        """In order of admission."""
+        self.orphaned: dict[str, list[int]] = {}
+        """Blocks of requests aborted while a load may still write into them."""
+        self.delayed: dict[str, list[int]] = {}
+        """Blocks of finished requests that a remote still reads; two may share a block."""
         self._undelivered = NO_RESULTS
         """Results that the connector got while it raised; it gets them once more."""
 
     def add(self, seq: Sequence) -> None:
         """A request whose hook raises ends here, see `seq.finish`."""
-        self.queues.waiting.append(seq)
+        self.waiting.append(seq)
         try:
             self._connector.on_new_request(seq)
         except Exception:
@@ -171,7 +127,7 @@ class Scheduler:
     def schedule(self) -> SchedulerStep:
         step = SchedulerStep(budget=self._config.tokens_per_step)
         self._schedule_decodes(step)
-        for seq in self.queues.running:
+        for seq in self.running:
             if seq.num_uncomputed_tokens > 1:
                 self._schedule_prefill(seq, step)
         if not step.num_preempted:
@@ -190,24 +146,24 @@ class Scheduler:
 
     def abort(self, request_id: str) -> Sequence | None:
         """None if there is none. What an ended request keeps for others is given up."""
-        seq = self.queues.find(request_id)
+        seq = self.find(request_id)
         if seq is not None:
             self.finish(seq, ABORTED)
-        elif request_id in self.queues.delayed:
+        elif request_id in self.delayed:
             self._ask(self._connector.revoke, request_id, default=False)
         return seq
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
         """Ends a live sequence. Its blocks stay as long as a remote may read or write them."""
-        is_parked = seq.request_id in self.queues.parked
-        self.queues.remove(seq)
+        is_parked = seq.request_id in self.parked
+        self._remove(seq)
         seq.finish = finish
         must_delay = self._request_finished(seq, finish)
         blocks = self._blocks.detach(seq)
         if must_delay:
-            self.queues.delayed[seq.request_id] = blocks
+            self.delayed[seq.request_id] = blocks
         elif is_parked:
-            self.queues.orphaned[seq.request_id] = blocks
+            self.orphaned[seq.request_id] = blocks
         else:
             self._blocks.free(blocks)
 
@@ -220,14 +176,15 @@ class Scheduler:
             logger.exception("connector: update_connector_output raised")
             self._undelivered = results
         for request_id in results.finished_sending:
-            self._free_held(self.queues.delayed.pop(request_id, None), request_id)
+            self._free_held(self.delayed.pop(request_id, None), request_id)
         ended = []
-        parked = self.queues.parked
-        arrived = [seq for seq in parked.values() if seq.request_id in results.finished_recving]
-        for request_id in results.finished_recving - parked.keys():
-            self._free_held(self.queues.orphaned.pop(request_id, None), request_id)
+        arrived = [
+            seq for seq in self.parked.values() if seq.request_id in results.finished_recving
+        ]
+        for request_id in results.finished_recving - self.parked.keys():
+            self._free_held(self.orphaned.pop(request_id, None), request_id)
         for seq in arrived:
-            self.queues.remove(seq)
+            self._remove(seq)
             if seq.request_id not in results.failed_recving:
                 self._accept_load(seq)
             elif not self._survives_failed_load(seq):
@@ -240,8 +197,41 @@ class Scheduler:
     def release(self, engine_id: str, request_id: str) -> bool:
         return self._ask(self._connector.release, engine_id, request_id, default=False)
 
+    def live(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.parked.values()
+        yield from self.loaded
+        yield from self.running
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((seq for seq in self.live() if seq.request_id == request_id), None)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a transfer report may name this id."""
+        has_blocks = request_id in self.orphaned or request_id in self.delayed
+        return has_blocks or self.find(request_id) is not None
+
+    def _remove(self, seq: Sequence) -> None:
+        if self.parked.pop(seq.request_id, None) is not None:
+            return
+        for queue in (self.running, self.loaded, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
+                return
+
     def check_integrity(self) -> None:
-        self.queues.check_integrity(self._blocks)
+        """Raises IntegrityError."""
+        ids = Counter(seq.request_id for seq in self.live())
+        ids.update([*self.orphaned, *self.delayed])
+        require(all(count == 1 for count in ids.values()), "a request is in two places")
+        for seq in self.waiting:
+            require(not seq.block_ids, f"{seq.request_id} waits and holds blocks")
+            require(seq.num_computed_tokens == 0, f"{seq.request_id} waits and has KV")
+        for seq in self.live():
+            room = len(seq.block_ids) * self._blocks.block_size
+            require(seq.num_computed_tokens <= room, f"{seq.request_id} has KV without blocks")
+        held = [seq.block_ids for seq in self.live()]
+        self._blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])
 
     def may_refuse(self, seq: Sequence) -> bool:
         """Whether its threshold can end `seq` when it is to be admitted."""
@@ -249,11 +239,11 @@ class Scheduler:
 
     def _schedule_decodes(self, step: SchedulerStep) -> None:
         index = 0
-        while index < len(self.queues.running) and step.budget > 0:
-            seq = self.queues.running[index]
+        while index < len(self.running) and step.budget > 0:
+            seq = self.running[index]
             if seq.num_uncomputed_tokens == 1:
                 while (fresh := self._blocks.grow(seq)) is None:
-                    last = self.queues.running[-1]
+                    last = self.running[-1]
                     self._preempt(last, step)
                     if last is seq:
                         return
@@ -267,16 +257,15 @@ class Scheduler:
             step.add(seq, num_tokens)
 
     def _schedule_loaded(self, step: SchedulerStep) -> None:
-        while self.queues.loaded and self._has_room(step):
-            seq = self.queues.loaded[0]
+        while self.loaded and self._has_room(step):
+            seq = self.loaded[0]
             num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
             self._start(seq, seq.block_ids[num_loaded_blocks:], step)
 
     def _schedule_waiting(self, step: SchedulerStep) -> None:
-        waiting = self.queues.waiting
-        passed_over: deque[Sequence] = deque()
-        while waiting and self._has_room(step):
-            seq = waiting[0]
+        passed_over: list[Sequence] = []
+        while self.waiting and self._has_room(step):
+            seq = self.waiting[0]
             try:
                 admission = self._admit(seq, step)
             except Exception:
@@ -286,11 +275,11 @@ class Scheduler:
             if admission is _Admission.NO_ROOM:
                 break
             if admission is _Admission.LATER:
-                passed_over.append(waiting.popleft())
-        waiting.extendleft(reversed(passed_over))
+                passed_over.append(self.waiting.popleft())
+        self.waiting.extendleft(reversed(passed_over))
 
     def _has_room(self, step: SchedulerStep) -> bool:
-        return step.budget > 0 and len(self.queues.running) < self._config.max_num_seqs
+        return step.budget > 0 and len(self.running) < self._config.max_num_seqs
 
     def _admit(self, seq: Sequence, step: SchedulerStep) -> _Admission:
         prefix = self._blocks.find_prefix(seq)
@@ -310,7 +299,7 @@ class Scheduler:
             return _Admission.DONE
         if external > 0 and not matched.is_async:
             raise NotImplementedError("this engine loads remote KV beside its steps only")
-        if external > 0 and len(self.queues.parked) >= self._config.max_num_seqs:
+        if external > 0 and len(self.parked) >= self._config.max_num_seqs:
             return _Admission.LATER
         fresh = self._blocks.admit(seq, prefix)
         if fresh is None:
@@ -332,8 +321,8 @@ class Scheduler:
 
     def _park(self, seq: Sequence, num_external: int) -> None:
         seq.num_external_tokens = num_external
-        self.queues.remove(seq)
-        self.queues.parked[seq.request_id] = seq
+        self._remove(seq)
+        self.parked[seq.request_id] = seq
         try:
             self._connector.update_state_after_alloc(seq, seq.blocks_by_group(), num_external)
         except Exception:
@@ -348,8 +337,8 @@ class Scheduler:
             self._end_for_hook(seq)
             step.ended.append(seq)
             return
-        self.queues.remove(seq)
-        self.queues.running.append(seq)
+        self._remove(seq)
+        self.running.append(seq)
         step.fresh_blocks += fresh
         self._schedule_prefill(seq, step)
 
@@ -365,10 +354,10 @@ class Scheduler:
 
     def _compute_again(self, seq: Sequence) -> None:
         self._ask(self._connector.on_preempted, seq.request_id, default=None)
-        self.queues.remove(seq)
+        self._remove(seq)
         self._blocks.free(self._blocks.detach(seq))
         seq.num_computed_tokens = 0
-        self.queues.waiting.appendleft(seq)
+        self.waiting.appendleft(seq)
 
     def _accept_load(self, seq: Sequence) -> None:
         loaded = seq.num_computed_tokens + seq.num_external_tokens
@@ -379,7 +368,7 @@ class Scheduler:
         before = loaded - seq.num_external_tokens
         self._counters.prompt_tokens_fetched += max(0, of_prompt - before)
         self._blocks.commit(seq)
-        self.queues.loaded.append(seq)
+        self.loaded.append(seq)
 
     def _survives_failed_load(self, seq: Sequence) -> bool:
         """Its blocks are freed only by way of `finish`, which asks whether something may still

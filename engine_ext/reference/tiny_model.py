@@ -89,16 +89,11 @@ class TinyModel:
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.intermediate)
-        if min(*sizes, self.max_positions) < 1:
-            raise ValueError("every size of the tiny model must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads ({self.heads}) must divide by kv_heads ({self.kv_heads})")
-        for name in ("head_dim", "rotated"):
-            if (size := getattr(self, name)) < 2 or size % 2:
-                raise ValueError(f"{name} must be even, got {size}")
-        for name in ("latent", "seed"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        is_even = self.head_dim % 2 == self.rotated % 2 == 0
+        if min(*sizes, self.head_dim, self.rotated, self.max_positions) < 1 or not is_even:
+            raise ValueError("every size of the tiny model must be at least 1, those of heads even")
+        if self.heads % self.kv_heads or min(self.latent, self.seed) < 0:
+            raise ValueError("heads must divide by kv_heads; latent and seed are not negative")
 
 
 def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
@@ -109,22 +104,20 @@ def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
     model = model or TinyModel()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer_config = _TOKENIZER_CONFIG | {"model_max_length": model.max_positions}
-    files = {
+    files: dict[str, bytes | dict[str, Any]] = {
         "model.safetensors": save(_weights(model), {"format": "pt"}),
         "tokenizer.json": byte_tokenizer().to_str(pretty=True).encode(),
-        "tokenizer_config.json": _json(tokenizer_config),
-        "generation_config.json": _json(_GENERATION_CONFIG),
-        "config.json": _json(_config(model)),
+        "tokenizer_config.json": tokenizer_config,
+        "generation_config.json": _GENERATION_CONFIG,
+        "config.json": _config(model),
     }
     for name, content in files.items():
+        if isinstance(content, dict):
+            content = (json.dumps(content, indent=2) + "\n").encode()
         scratch = directory / f".{name}.{os.getpid()}"
         scratch.write_bytes(content)
         scratch.replace(directory / name)
     return directory
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _config(model: TinyModel) -> dict[str, Any]:

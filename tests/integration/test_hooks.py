@@ -172,8 +172,8 @@ def all_blocks_come_back(pair: tuple[Engine, Engine]) -> None:
 def call_by_hand(engine: Engine) -> None:
     """What no request calls, nor a step."""
     assert engine.core.has_work in (True, False)
-    engine.core.release("nobody", "nothing")
-    engine.core.drain()
+    engine.core.scheduler.release("nobody", "nothing")
+    engine.core.scheduler.drain()
     engine.core.abort("nobody")
 
 

@@ -49,4 +49,4 @@ def make_driver(model_dir: Path, decoder: Decoder) -> Iterator[MakeDriver]:
 
     yield make
     for driver in made:
-        driver.core.check_integrity()
+        driver.core.scheduler.check_integrity()

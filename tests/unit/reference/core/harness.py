@@ -101,7 +101,7 @@ class Driver:
     def step(self) -> None:
         for output in self.core.step().outputs:
             self._keep(output)
-        self.core.check_integrity()
+        self.core.scheduler.check_integrity()
 
     def step_until(self, condition: Callable[[], bool]) -> None:
         for _ in range(MAX_STEPS):
@@ -127,7 +127,7 @@ class Driver:
 
     def assert_empty(self) -> None:
         stats = self.core.stats()
-        self.core.check_integrity()
+        self.core.scheduler.check_integrity()
         assert stats.num_blocks_free == stats.num_blocks_total
         assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kv) == (0, 0, 0)
 

@@ -333,7 +333,7 @@ def test_a_block_that_two_requests_hold_counts_once_and_until_both_are_read(
     for name, left in (("a", blocks[1]), ("b", set())):
         connector.worker.report(sent=[name])
         driver.step()
-        driver.core.check_integrity()
+        driver.core.scheduler.check_integrity()
         assert driver.core.stats().num_blocks_delayed == len(left)
     driver.assert_empty()
 

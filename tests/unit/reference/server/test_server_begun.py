@@ -276,7 +276,8 @@ async def test_nothing_is_rendered_or_tokenized(
 ) -> None:
     """Neither the messages nor the prompt of the body are looked at."""
     prompt = roomy.tokenizer.encode("Once")
-    for path, asked in ((CHAT, {"messages": [{"role": "nobody"}]}), (COMPLETIONS, {"prompt": {}})):
+    too_long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    for path, asked in ((CHAT, too_long), (COMPLETIONS, {"prompt": {}})):
         body = BODY | asked | begun_with([65], prompt, 0) | {"max_tokens": 3, "stream": stream_it}
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
