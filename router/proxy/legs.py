@@ -47,7 +47,7 @@ from router.proxy.load_failure import (
 from router.proxy.messages import BodyHalves, error_text
 from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
-from router.proxy.relay import deliver, deliver_turn, names_conversation, note_no_turns
+from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
@@ -352,7 +352,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
         notes.answered(engine.name, prefilled.cached_tokens)
     if run.plan.reuse is not None:
         run.prompt_tokens = prefilled.prompt_tokens
-        if names_conversation(request):
+        if request.names_conversation:
             note_no_turns(engine)
     _learn(run, engine, prefilled)
     if params is not None and not run.is_read:

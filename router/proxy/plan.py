@@ -86,11 +86,11 @@ def make_plan(
         route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan("prefill_only", DECODE_ONLY, route, ONE_TOKEN_ANSWER)
     if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
-        name = "decode_only" if request.turn is None else "turn"
+        name = "turn" if request.names_conversation else "decode_only"
         return Plan(name, DECODE_ONLY, route, SHORT_PROMPT, reuse=reuse)
     mode = choose_mode(route, limits.transfer_mode)
     flow: str = mode
-    if request.turn is not None:
+    if request.names_conversation:
         flow = "turn"
     elif request.threshold:
         flow = "decode_first"

@@ -241,7 +241,7 @@ async def _keep(
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
             gateway.releaser.release_turn(request, entry)
-    elif params is None and names_conversation(request):
+    elif params is None and request.names_conversation:
         note_no_turns(engine)
     gateway.metrics.conversation_kept.add((kept,))
 
@@ -299,18 +299,13 @@ def _name_retained_kv(params: Json) -> bool:
 def _note_stream(request: Request, throttle: LogThrottle, engine: Engine, has_params: bool) -> None:
     capabilities = engine.capabilities
     capabilities.note_stream_params(has_params)
-    is_wanted = names_conversation(request) and not capabilities.lacks_turns
+    is_wanted = request.names_conversation and not capabilities.lacks_turns
     if is_wanted and capabilities.streams_kv_params is False:
         throttle.warn(
             "a decode engine does not stream kv_transfer_params: its turns are reused only with "
             "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
             engine.name,
         )
-
-
-def names_conversation(request: Request) -> bool:
-    """Return True if a client or an operator wants the request to be a turn."""
-    return request.turn is not None and not request.turn.is_implicit
 
 
 def note_no_turns(engine: Engine) -> None:

@@ -88,6 +88,11 @@ class Request(Struct, eq=False):
         return self.body.get("model")
 
     @property
+    def names_conversation(self) -> bool:
+        """True if the client or the operator wants the request to be a turn of a conversation."""
+        return self.turn is not None and not self.turn.is_implicit
+
+    @property
     def requested_model(self) -> object:
         """The model's name as the client knows it."""
         return self.alias or self.model
@@ -153,7 +158,7 @@ def take_body(
         turn = conversations.turn_of(request.exchange.headers, body, previous_response)
         # The one token of an answer is the prefill engine's, unless a conversation is named.
         request.turn = None if turn and turn.is_implicit and asks_one_token(body) else turn
-    if request.turn is not None and not request.turn.is_implicit:
+    if request.names_conversation:
         request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold

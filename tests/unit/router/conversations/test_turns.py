@@ -299,8 +299,33 @@ async def test_a_chat_without_an_id_is_recognised_where_engines_verify_turns(
     for messages in (ASKED, AGAIN):
         await chat(router, messages, conversation_id=None, stream=streamed)
     assert offered(p) == proven
+    router.gateway.records.flush()
+    ended = {"endpoint": "/v1/chat/completions", "outcome": "ok", "status": "200"}
+    assert router.metric("requests_total", flow="pull", **ended) == 2, "as any other chat"
     await chat(router, AGAIN, {"authorization": "Bearer mallory"}, conversation_id=None)
     assert offered(p) is None
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_tool_loop_of_messages_is_recognised_although_its_client_rewrites_the_arguments(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, streamed: bool
+) -> None:
+    proven = {**KEPT, "prefix_proof": PROOF}
+    function = {"name": "look_up", "arguments": '{"word": "lease",  "pages": [1, 2]}'}
+    call = {"id": "call-1", "index": 0, "type": "function", "function": function}
+    p.usual = prefilling(prefix_proof=PROOF)
+    d.usual = decoding({"content": None, "tool_calls": [call]}, proven)
+    router = await recognising(start_router, p, d)
+    used: dict[str, Any] = {"type": "tool_use", "id": "call-1", "name": "look_up"}
+    used["input"] = {"pages": [1, 2], "word": "lease"}
+    result = {"type": "tool_result", "tool_use_id": "call-1", "content": "a promise"}
+    loop: list[Any] = list(ASKED)
+    for number in range(3):
+        body = {"model": "m", "max_tokens": 9, "messages": loop, "stream": streamed}
+        answer = await router.client.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        assert offered(p) == (proven if number else None)
+        loop += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
 
 
 async def test_a_chat_without_an_id_is_not_reused_unverified(
