@@ -12,9 +12,9 @@ from tests.integration.legs import Turn, decode, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm import forced_async
-from tests.vllm.begun_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
 from tests.vllm.measures import FETCHED, nothing_left, prompts
 from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.resumed_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
 from tests.vllm.servers import OURS, Fleet, Kind
 
 ASYNC = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggAsyncScheduler", "--async-scheduling")

@@ -17,7 +17,7 @@ from tests.vllm.releases import BUILD, LENGTHS, NEXT, of_next
 from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 # They ask for a prefiller, a decoder and one that answers alone: here for this file's.
-from tests.vllm.test_begun import (  # noqa: F401
+from tests.vllm.test_resumed_answers import (  # noqa: F401
     test_a_character_and_a_stop_string_may_lie_across_the_seam,
     test_a_prefillers_own_token_is_the_answers_first,
     test_an_engine_with_none_of_the_kv_goes_on_and_says_what_is_new,

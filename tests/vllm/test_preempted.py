@@ -9,10 +9,10 @@ import pytest
 
 from tests.integration.oracle import Answer, complete, differences, streamed, text_of
 from tests.integration.processes import Launcher, Server, metric
-from tests.vllm import begun_answers, forced_async
-from tests.vllm.begun_answers import PATHS, ask, body_of, differ
+from tests.vllm import forced_async, resumed_answers
 from tests.vllm.measures import nothing_left
 from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.resumed_answers import PATHS, ask, body_of, differ
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 from tests.vllm.test_async import ASYNC
 
@@ -101,7 +101,7 @@ def test_a_stream_ends_once_and_says_why(
 ) -> None:
     body = body_of(kind, text_of(150, 17_600), max_tokens=LONG)
     whole, server = ask(alone, kind, body), small[at]
-    asked = begun_answers.streamed({**body, "kv_transfer_params": {"hand_back": True}})
+    asked = resumed_answers.streamed({**body, "kv_transfer_params": {"hand_back": True}})
     with nothing_left(server), ThreadPoolExecutor(6) as pool:
         said = list(pool.map(lambda _: ask(server, kind, asked), range(6)))
     back = [one for one in said if one.finish_reason == "cache_threshold"]

@@ -12,7 +12,8 @@ travel to the engine and its workers. After a successful check we look at the re
 * So does a note that another engine cannot resume the answer.
 
 If vLLM stops calling `_check_model`, or calls it after the prompt is rendered, a payload is ignored
-and the prompt is computed and answered from its beginning: tests/vllm/test_begun.py fails.
+and the prompt is computed and answered from its beginning: tests/vllm/test_resumed_answers.py
+fails.
 """
 
 from typing import Any

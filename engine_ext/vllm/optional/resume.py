@@ -12,7 +12,7 @@ one that was preempted: blocks, `max_tokens`, stop conditions, prefix cache. Thr
   (`patch_worker`).
 
 If vLLM treats a preempted request's output in another way, the answer repeats tokens or has wrong
-ones; tests/vllm/test_begun.py compares answers with those of one engine.
+ones; tests/vllm/test_resumed_answers.py compares answers with those of one engine.
 """
 
 import logging

@@ -43,10 +43,10 @@ from engine_ext.vllm.optional.resumed_request import FIELD as GIVEN
 from engine_ext.vllm.pending_reports import PendingReports
 from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside import (
-    begun_cases,
     compat_cases,
     hand_back_cases,
     push_cases,
+    resumed_answer_cases,
     weight_cases,
 )
 from tests.vllm.inside.in_process import Engine
@@ -550,7 +550,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for num_ranks in (1, 2):
         reports = partial(reports_that_nobody_waits_for_end_no_engine, num_ranks)
         yield f"{reports.func.__name__}, {num_ranks} ranks", reports
-    yield from begun_cases.cases()
+    yield from resumed_answer_cases.cases()
     yield from hand_back_cases.cases()
     yield from compat_cases.cases()
     yield from weight_cases.cases(partial(params_of, "decode"))

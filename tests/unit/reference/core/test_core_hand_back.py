@@ -12,7 +12,7 @@ from engine_ext.reference.engine import merge
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import Driver, FakeConnector, greedy, prompt, request
-from tests.unit.reference.core.test_core_begun import RULES, tokenizer
+from tests.unit.reference.core.test_core_resumed_answers import RULES, tokenizer
 
 __all__ = ["tokenizer"]
 ASKED = {"hand_back": True}

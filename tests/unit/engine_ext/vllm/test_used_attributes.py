@@ -7,7 +7,7 @@ import pytest
 from engine_ext.vllm import optional
 from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
-from tests.unit.engine_ext.vllm.taken import taken
+from tests.unit.engine_ext.vllm.used_attributes import taken
 
 OURS = Path(__file__).parents[4] / "engine_ext" / "vllm"
 FEATURES = PROMISED + optional.TIER_2

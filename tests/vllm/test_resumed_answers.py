@@ -12,7 +12,8 @@ from tests.integration.legs import take_turn
 from tests.integration.oracle import text_of, tokens_of
 from tests.integration.processes import Server, metric
 from tests.integration.talk import TOOLS
-from tests.vllm.begun_answers import (
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.resumed_answers import (
     HAND_OVER,
     PATHS,
     Said,
@@ -26,7 +27,6 @@ from tests.vllm.begun_answers import (
     streamed,
     taken_over,
 )
-from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.servers import SCHEDULER, Fleet, Kind
 
 KINDS = ("chat", "completion")
