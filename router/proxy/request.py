@@ -65,6 +65,8 @@ class Request(Struct, eq=False):
     """Why one engine must do all the work; empty if two can share it."""
     turn: Turn | None = None
     """The turn of a conversation, if the request names one."""
+    is_turn_implicit: bool = False
+    """Nobody named the conversation: it is recognized by its messages."""
     threshold: float = 0.0
     """Above 0: a decode engine that has this share of the prompt in its cache answers alone."""
     exact_stream: bool = False
@@ -90,7 +92,7 @@ class Request(Struct, eq=False):
     @property
     def names_conversation(self) -> bool:
         """True if the client or the operator wants the request to be a turn of a conversation."""
-        return self.turn is not None and not self.turn.is_implicit
+        return self.turn is not None and not self.is_turn_implicit
 
     @property
     def requested_model(self) -> object:
@@ -157,7 +159,8 @@ def take_body(
     if conversations is not None:
         turn = conversations.turn_of(request.exchange.headers, body, previous_response)
         # The one token of an answer is the prefill engine's, unless a conversation is named.
-        request.turn = None if turn and turn.is_implicit and asks_one_token(body) else turn
+        request.is_turn_implicit = turn is not None and turn.is_implicit
+        request.turn = None if request.is_turn_implicit and asks_one_token(body) else turn
     if request.names_conversation:
         request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
