@@ -46,7 +46,7 @@ class Orders:
     failures: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return any(map(len, _contents(self)))
+        return any(_contents(self))
 
     def take(self) -> StepMetadata:
         """Return all orders for the next step, and empty this object."""

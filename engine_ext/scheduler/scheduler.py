@@ -91,23 +91,14 @@ class SchedulerConnector:
         is_pushing = config.transfer_mode == "push" and config.writes_early
         self._writes_early = is_pushing and _can_write_early(geometry)
         self._listener: HandshakeServer | None = None
-        self._proofs_unreadable = 0
-        self._engine_id_clashes = 0
+        self.proofs_unreadable = 0
+        self.engine_id_clashes = 0
+        """Both since start; see ConnectorStats."""
         self._engines_with_our_id: set[tuple[str, int]] = set()
 
     @property
     def num_leased(self) -> int:
         return self._held.num_held
-
-    @property
-    def proofs_unreadable(self) -> int:
-        """Since start; see ConnectorStats."""
-        return self._proofs_unreadable
-
-    @property
-    def engine_id_clashes(self) -> int:
-        """Since start; see ConnectorStats."""
-        return self._engine_id_clashes
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Start the listener. A second call does nothing: vLLM 0.33 calls again at /wake_up, but
@@ -181,7 +172,7 @@ class SchedulerConnector:
             return
         role, proof = params.role, params.proof
         if proof is UnusableHashes.UNREADABLE:
-            self._proofs_unreadable += 1
+            self.proofs_unreadable += 1
             if role is TransferRole.DECODE:
                 problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
                 self._loads.failures.note(request.request_id, source.address, problem)
@@ -204,7 +195,7 @@ class SchedulerConnector:
         ours = self._identity
         if address.engine_id != ours.engine_id or ours.is_at(address):
             return False
-        self._engine_id_clashes += 1
+        self.engine_id_clashes += 1
         at = (address.host, address.port)
         if (
             at not in self._engines_with_our_id

@@ -67,6 +67,9 @@ class DisaggMetadata(KVConnectorMetadata):
     step: StepMetadata
 
 
+NO_ORDERS = DisaggMetadata(EMPTY_STEP)
+
+
 @dataclass
 class DisaggHandshake(KVConnectorHandshakeMetadata):
     """The handshake payload of one worker, which the scheduler half's listener serves."""
@@ -234,12 +237,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             RequestView(request), block_ids, num_external_tokens
         )
 
-    @guarded(lambda: DisaggMetadata(EMPTY_STEP))
+    @guarded(lambda: NO_ORDERS)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """If this raises, the orders go with a later step."""
         if self._prompt_progress or scheduler_output.preempted_req_ids:
             self._report_prompts(scheduler_output)
-        return DisaggMetadata(self.scheduler.build_connector_meta())
+        step = self.scheduler.build_connector_meta()
+        return NO_ORDERS if step is EMPTY_STEP else DisaggMetadata(step)
 
     @guarded(nothing)
     def _report_prompts(self, scheduler_output: SchedulerOutput) -> None:
@@ -306,15 +310,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
         """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
         return self.scheduler.load_failure_policy(RequestView(request))
-
-    @guarded(nothing)
-    def take_load_failure(self, request_id: str) -> dict[str, Any] | None:
-        """For our scheduler class, which puts it into the request's answer."""
-        return self.scheduler.load_failures.take(request_id)
-
-    @property
-    def has_load_failures(self) -> bool:
-        return self._scheduler is not None and bool(self._scheduler.load_failures)
 
     @guarded(nothing)
     def take_back(self) -> None:

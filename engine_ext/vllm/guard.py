@@ -18,15 +18,16 @@ def guarded(
     it raises too."""
 
     def decorate(hook: H) -> H:
-        attempts: list[Callable[..., Any]] = [hook] if otherwise is None else [hook, otherwise]
-
         @functools.wraps(hook)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for attempt in attempts:
-                try:
-                    return attempt(*args, **kwargs)
-                except Exception:
-                    logger.exception("KV connector: %s", hook.__name__)
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("KV connector: %s", hook.__name__)
+            try:
+                return fallback() if otherwise is None else otherwise(*args, **kwargs)
+            except Exception:
+                logger.exception("KV connector: %s", hook.__name__)
             return fallback()
 
         return cast(H, call)

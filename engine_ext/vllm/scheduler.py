@@ -17,12 +17,13 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from engine_ext.common.load_failure import KEY as LOAD_FAILURE
+from engine_ext.common.load_failure import LoadFailures
 from engine_ext.common.resume_payload import HAND_BACK
 from engine_ext.scheduler.admission import parse_threshold
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.compat.probe import Feature
-from engine_ext.vllm.connector import DisaggConnector, ours_in
+from engine_ext.vllm.connector import ours_in
 from engine_ext.vllm.describe import transfer_config
 from engine_ext.vllm.optional import (
     FAILURE_POLICY,
@@ -132,7 +133,8 @@ class LoadFailuresPart(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._failures_of = ours_in(self.connector)
+        ours = ours_in(self.connector)
+        self._load_failures = LoadFailures() if ours is None else ours.scheduler.load_failures
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -140,22 +142,19 @@ class LoadFailuresPart(Host):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
-        connector = self._failures_of
-        if connector is not None and connector.has_load_failures:
+        if self._load_failures:
             try:
-                self._name_load_failures(connector, outputs)
+                self._name_load_failures(outputs)
             except Exception:
                 logger.exception("loads that failed are not named")
         return outputs
 
-    def _name_load_failures(
-        self, connector: DisaggConnector, outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
+    def _name_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for each in (each for of_client in outputs.values() for each in of_client.outputs):
             request = self.requests.get(each.request_id)
             if each.finish_reason is None and not (request is not None and is_streamed(request)):
                 continue
-            failure = connector.take_load_failure(each.request_id)
+            failure = self._load_failures.take(each.request_id)
             if failure is not None:
                 each.kv_transfer_params = {**(each.kv_transfer_params or {}), LOAD_FAILURE: failure}
 
