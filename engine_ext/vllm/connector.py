@@ -554,7 +554,7 @@ class DisaggPushConnector(DisaggConnector):
     """The prefill engine writes; chosen by name."""
 
 
-def ours_in(connector: object) -> DisaggConnector | None:
+def find_our_connector(connector: object) -> DisaggConnector | None:
     """An engine's connector, if it is ours, or that one of its several (vLLM's MultiConnector)."""
     among = (connector, *getattr(connector, "sub_connectors", ()))
     return next((each for each in among if isinstance(each, DisaggConnector)), None)

@@ -27,7 +27,7 @@ from engine_ext.http import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.connector import inspect_worker, ours_in
+from engine_ext.vllm.connector import find_our_connector, inspect_worker
 from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,10 @@ LOCAL_FIELDS = ("_name_or_path", "transformers_version")
 def install() -> None:
     """Idempotent."""
     setattr(EngineCore, CALL, _call_in_engine)
-    wrap(launcher, "attach_endpoint_plugins", _attaching)
+    wrap(launcher, "attach_endpoint_plugins", _wrap_attach_endpoint_plugins)
 
 
-def _attaching(original: Any) -> Any:
+def _wrap_attach_endpoint_plugins(original: Any) -> Any:
     def attach(app: FastAPI, *args: Any, **kwargs: Any) -> None:
         original(app, *args, **kwargs)
         app.add_api_route(identity.PATH, get_identity, methods=["GET"])
@@ -127,7 +127,7 @@ def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str
     No deadline of its own: a late answer would be taken for the next call's. A worker answers
     within a second, or between two steps.
     """
-    if ours_in(getattr(core.scheduler, "connector", None)) is None:
+    if find_our_connector(getattr(core.scheduler, "connector", None)) is None:
         return []
     found: list[dict[str, Any] | str] = core.model_executor.collective_rpc(
         inspect_worker, args=(KEY, asked)
@@ -136,7 +136,7 @@ def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str
 
 
 def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:
-    connector = ours_in(getattr(core.scheduler, "connector", None))
+    connector = find_our_connector(getattr(core.scheduler, "connector", None))
     return connector is not None and connector.release(engine_id, request_id)
 
 
@@ -154,7 +154,7 @@ def _renders(state: Any) -> dict[str, str]:
         return _hashes(state)
     except Exception as error:
         logger.exception("what this engine renders with")
-        support.lose(RENDERS, f"it cannot be read: {error!r}")
+        support.turn_off(RENDERS, f"it cannot be read: {error!r}")
         return {}
 
 

@@ -23,7 +23,7 @@ from engine_ext.scheduler.admission import parse_threshold
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.compat.probe import Feature
-from engine_ext.vllm.connector import ours_in
+from engine_ext.vllm.connector import find_our_connector
 from engine_ext.vllm.describe import transfer_config
 from engine_ext.vllm.optional import (
     FAILURE_POLICY,
@@ -99,7 +99,7 @@ class FailurePolicyPart(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        ours = ours_in(self.connector)
+        ours = find_our_connector(self.connector)
         if ours is not None:
             ours.take_back()
 
@@ -117,7 +117,7 @@ class FailurePolicyPart(Host):
 
     def _recomputes(self, request_id: str, default: bool) -> bool:
         request = self.requests.get(request_id)
-        connector = ours_in(self.connector)
+        connector = find_our_connector(self.connector)
         if request is None or connector is None:
             return default
         if connector.is_given_back(request):
@@ -133,7 +133,7 @@ class LoadFailuresPart(Host):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        ours = ours_in(self.connector)
+        ours = find_our_connector(self.connector)
         self._load_failures = LoadFailures() if ours is None else ours.scheduler.load_failures
 
     def update_from_output(

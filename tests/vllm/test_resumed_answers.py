@@ -344,7 +344,7 @@ MALFORMED: dict[str, Any] = {
     "no log-probabilities": ResumePayload((1,), (2,)).to_wire(),
     "odd log-probabilities": {**ResumePayload((1,), (2,)).to_wire(), "logprobs": [[[2, "x"]]]},
 }
-UNFIT: dict[str, dict[str, Any]] = {
+FIELDS_NOT_RESUMED: dict[str, dict[str, Any]] = {
     "n": {"n": 2, "temperature": 1},
     "echo": {"echo": True},
     "prompt_logprobs": {"prompt_logprobs": 1},
@@ -366,9 +366,9 @@ def test_what_makes_no_sense_is_refused_and_the_engine_lives(
     assert differ(ask(alone, kind, body), ask(decoder, kind, body)) == []
 
 
-@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("name", FIELDS_NOT_RESUMED)
 def test_fields_that_it_does_not_go_with_are_named(decoder: Server, name: str) -> None:
-    body = body_of("completion", tokens_of(50, 12_100), logprobs=None) | UNFIT[name]
+    body = body_of("completion", tokens_of(50, 12_100), logprobs=None) | FIELDS_NOT_RESUMED[name]
     answer = decoder.post(PATHS["completion"], begin(body, ResumePayload((1,), (2,))))
     assert answer.status_code == 400, answer.text
     assert name in answer.json()["error"]["message"]

@@ -9,7 +9,7 @@ that were under way when the weights changed are put among the failed ones there
 
 If a release changes weights in another way, KV of old weights may be used with new ones, which no
 later check finds. So this is tier 1: a release is supported when each method of its EngineCore and
-of its workers has been looked at (HARMLESS below names those that leave weights alone; an unknown
+of its workers has been looked at (HARMLESS_METHODS names those that leave weights alone; an unknown
 one counts as a change).
 
 Installed by the connector itself while the engine is being built, with the plugin or without.
@@ -22,9 +22,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.connector import NO_SLEEP, DisaggConnector, ours_in
+from engine_ext.vllm.connector import NO_SLEEP, DisaggConnector, find_our_connector
 
-HARMLESS = frozenset(
+HARMLESS_METHODS = frozenset(
     (
         "check_health",
         "compute_weight_checksums",
@@ -47,7 +47,7 @@ HARMLESS = frozenset(
 """Methods of vLLM's workers that leave all weights as they are. Whatever else is called may be an
 extension's own way to load weights, and counts as one."""
 
-OF_THE_MODEL = frozenset(
+MODEL_METHODS = frozenset(
     (
         "finish_weight_update",
         "reload_weights",
@@ -59,31 +59,31 @@ OF_THE_MODEL = frozenset(
 )
 """These change the model's own weights, and no adapter's."""
 
-PAUSING, DISCARDING = 0, 2
+PAUSE, DISCARD = 0, 2
 """Levels of sleep: nothing moves; weights do not come back by themselves."""
 
 
 def install() -> None:
     """Idempotent."""
-    wrap(EngineCore, "add_lora", _loading_adapter)
-    wrap(EngineCore, "collective_rpc", _calling_workers)
-    wrap(EngineCore, "sleep", _sleeping)
-    wrap(EngineCore, "release_kv_cache_memory", _releasing_memory)
-    wrap(EngineCore, "set_weight_version", _naming_weights)
-    wrap(Scheduler, "update_from_output", _failing_stale_loads)
+    wrap(EngineCore, "add_lora", _wrap_add_lora)
+    wrap(EngineCore, "collective_rpc", _wrap_collective_rpc)
+    wrap(EngineCore, "sleep", _wrap_sleep)
+    wrap(EngineCore, "release_kv_cache_memory", _wrap_release_kv_cache_memory)
+    wrap(EngineCore, "set_weight_version", _wrap_set_weight_version)
+    wrap(Scheduler, "update_from_output", _wrap_update_from_output)
 
 
-def _ours(core: Any) -> DisaggConnector | None:
+def _our_connector(core: Any) -> DisaggConnector | None:
     """None also while the engine is being built."""
-    return ours_in(getattr(getattr(core, "scheduler", None), "connector", None))
+    return find_our_connector(getattr(getattr(core, "scheduler", None), "connector", None))
 
 
-def _loading_adapter(original: Any) -> Any:
+def _wrap_add_lora(original: Any) -> Any:
     """vLLM's workers load an adapter that they do not have, or that is to be loaded in place; then
     they read its files now."""
 
     def add_lora(self: Any, lora_request: Any) -> Any:
-        ours = _ours(self)
+        ours = _our_connector(self)
         if ours is None:
             return original(self, lora_request)
         if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
@@ -100,35 +100,35 @@ def _loading_adapter(original: Any) -> Any:
     return add_lora
 
 
-def _calling_workers(original: Any) -> Any:
+def _wrap_collective_rpc(original: Any) -> Any:
     def collective_rpc(self: Any, method: str | Callable[..., Any], *args: Any, **kw: Any) -> Any:
         name = method if isinstance(method, str) else None
-        ours = None if name in HARMLESS else _ours(self)
+        ours = None if name in HARMLESS_METHODS else _our_connector(self)
         if ours is None:
             return original(self, method, *args, **kw)
         try:
             return original(self, method, *args, **kw)
         finally:
-            _changed(self, ours, name or "a function", keeps_adapters=name in OF_THE_MODEL)
+            _report_change(self, ours, name or "a function", keeps_adapters=name in MODEL_METHODS)
 
     return collective_rpc
 
 
-def _sleeping(original: Any) -> Any:
+def _wrap_sleep(original: Any) -> Any:
     def sleep(self: Any, level: int = 1, *args: Any, **kw: Any) -> Any:
-        ours = _ours(self)
-        if ours is not None and level > PAUSING:
+        ours = _our_connector(self)
+        if ours is not None and level > PAUSE:
             _refuse_to_move_memory(self)
-        if ours is not None and level >= DISCARDING:
-            _changed(self, ours, f"sleep({level})", keeps_adapters=False)
+        if ours is not None and level >= DISCARD:
+            _report_change(self, ours, f"sleep({level})", keeps_adapters=False)
         return original(self, level, *args, **kw)
 
     return sleep
 
 
-def _releasing_memory(original: Any) -> Any:
+def _wrap_release_kv_cache_memory(original: Any) -> Any:
     def release_kv_cache_memory(self: Any) -> None:
-        if _ours(self) is not None:
+        if _our_connector(self) is not None:
             _refuse_to_move_memory(self)
         original(self)
 
@@ -142,26 +142,26 @@ def _refuse_to_move_memory(core: Any) -> None:
         raise RuntimeError(NO_SLEEP)
 
 
-def _changed(core: Any, ours: DisaggConnector, by: str, keeps_adapters: bool) -> None:
+def _report_change(core: Any, ours: DisaggConnector, by: str, keeps_adapters: bool) -> None:
     ours.weights_changed(by, list(core.scheduler.requests.values()), keeps_adapters)
 
 
-def _naming_weights(original: Any) -> Any:
+def _wrap_set_weight_version(original: Any) -> Any:
     def set_weight_version(self: Any, weight_version: str) -> None:
         original(self, weight_version)
-        ours = _ours(self)
+        ours = _our_connector(self)
         if ours is not None:
             ours.weights_named(weight_version)
 
     return set_weight_version
 
 
-def _failing_stale_loads(original: Any) -> Any:
+def _wrap_update_from_output(original: Any) -> Any:
     """vLLM takes from a step's output first which loads have failed."""
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         loads = model_runner_output.kv_connector_output
-        ours = ours_in(self.connector) if loads and loads.finished_recving else None
+        ours = find_our_connector(self.connector) if loads and loads.finished_recving else None
         if ours is not None:
             ours.fail_stale_loads(loads)
         return original(self, scheduler_output, model_runner_output)

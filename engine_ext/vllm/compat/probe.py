@@ -30,7 +30,7 @@ class Symbol:
     that it is passed on as it comes."""
     uses: str = ""
     """All that the function's code names, in any order."""
-    asks: str = ""
+    abstract: str = ""
     """What a subclass must define, at most: ours defines it."""
     values: tuple[object, ...] = ()
     """The object is one of these."""
@@ -99,8 +99,8 @@ def problem(symbol: Symbol) -> str | None:
     uses = symbol.uses.split()
     if uses and set(uses) != set(found.__code__.co_names):
         return f"{symbol.at} uses {', '.join(found.__code__.co_names)}, not {', '.join(uses)}"
-    asked = {*getattr(found, "__abstractmethods__", ())} - {*symbol.asks.split()}
-    if symbol.asks and asked:
+    asked = {*getattr(found, "__abstractmethods__", ())} - {*symbol.abstract.split()}
+    if symbol.abstract and asked:
         return f"{symbol.at} asks for {', '.join(sorted(asked))}, too"
     return None
 

@@ -27,7 +27,7 @@ KNOWN = ("0.32", "0.33")
 OPTIONAL = PROMISED + TIER_2
 """Without one of these the rest works."""
 
-LOGGED = "DISAGG_SAID_OF_VLLM"
+LOGGED = "DISAGG_VLLM_LOGGED"
 """In the environment: processes that vLLM starts do not repeat the lines."""
 DISABLE = "DISAGG_VLLM_DISABLE"
 DISABLED = f"{DISABLE} turns it off"
@@ -36,7 +36,7 @@ NO_PLUGIN = (
     "VLLM_PLUGINS leaves out the plugin disagg, without which vLLM cannot say cache_threshold"
 )
 
-_lost: dict[str, str] = {}
+_turned_off: dict[str, str] = {}
 """What could not be installed in this process."""
 _installed: set[str] = set()
 """Features whose patches are installed in this process. vLLM loads plugins in all of its processes,
@@ -49,8 +49,8 @@ def is_on(feature: Feature) -> bool:
 
 def reason(feature: Feature) -> str | None:
     """Return why the feature is off, in one line; None if it is on."""
-    if feature.name in _lost:
-        return _lost[feature.name]
+    if feature.name in _turned_off:
+        return _turned_off[feature.name]
     if feature not in REQUIRED and feature.name in _disabled():
         return DISABLED
     off = (f"{needed.name} is off" for needed in feature.requires if not is_on(needed))
@@ -64,7 +64,7 @@ def install(feature: Feature) -> None:
             importlib.import_module(f"engine_ext.vllm.{patch}").install()
     except Exception as error:
         logger.exception(feature.name)
-        lose(feature, f"it could not be installed: {error!r}")
+        turn_off(feature, f"it could not be installed: {error!r}")
     else:
         _installed.add(feature.name)
 
@@ -73,9 +73,9 @@ def is_installed(feature: Feature) -> bool:
     return feature.name in _installed
 
 
-def lose(feature: Feature, why: str) -> None:
+def turn_off(feature: Feature, why: str) -> None:
     """Turn the feature off in this process."""
-    _lost[feature.name] = why
+    _turned_off[feature.name] = why
     logger.warning(_line(feature, why))
 
 

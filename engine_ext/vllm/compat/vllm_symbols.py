@@ -31,7 +31,7 @@ CONNECTOR = Feature(
             shutdown start_load_kv supports_divergent_local_hybrid_hits update_connector_output
             update_state_after_alloc wait_for_layer_load wait_for_save _kv_cache_config
             _vllm_config _get_connector_metadata
-        {BASE}:KVConnectorBase_V1 asks build_connector_meta get_num_new_matched_tokens
+        {BASE}:KVConnectorBase_V1 abstract build_connector_meta get_num_new_matched_tokens
             save_kv_layer start_load_kv update_state_after_alloc wait_for_layer_load
             wait_for_save
         {BASE}:KVConnectorBase_V1.__init__ takes self vllm_config role kv_cache_config
@@ -40,7 +40,7 @@ CONNECTOR = Feature(
         {BASE}:KVConnectorBase_V1.update_state_after_alloc takes self request blocks
             num_external_tokens
         {BASE}:KVConnectorBase_V1.get_transfer_results takes self finished_req_ids
-        {BASE}:SupportsHMA asks request_finished_all_groups
+        {BASE}:SupportsHMA abstract request_finished_all_groups
         {BASE}:SupportsHMA.request_finished_all_groups takes self request block_ids
         - records between vLLM and our hooks. What workers report is not understood: the engine
             ends, or waits for blocks forever

@@ -237,10 +237,10 @@ _REQUESTS = symbols(f"""
     {CHAT} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
     {COMPLETION} has kv_transfer_params model_extra n vllm_xargs to_sampling_params
     vllm.sampling_params:SamplingParams has extra_args
-    {CHAT} has {" ".join(resumed_request.UNFIT)}
-    {COMPLETION} has {" ".join(resumed_request.UNFIT)}
-    {CHAT} has {" ".join(resumed_request.UNFIT_OF_CHATS)}
-    {COMPLETION} has {" ".join(resumed_request.UNFIT_OF_COMPLETIONS)}
+    {CHAT} has {" ".join(resumed_request.FIELDS_NOT_RESUMED)}
+    {COMPLETION} has {" ".join(resumed_request.FIELDS_NOT_RESUMED)}
+    {CHAT} has {" ".join(resumed_request.CHAT_FIELDS_NOT_RESUMED)}
+    {COMPLETION} has {" ".join(resumed_request.COMPLETION_FIELDS_NOT_RESUMED)}
 """)
 """What the HTTP server passes on to our scheduler class."""
 

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.vllm.compat.patching import Host
-from engine_ext.vllm.connector import ours_in
+from engine_ext.vllm.connector import find_our_connector
 
 REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""
@@ -46,7 +46,7 @@ class IdleRestPart(Host):
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` ends the sleep of the engine's loop."""
-        connector = ours_in(self.connector)
+        connector = find_our_connector(self.connector)
         if connector is not None and connector.listen_for_wakeups(self._on_wakeup):
             self._wake = wake
             is_alone = connector is self.connector and self.ec_connector is None

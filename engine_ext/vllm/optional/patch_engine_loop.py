@@ -28,7 +28,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.connector import ours_in
+from engine_ext.vllm.connector import find_our_connector
 from engine_ext.vllm.optional import EARLY_EXIT
 
 HANDED_OVER = "_disagg_wake_is_handed_over"
@@ -36,18 +36,18 @@ HANDED_OVER = "_disagg_wake_is_handed_over"
 
 def install() -> None:
     """Idempotent."""
-    wrap(EngineCoreProc, "_handle_shutdown", _draining)
+    wrap(EngineCoreProc, "_handle_shutdown", _wrap_handle_shutdown)
     if support.is_on(EARLY_EXIT):
-        wrap(Scheduler, "set_pause_state", _giving_up_turns)
+        wrap(Scheduler, "set_pause_state", _wrap_set_pause_state)
 
 
-def _draining(original: Any) -> Any:
+def _wrap_handle_shutdown(original: Any) -> Any:
     def _handle_shutdown(self: Any) -> Any:
         if not hasattr(self, HANDED_OVER):
             setattr(self, HANDED_OVER, True)
             _hand_over_wake(self)
         if self.shutdown_state == EngineShutdownState.REQUESTED:
-            ours = ours_in(self.scheduler.connector)
+            ours = find_our_connector(self.scheduler.connector)
             if ours is not None and support.is_on(EARLY_EXIT):
                 ours.drain()
             if self.vllm_config.shutdown_timeout:
@@ -63,9 +63,9 @@ def _hand_over_wake(engine: Any) -> None:
         set_wake(lambda: engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
 
 
-def _giving_up_turns(original: Any) -> Any:
+def _wrap_set_pause_state(original: Any) -> Any:
     def set_pause_state(self: Any, pause_state: PauseState) -> None:
-        ours = ours_in(self.connector)
+        ours = find_our_connector(self.connector)
         if ours is not None:
             (ours.resume if pause_state is PauseState.UNPAUSED else ours.drain)()
         original(self, pause_state)

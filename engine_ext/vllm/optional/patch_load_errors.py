@@ -40,19 +40,19 @@ class LoadGenerationError(GenerationError):
 
 def install() -> None:
     """Idempotent."""
-    wrap(AsyncLLM, "generate", _raising_load_failures)
+    wrap(AsyncLLM, "generate", _wrap_generate)
 
 
 def add_handler(app: FastAPI) -> None:
-    app.add_exception_handler(LoadGenerationError, _answer)
+    app.add_exception_handler(LoadGenerationError, _error_response)
 
 
-def _answer(request: Request, error: Any) -> JSONResponse:
+def _error_response(request: Request, error: Any) -> JSONResponse:
     fields = {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": STATUS}
     return JSONResponse({"error": {**fields, KEY: error.failure}}, STATUS)
 
 
-def _raising_load_failures(original: Any) -> Any:
+def _wrap_generate(original: Any) -> Any:
     def generate(
         self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
@@ -60,12 +60,12 @@ def _raising_load_failures(original: Any) -> Any:
             self, prompt, sampling_params, request_id, *args, **kwargs
         )
         is_streamed = sampling_params.output_kind is RequestOutputKind.DELTA
-        return results if is_streamed else _checked(results)
+        return results if is_streamed else _raise_load_failures(results)
 
     return generate
 
 
-async def _checked(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _raise_load_failures(results: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     async with aclosing(results):
         async for result in results:
             failure = (result.kv_transfer_params or {}).get(KEY)

@@ -44,7 +44,7 @@ NOTHING = SentCounts()
 
 def install() -> None:
     """Idempotent."""
-    wrap(RequestState, "make_request_output", _translating)
+    wrap(RequestState, "make_request_output", _wrap_make_request_output)
 
 
 def translated(finish_reason: Any, stop_reason: Any) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def translated(finish_reason: Any, stop_reason: Any) -> tuple[Any, Any]:
     return finish_reason, stop_reason
 
 
-def _translating(original: Any) -> Any:
+def _wrap_make_request_output(original: Any) -> Any:
     def make_request_output(
         self: Any,
         new_token_ids: Any,
@@ -70,7 +70,7 @@ def _translating(original: Any) -> Any:
         has_payload = bool(kv_transfer_params) and kv_transfer_params.get(KEY) is not None
         sent = getattr(self, SENT, NOTHING)
         if has_payload:
-            kv_transfer_params = _completed(self, kv_transfer_params, sent)
+            kv_transfer_params = _complete_payload(self, kv_transfer_params, sent)
         result = original(
             self, new_token_ids, pooling_output, finish, stop, kv_transfer_params, *args, **kwargs
         )
@@ -81,7 +81,7 @@ def _translating(original: Any) -> Any:
     return make_request_output
 
 
-def _completed(state: Any, params: dict[str, Any], sent: SentCounts) -> dict[str, Any]:
+def _complete_payload(state: Any, params: dict[str, Any], sent: SentCounts) -> dict[str, Any]:
     payload = dict(params[KEY])
     if sent.num_tokens:
         payload["spoken"] = sent.num_tokens

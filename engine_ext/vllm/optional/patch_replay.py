@@ -47,10 +47,10 @@ NO_END = End(0)
 
 def install() -> None:
     """Idempotent."""
-    wrap(OutputProcessor, "add_request", _replaying)
+    wrap(OutputProcessor, "add_request", _wrap_add_request)
 
 
-def _replaying(original: Any) -> Any:
+def _wrap_add_request(original: Any) -> Any:
     def add_request(
         self: Any,
         request: Any,

@@ -37,14 +37,14 @@ from engine_ext.scheduler.admission import parse_threshold, prefills
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.optional import resumed_request
-from engine_ext.vllm.optional.resumed_request import ResumeLimits, refusal, unfit_fields
+from engine_ext.vllm.optional.resumed_request import ResumeLimits, fields_not_resumed, refusal
 
 CHARACTERS = 4
 """Base64 characters of one token id."""
 NOT_OFFERED = (
     f"this engine does not offer {KEY}: it wants our --scheduler-cls, and the plugin disagg"
 )
-OWN = (resumed_request.FIELD, resumed_request.CANNOT_RESUME)
+RESERVED_KEYS = (resumed_request.FIELD, resumed_request.CANNOT_RESUME)
 """Keys of `extra_args` that come from here alone, whatever `vllm_xargs` a client sends."""
 
 
@@ -54,10 +54,10 @@ READ = (*RESUMABLE, BatchChatCompletionRequest)
 
 def install() -> None:
     """Idempotent."""
-    wrap(BaseServing, "_check_model", _preparing)
+    wrap(BaseServing, "_check_model", _wrap_check_model)
 
 
-def _preparing(original: Any) -> Any:
+def _wrap_check_model(original: Any) -> Any:
     async def _check_model(self: Any, request: Any) -> Any:
         error = await original(self, request)
         if error is None and isinstance(request, READ):
@@ -70,11 +70,13 @@ def _preparing(original: Any) -> Any:
 def prepare(request: Any, engine: Any, model_config: Any) -> None:
     """Raises ValueError (VLLMValidationError for a payload), which vLLM answers 400 to. `engine`
     None: the server only renders prompts."""
-    extra = {key: value for key, value in (request.vllm_xargs or {}).items() if key not in OWN}
+    extra = {
+        key: value for key, value in (request.vllm_xargs or {}).items() if key not in RESERVED_KEYS
+    }
     threshold = parse_threshold((request.model_extra or {}).get(THRESHOLD))
     if threshold is not None:
         extra[THRESHOLD] = threshold
-    if unfit_fields(request):
+    if fields_not_resumed(request):
         extra[resumed_request.CANNOT_RESUME] = True
     has_payload = isinstance(request, RESUMABLE) and KEY in (request.kv_transfer_params or {})
     if has_payload and engine is not None:
@@ -133,12 +135,12 @@ def _refuse_long(raw: Any, max_model_len: int) -> None:
 def _limits(request: Any, config: Any) -> ResumeLimits:
     from vllm.renderers.chat_utils import has_non_text_content  # 0.31 lacks it
 
-    unfit = unfit_fields(request)
+    conflicts = fields_not_resumed(request)
     if has_non_text_content(getattr(request, "messages", None)):
-        unfit.append("images or sounds")
+        conflicts.append("images or sounds")
     if (request.model_extra or {}).get(THRESHOLD):
         # The request would be rejected when its beginning has been sent.
-        unfit.append(THRESHOLD)
+        conflicts.append(THRESHOLD)
     num_logprobs = request.logprobs
     if isinstance(request, ChatCompletionRequest):
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -147,5 +149,5 @@ def _limits(request: Any, config: Any) -> ResumeLimits:
         max_model_len=config.max_model_len,
         sends_only_the_rest=bool(request.stream) or prefills(request.kv_transfer_params),
         num_logprobs=num_logprobs,
-        unfit=unfit,
+        conflicts=conflicts,
     )

@@ -160,11 +160,11 @@ class StreamResults:
 
 def install() -> None:
     """Idempotent."""
-    wrap_in(chat, "chat_completion_stream_generator", functools.partial(_completing, CHAT))
-    wrap_in(completion, "completion_stream_generator", functools.partial(_completing, TEXT))
+    wrap_in(chat, "chat_completion_stream_generator", functools.partial(_wrap_generator, CHAT))
+    wrap_in(completion, "completion_stream_generator", functools.partial(_wrap_generator, TEXT))
 
 
-def _completing(kind: str, original: Any) -> Any:
+def _wrap_generator(kind: str, original: Any) -> Any:
     async def generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         has_parser = getattr(self, "parser_cls", None) is not None
         seen = StreamResults(one_by_one=has_parser, token_id_scope=_token_id_scope(request))

@@ -28,10 +28,10 @@ SEEDS = 2**31
 
 def install() -> None:
     """Idempotent."""
-    wrap(InputBatch, "add_request", _with_output)
+    wrap(InputBatch, "add_request", _wrap_add_request)
 
 
-def _with_output(original: Any) -> Any:
+def _wrap_add_request(original: Any) -> Any:
     def add_request(self: Any, request: Any) -> Any:
         token_ids = token_ids_in(request.sampling_params)
         if token_ids and not hasattr(request, RESUMED):

@@ -14,7 +14,7 @@ from engine_ext.common.resume_payload import KEY, MAX_ID, Logprob, ResumePayload
 FIELD = "disagg_begun"
 CANNOT_RESUME = "disagg_stays"
 """The field of a request that another engine cannot resume."""
-UNFIT = (
+FIELDS_NOT_RESUMED = (
     "use_beam_search",
     "echo",
     "prompt_logprobs",
@@ -22,8 +22,8 @@ UNFIT = (
     "truncate_prompt_tokens",
     "thinking_token_budget",
 )
-UNFIT_OF_CHATS = ("return_prompt_text",)
-UNFIT_OF_COMPLETIONS = ("suffix", "prompt_embeds")
+CHAT_FIELDS_NOT_RESUMED = ("return_prompt_text",)
+COMPLETION_FIELDS_NOT_RESUMED = ("suffix", "prompt_embeds")
 """Fields that need the prompt's text, its log-probabilities or several answers at once, or that
 keep a count of the answer that we do not set."""
 
@@ -92,14 +92,14 @@ class ResumeLimits:
     """The request is streamed, or a prefill."""
     num_logprobs: int | None = None
     """How many of the likeliest tokens are asked for, beside the token's own; None: none at all."""
-    unfit: Sequence[str] = ()
+    conflicts: Sequence[str] = ()
     """Fields that are set and rule a payload out."""
 
 
 def refusal(payload: ResumePayload, limits: ResumeLimits) -> str | None:
     """Return one line that says why the payload cannot be resumed; None if it can."""
-    if limits.unfit:
-        return f"{KEY} does not go with {', '.join(limits.unfit)}"
+    if limits.conflicts:
+        return f"{KEY} does not go with {', '.join(limits.conflicts)}"
     for name, token_ids in (
         ("prompt", payload.prompt_token_ids),
         ("output", payload.output_token_ids),
@@ -117,9 +117,9 @@ def refusal(payload: ResumePayload, limits: ResumeLimits) -> str | None:
     return _missing_logprobs(payload, limits.num_logprobs)
 
 
-def unfit_fields(request: Any) -> list[str]:
+def fields_not_resumed(request: Any) -> list[str]:
     """Return the fields of an HTTP request for which no engine can resume its answer."""
-    fields = UNFIT + UNFIT_OF_CHATS + UNFIT_OF_COMPLETIONS
+    fields = FIELDS_NOT_RESUMED + CHAT_FIELDS_NOT_RESUMED + COMPLETION_FIELDS_NOT_RESUMED
     found = [name for name in fields if getattr(request, name, None) not in (None, False)]
     if (getattr(request, "n", None) or 1) != 1:
         found.append("n")

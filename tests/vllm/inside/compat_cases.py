@@ -50,12 +50,12 @@ def overridden() -> set[str]:
 def without(*lost: Feature) -> Iterator[None]:
     """As a process is that has started so."""
     for feature in lost:
-        support.lose(feature, "planted")
+        support.turn_off(feature, "planted")
     importlib.reload(scheduler)
     try:
         yield
     finally:
-        support._lost.clear()
+        support._turned_off.clear()
         support._problem.cache_clear()
         importlib.reload(scheduler)
 

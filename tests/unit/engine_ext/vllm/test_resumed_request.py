@@ -84,7 +84,7 @@ def test_what_the_model_cannot_read_is_refused_by_name(begun: ResumePayload, wor
 
 def test_fields_that_need_a_rendered_prompt_are_named() -> None:
     asked = ResumeLimits(
-        vocab_size=9, max_model_len=9, sends_only_the_rest=True, unfit=("echo", "n")
+        vocab_size=9, max_model_len=9, sends_only_the_rest=True, conflicts=("echo", "n")
     )
     assert refusal(ResumePayload((1,)), asked) == "begun does not go with echo, n"
 
