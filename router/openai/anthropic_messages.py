@@ -51,6 +51,7 @@ UNSUPPORTED_FIELDS = ("container", "mcp_servers")
 ROLES = {
     "user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user",
 }  # fmt: skip
+TOOL_CHANGES = ("tool_addition", "tool_removal")
 # Images and documents in tool results that an engine can read.
 READABLE_SOURCES = (
     ("image", "base64"), ("image", "url"), ("document", "text"), ("document", "content"),
@@ -103,6 +104,7 @@ def count_request_from_messages(
 
 
 def _translate_request(body: Json, translator: MessageTranslator) -> Json:
+    body = _with_tool_changes(body)
     chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, translator.left_out)
     chat["messages"] = merge_messages([*translator.system_of(body), *translator.messages_of(body)])
     if body.get("stop_sequences") is not None:
@@ -122,6 +124,38 @@ def _translate_request(body: Json, translator: MessageTranslator) -> Json:
     if body.get("tool_choice") is not None and body.get("tools"):
         _choose(chat, require_object(body, "tool_choice"))
     return chat
+
+
+def _with_tool_changes(body: Json) -> Json:
+    """Return the body with the tools that are in effect at the end of its messages.
+
+    System messages may add tools (by their definition, or one that was removed by its name) and
+    remove them. Chat templates know one list of tools.
+    """
+    messages = body.get("messages")
+    changes = [
+        block
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "system"
+        for block in (message["content"] if isinstance(message.get("content"), list) else ())
+        if isinstance(block, dict) and block.get("type") in TOOL_CHANGES
+    ]
+    if not changes:
+        return body
+    given = require_objects(body, "tools") if body.get("tools") else []
+    tools = {require_text(tool, "name", where): tool for tool, where in given}
+    removed: set[str] = set()
+    for change in changes:
+        tool = require_object(change, "tool", "messages")
+        if tool.get("type") == "tool_definition":
+            tool = require_object(tool, "definition", "messages")
+            tools[require_text(tool, "name", "messages")] = tool
+        name = require_text(tool, "name", "messages")
+        if change["type"] == "tool_removal":
+            removed.add(name)
+        else:
+            removed.discard(name)
+    return {**body, "tools": [tool for name, tool in tools.items() if name not in removed]}
 
 
 def _response_format(output: Json, where: str) -> Json:
@@ -183,7 +217,7 @@ class MessageTranslator:
         for block, block_where in require_objects(holder, name, where):
             if block.get("type", "text") == "text":
                 yield require_text(block, "text", block_where)
-            else:
+            elif block.get("type") not in TOOL_CHANGES:
                 self.left_out.add(of_type("blocks", block.get("type")))
 
     def messages_of(self, body: Json) -> Iterator[Json]:

@@ -60,7 +60,7 @@ def unsupported_type(where: str, what: str, kind: object) -> BadRequestError:
 
 def of_type(what: str, kind: object) -> str:
     """Return a phrase for an error or a log line about things of this kind."""
-    return f"{what} of type {repr(kind)[:80] if isinstance(kind, str) else 'none'}"
+    return f"{what} of type {repr(kind[:80]) if isinstance(kind, str) else 'none'}"
 
 
 def require_text(holder: Json, name: str, where: str = "") -> str:
@@ -89,6 +89,15 @@ def require_objects(holder: Json, name: str, where: str = "") -> list[tuple[Json
 
 def _path(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
+
+
+class LeftOut(set[str]):
+    """Phrases for the kinds of what a translation leaves out: as many as a log names. A request may
+    have millions."""
+
+    def add(self, phrase: str, /) -> None:
+        if len(self) < MAX_NAMED_KINDS:
+            super().add(phrase)
 
 
 def start_chat(

@@ -31,7 +31,7 @@ from router.openai.anthropic_messages import (
     chat_from_messages,
     count_request_from_messages,
 )
-from router.openai.dialects import AnswerBlocks, DialectOutput, require_text
+from router.openai.dialects import AnswerBlocks, DialectOutput, LeftOut, require_text
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS
 from router.openai.responses import (
@@ -101,7 +101,7 @@ class MessagesDialect(ApiDialect):
         self.output = MessageOutput(self.answer, self._id, "")
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
-        left_out: set[str] = set()
+        left_out = LeftOut()
         chat = chat_from_messages(body, left_out, gateway.limits.changing_prompt_lines)
         self.is_streamed = bool(body.get("stream"))
         self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
@@ -134,7 +134,7 @@ class CountTokensDialect(MessagesDialect):
 
     async def read(self, request: Request, gateway: Gateway, body: Json) -> None:
         limits = gateway.limits
-        counted = count_request_from_messages(body, set(), limits.changing_prompt_lines)
+        counted = count_request_from_messages(body, LeftOut(), limits.changing_prompt_lines)
         take_body(request, counted, limits, None, gateway.aliases)
         request.path, request.decode_only_reason, request.threshold = TOKENIZE_PATH, PASSED, 0.0
 
@@ -164,7 +164,7 @@ class ResponsesDialect(ApiDialect):
         if isinstance(items := body.get("input"), list):
             items = await self.stored.resolve_references(self._tenant, items)
             body = {**body, "input": items}
-        left_out: set[str] = set()
+        left_out = LeftOut()
         chat, self._history = chat_from_response(body, before, left_out)
         self.is_streamed = bool(body.get("stream"))
         self._is_stored = body.get("store") is not False

@@ -14,6 +14,8 @@ from tests.clients.conftest import MODEL, Acted, Stack
 HI = [{"role": "user", "content": "Say something."}]
 # This client knows no temperature any more.
 GREEDY = {"temperature": 0}
+# What Claude Code looks for before it compacts a conversation.
+TOO_LONG = r"prompt is too long: \d+ tokens > \d+ maximum"
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -75,6 +77,43 @@ async def test_tools_and_their_results(actor: Any, acted: Acted) -> None:
     await actor.messages.create(messages=said, **asked)
     roles = [message["role"] for message in acted.decoder.last.json["messages"]]
     assert roles == ["user", "assistant", "tool", "tool"]
+
+
+async def test_what_only_anthropic_can_act_on_is_left_out(actor: Any, acted: Acted) -> None:
+    asked: dict[str, Any] = {
+        "model": "m",
+        "messages": [*HI, {"role": "system", "content": "Now."}],
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2;"},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}, TOOL],
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "betas": ["context-management-2025-06-27"],
+    }
+    await actor.beta.messages.create(max_tokens=8, **asked)
+    seen = acted.decoder.last.json
+    assert seen["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Say something.\n\nNow."},
+    ]
+    assert [tool["function"]["name"] for tool in seen["tools"]] == ["f"]
+    assert not {"context_management", "betas"} & set(seen)
+
+
+async def test_more_tokens_than_the_context_are_asked_for(client: Any) -> None:
+    """As Claude Code does, which asks for 32000."""
+    fields = {**GREEDY, "max_tokens": 10**7}  # its own check refuses that many without a stream
+    answer = await client.messages.create(
+        model=MODEL, max_tokens=8, messages=HI, stop_sequences=["e"], extra_body=fields
+    )
+    assert answer.stop_reason in ("end_turn", "stop_sequence", "max_tokens")
+
+
+async def test_a_long_prompt_is_refused_in_anthropics_words(client: Any) -> None:
+    long = [{"role": "user", "content": "word " * 20_000}]
+    with pytest.raises(anthropic.BadRequestError, match=TOO_LONG):
+        await client.messages.create(model=MODEL, max_tokens=5, messages=long)
 
 
 async def test_tokens_are_counted(client: Any) -> None:

@@ -235,6 +235,32 @@ def test_tools_of_anthropic_are_left_out_beside_others() -> None:
     assert left_out == {"tools of type 'bash_20250124', 'web_search_20250305'"}
 
 
+def test_system_messages_may_add_and_remove_tools() -> None:
+    other = {**WEATHER, "name": "other"}
+
+    def change(kind: str, tool: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "system", "content": [{"type": f"tool_{kind}", "tool": tool}]}
+
+    added = change("addition", {"type": "tool_definition", "definition": other})
+    removed = change("removal", {"type": "tool_reference", "name": "weather"})
+    again = change("addition", {"type": "tool_reference", "name": "weather"})
+    for changes, expected in (
+        ([added], ["weather", "other"]),
+        ([removed], []),
+        ([added, removed], ["other"]),
+        ([removed, again], ["weather"]),
+    ):
+        left_out: set[str] = set()
+        asked = {**ASKED, "messages": [HI, *changes], "tools": [WEATHER]}
+        told = chat_from_messages(asked, left_out, ())
+        assert [tool["function"]["name"] for tool in told.get("tools", ())] == expected
+        assert told["messages"] == [HI]
+        assert not left_out
+    for wrong in ({}, {"type": "tool_definition"}, {"name": 7}):
+        with pytest.raises(BadRequestError):
+            chat(messages=[HI, change("addition", wrong)])
+
+
 def test_unknown_blocks_are_left_out_of_the_history() -> None:
     left_out: set[str] = set()
     said = [
@@ -321,11 +347,12 @@ def test_an_output_schema_is_passed_as_chats_have_it(fields: dict[str, Any]) -> 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=4)
     | st.sampled_from(["text", "image", "tool_use", "tool_result", "user", "assistant", "base64",
-                       "document", "content", "search_result", "tool_reference", "system"]),
+                       "document", "content", "search_result", "tool_reference", "system",
+                       "tool_addition", "tool_removal", "tool_definition"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(
             ["type", "role", "content", "text", "source", "id", "name", "input", "tool_use_id",
-             "input_schema", "url", "data", "media_type", "format", "effort"]
+             "input_schema", "url", "data", "media_type", "format", "effort", "tool", "definition"]
         ), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
