@@ -456,11 +456,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
-    @guarded(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()

@@ -24,10 +24,11 @@ def guarded(
                 return hook(*args, **kwargs)
             except Exception:
                 logger.exception("KV connector: %s", hook.__name__)
-            try:
-                return fallback() if otherwise is None else otherwise(*args, **kwargs)
-            except Exception:
-                logger.exception("KV connector: %s", hook.__name__)
+            if otherwise is not None:
+                try:
+                    return otherwise(*args, **kwargs)
+                except Exception:
+                    logger.exception("KV connector: %s", hook.__name__)
             return fallback()
 
         return cast(H, call)

@@ -3,7 +3,8 @@
 For each feature, all that is taken for granted of vLLM's interior; tier 2 is in
 `engine_ext.vllm.optional`. An imported name needs no symbol: a module that cannot be imported turns
 its feature off. Tests find every attribute that a module takes of vLLM's objects and that is not in
-the tables.
+the tables. The sentence above rows is their reason; `scripts/write_vllm_names.py` lists them in
+docs/development.md.
 """
 
 from engine_ext.vllm.compat.probe import ANY, Feature, symbols
@@ -24,7 +25,7 @@ CONNECTOR = Feature(
         - hooks that we override, and fields of the base class. A renamed hook is never called: KV
             is lost, or leaks, without an error
         {BASE}:KVConnectorBase_V1 has build_connector_meta build_connector_worker_meta
-            get_finished get_handshake_metadata get_loaded_kv_cache_group_ids
+            get_handshake_metadata get_loaded_kv_cache_group_ids
             get_num_new_matched_tokens get_required_kvcache_layout get_transfer_results
             has_pending_push_work on_new_request register_kv_caches request_finished
             requires_kv_delivery reset_cache save_kv_layer set_xfer_handshake_metadata_pp_aware
@@ -62,7 +63,6 @@ CONNECTOR = Feature(
     """),
     modules=("connector",),
 )
-"""The hooks that vLLM calls, when, and what it does with their answers."""
 
 CACHE = Feature(
     "cache",
@@ -92,7 +92,6 @@ CACHE = Feature(
         {KV}.utils:get_current_attn_backends takes vllm_config
     """),
 )
-"""Where a token's KV lies."""
 
 CONTENT = Feature(
     "content",
@@ -129,7 +128,6 @@ CONTENT = Feature(
             cache_salt tuple
     """),
 )
-"""What a block's KV was computed of and with which weights, and how much of it is written."""
 
 METRICS = Feature(
     "metrics",

@@ -199,7 +199,6 @@ EARLY_WRITES = Feature(
     """),
     modules=("prompt_progress",),
 )
-"""What a step computes, and into which blocks."""
 
 STATE_LAYERS = Feature(
     "state_layers",
@@ -216,7 +215,6 @@ STATE_LAYERS = Feature(
         vllm.v1.request:Request has _all_token_ids get_skip_reading_prefix_cache max_tokens
     """),
 )
-"""One block of each request is its state, and a prompt's last token can be left out."""
 
 LOOKAHEAD = Feature(
     "lookahead",
@@ -242,7 +240,6 @@ _REQUESTS = symbols(f"""
     {CHAT} has {" ".join(resumed_request.CHAT_FIELDS_NOT_RESUMED)}
     {COMPLETION} has {" ".join(resumed_request.COMPLETION_FIELDS_NOT_RESUMED)}
 """)
-"""What the HTTP server passes on to our scheduler class."""
 
 _OUTPUTS = symbols(f"""
     - where the engine's outputs become results. Clients see `abort` instead of our finish reason;
@@ -257,7 +254,6 @@ _OUTPUTS = symbols(f"""
     {ENGINE}:FinishReason has ABORT LENGTH
     vllm.sampling_params:RequestOutputKind has DELTA
 """)
-"""Where the engine's outputs become results."""
 
 _EARLY_ENDS = _OUTPUTS + symbols(f"""
     - our scheduler class ends a request itself. Its output is late or lost, and the client waits
@@ -270,7 +266,6 @@ _EARLY_ENDS = _OUTPUTS + symbols(f"""
         sampling_params take_events trace_headers
     vllm.v1.request:RequestStatus has PREEMPTED WAITING
 """)
-"""Our scheduler class ends a request, with a finish reason that vLLM does not have."""
 
 _EARLY_END_PATCHES = (
     "optional.patch_streams",
