@@ -105,13 +105,14 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _unknown_state_modes(states: Sequence[MambaSpec]) -> set[str]:
-    """Known are a state for each request, and one more where its prefix is cached, before it."""
+    """Return the modes that we cannot move. We know a state for each request, and an earlier one
+    before it where prefixes are cached."""
     return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
 
 
 def _unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
-    """Kinds of attention whose blocks are not simply those of the tokens, or of the last ones. Of
-    layers that vLLM puts in one group though they differ, workers see each one's kind."""
+    """Return the kinds of attention whose blocks are not simply those of the tokens, or of the last
+    ones. In a group of unlike layers, workers see each layer's kind."""
     model = vllm_config.model_config
     found: set[str] = set()
     for spec in _specs(kv_cache_config):
@@ -124,8 +125,8 @@ def _unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
-    """vLLM also calls MLA what sparse attention keeps: an indexer's keys, whose scales stand apart
-    from them in a block, or one state of several tokens."""
+    """Return True if we can move its blocks. vLLM also calls MLA what sparse attention keeps: an
+    indexer's keys, whose scales stand apart from them, or one state of several tokens."""
     if type(spec) is MLAAttentionSpec:
         is_sparse = hasattr(model.hf_text_config, "index_topk") or spec.tokens_per_state != 1
         return bool(model.use_mla) and not is_sparse
@@ -149,7 +150,7 @@ def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
-    """By group; see `CacheGeometry.group_windows`."""
+    """Return each group's window; see `CacheGeometry.group_windows`."""
     return tuple(_window(spec) for spec in _specs(kv_cache_config))
 
 
@@ -166,14 +167,15 @@ def _window(spec: KVCacheSpec) -> int | None:
 
 
 def supports_divergent_hits(kv_cache_config: KVCacheConfig) -> bool:
-    """Of full attention and states alone, one kind of each: vLLM tells us how much of the first
-    kind it has, and a load fills no more of another, nor of a window, than the tokens it is for."""
+    """Return True for full attention and states alone, one kind of each. vLLM reports how much of
+    the first kind it has cached; a load would not fill what another kind, or a window, lacks."""
     kinds = {spec for spec in _specs(kv_cache_config) if not isinstance(spec, MambaSpec)}
     return len(kinds) <= 1 and set(windows(kv_cache_config)) <= {None, STATE}
 
 
 def _has_state(model: ModelConfig) -> bool:
-    """Some of its layers keep a state instead of tokens. Known before there is a cache."""
+    """Return True if some layers keep a state instead of tokens. This is known before there is a
+    cache."""
     is_known = support.is_on(STATE_LAYERS)
     return is_known and bool(model.is_hybrid or model.is_attention_free)
 
@@ -191,8 +193,9 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def may_load(vllm_config: VllmConfig) -> bool:
-    """With several steps under way, vLLM hands out the blocks of a request that was aborted while
-    one of them still writes there, unless kv_role says that the engine loads."""
+    """Return False if loaded blocks could be overwritten. With several steps under way, vLLM hands
+    out the blocks of an aborted request while a step still writes there, unless kv_role says that
+    the engine loads."""
     loads: bool = vllm_config.kv_transfer_config.is_kv_consumer
     return loads or vllm_config.max_concurrent_batches <= 1
 
@@ -223,17 +226,17 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
 
 
 def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:
-    """Of latent attention every rank has the one vector that all heads are made of. None: how a
-    state is divided among ranks is the model's own affair, and so is what no cut by heads fits."""
+    """Return the heads of a layer over all ranks; 1 for latent attention, whose one vector every rank
+    has. None if the cache is not divided by heads, as a state is not."""
     if _has_state(model) or not _is_cut_by_heads(kv_cache_config):
         return None
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def _is_cut_by_heads(kv_cache_config: KVCacheConfig) -> bool:
-    """Every layer's block is of the same heads, each with the keys and values of the block's
-    tokens. Some backends lay data and scales apart, or all keys before all values, and layers of
-    other heads may share the memory of a block."""
+    """Return True if every layer's block has the same heads, each with the keys and values of the
+    block's tokens. Some backends separate data from scales, or all keys from all values, and
+    layers with other heads may share the memory of a block."""
     specs = [spec for spec in _specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
     heads = {(spec.num_kv_heads, spec.state_content_size_bytes) for spec in specs}
     return len(heads) <= 1 and all(spec.num_head_slots is None for spec in specs)
@@ -285,7 +288,7 @@ def stock_version() -> dict[str, str]:
 
 
 def _drafts_beyond_next_token(vllm_config: VllmConfig) -> bool:
-    """Than to the next token: as far as is known."""
+    """Return True if drafts may reach beyond the next token."""
     if not support.is_on(LOOKAHEAD):
         return vllm_config.speculative_config is not None
     return _lookahead(vllm_config) > 1
@@ -303,7 +306,7 @@ def wakeup_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
 
 
 def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> dict[str, str]:
-    """Return what vLLM hashes, field by field, so that a mismatch can be named."""
+    """Return what vLLM hashes, field by field, so that the log can name a mismatch."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
     return {
@@ -323,7 +326,7 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
 
 
 def _factors_of_state(cache: CacheConfig) -> dict[str, str]:
-    """A block's length does not tell them."""
+    """Return the types and layout of a state, which a block's length does not show."""
     kinds = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     return {"state": " ".join((*kinds, str(envs.VLLM_SSM_CONV_STATE_LAYOUT)))}
 
@@ -395,7 +398,7 @@ def _offers_feature(vllm_config: VllmConfig, feature: Feature) -> bool:
 
 
 def _uses_our_scheduler(vllm_config: VllmConfig) -> bool:
-    """It is our scheduler class."""
+    """Return True if the engine runs our scheduler class."""
     if not support.is_on(SCHEDULER):
         return False
     named = vllm_config.scheduler_config.scheduler_cls
@@ -426,7 +429,8 @@ def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tu
 
 
 def regions(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig) -> list[Region]:
-    """One per layer, K and V packed, in the order of layer numbers that stock peers expect.
+    """Return one region per layer, K and V packed, in the order of layer numbers that stock peers
+    expect.
 
     Layers of different groups lie on the same memory, since a block is only ever of one group:
     they are one region, named by the first. Layers that use the cache of another have none.
