@@ -313,7 +313,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def take_back(self) -> None:
-        """Our scheduler class is there: a request whose load was given back can wait again."""
+        """Note that our scheduler class is there: a request whose load was given back can wait
+        again."""
         self.scheduler.loads.take_back()
 
     @guarded(bool)
@@ -328,32 +329,35 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def drain(self) -> None:
-        """The engine leaves or pauses: nothing is kept for later. Readers may go on."""
+        """Keep nothing for later, because the engine leaves or pauses. Readers may continue."""
         self.scheduler.drain()
 
     @guarded(bool)
     def reset_cache(self) -> bool:
-        """The model's weights are others now, say. False: some turns stay, see `end_turns`."""
+        """Give up all turns, for example because the weights have changed. Return False if some
+        stay; see `end_turns`."""
         return self.scheduler.end_turns()
 
     # Weights that change; see weights.py and compat/patch_weights.py.
 
     @guarded(nothing)
     def look_at_adapter(self, lora: Any) -> Adapter | None:
-        """Before vLLM loads it; to be handed to `adapter_loaded`."""
+        """Return an adapter's files before vLLM loads them, for `adapter_loaded`."""
         return self._weights.look(lora)
 
     @guarded(nothing)
     def adapter_loaded(self, lora: Any, seen: Adapter | None, requests: Sequence[Request]) -> None:
-        """`seen` None: it could not be loaded. `requests`: all that the engine has, those that have
-        ended and are leased included."""
+        """Note that vLLM has loaded an adapter. `seen`: what `look_at_adapter` returned, or None if
+        the load failed. `requests`: all of the engine's, also those that have ended and are
+        leased."""
         if self._weights.load(lora, seen):
             of_it = [each for each in requests if _adapter_name(each) == lora.lora_name]
             self._end_kv(f"LoRA adapter {lora.lora_name} may be another now", of_it)
 
     @guarded(nothing)
     def weights_changed(self, by: str, requests: Sequence[Request], keeps_adapters: bool) -> None:
-        """The model's own are others, or may be; and its adapters', unless those are kept."""
+        """Note that the model's own weights have changed, or may have, and its adapters' unless
+        these are kept."""
         self._weights.change(keeps_adapters)
         self._end_kv(f"the model's weights may have changed ({by})", requests)
 
@@ -366,12 +370,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def weights_named(self, version: str) -> None:
-        """Engines whose weights have one name share KV."""
+        """Note the operator's name for the weights. Engines with equal names share KV."""
         self._weights.name(version)
 
     @guarded(nothing)
     def fail_stale_loads(self, output: KVConnectorOutput) -> None:
-        """Those that were under way when the weights changed."""
+        """Report loads as failed that were in progress when the weights changed."""
         stale = {
             name for name in output.finished_recving or () if self.scheduler.is_stale_load(name)
         }
@@ -380,7 +384,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def resume(self) -> None:
-        """The engine goes on."""
+        """Keep turns again, because the engine continues."""
         self.scheduler.resume()
 
     @guarded(bool)
@@ -390,7 +394,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(bool)
     def listen_for_wakeups(self, on_wakeup: Callable[[], None]) -> bool:
-        """`on_wakeup` is called, from another thread, when a worker has results. False: never."""
+        """Call `on_wakeup`, from another thread, when a worker has results. Return False if that
+        cannot be."""
         name = describe.wakeup_name(self._vllm_config, self._config)
         self._wakeups = WakeupListener(name, on_wakeup)
         return True
@@ -417,8 +422,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 goes to sleep. Raises where that would take the memory that others read:
-        without sleep mode, at which we do not start, none but this allocator's."""
+        """Raise RuntimeError if vLLM, from 0.33 on, would now free memory that other engines read.
+        Sleep mode is refused at start; what is left is this allocator."""
         if self._vllm_config.model_config.enable_cumem_allocator:
             raise RuntimeError(NO_SLEEP)
 
@@ -476,7 +481,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        """One part's failure does not keep the others."""
+        """Close all parts; one that fails does not stop the others from closing."""
         with ExitStack() as stack:
             if self._worker is not None:
                 stack.callback(self._worker.shutdown)
@@ -486,8 +491,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self._wakeups.close)
 
     def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
-        """If vLLM caches prefixes, it lists states of earlier tokens, or holes, before the
-        request's own."""
+        """Return each group's blocks. If vLLM caches prefixes, it lists states of earlier tokens,
+        or holes, before the request's own state."""
         groups = zip(block_ids, self._windows, strict=True)
         return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
 
@@ -522,7 +527,7 @@ def _note_loading(request: Request, num_tokens: int) -> None:
 
 
 def _install_engine_patches() -> None:
-    """This process is the engine's."""
+    """Install what the engine's process needs; this is that process."""
     from engine_ext.vllm.compat import patch_weights
 
     patch_weights.install()
@@ -550,6 +555,6 @@ class DisaggPushConnector(DisaggConnector):
 
 
 def find_our_connector(connector: object) -> DisaggConnector | None:
-    """An engine's connector, if it is ours, or that one of its several (vLLM's MultiConnector)."""
+    """Return our connector: an engine's own, or one of its several (vLLM's MultiConnector)."""
     among = (connector, *getattr(connector, "sub_connectors", ()))
     return next((each for each in among if isinstance(each, DisaggConnector)), None)

@@ -226,8 +226,8 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
 
 
 def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:
-    """Return the heads of a layer over all ranks; 1 for latent attention, whose one vector every rank
-    has. None if the cache is not divided by heads, as a state is not."""
+    """Return the heads of a layer over all ranks; 1 for latent attention, whose one vector every
+    rank has. None if the cache is not divided by heads, as a state is not."""
     if _has_state(model) or not _is_cut_by_heads(kv_cache_config):
         return None
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())

@@ -117,7 +117,8 @@ def _core(state: Any) -> Any:
 
 
 def _call_in_engine(core: Any, what: str, args: list[Any]) -> Any:
-    """vLLM wants a parameter for each argument."""
+    """Call one of our functions in the engine's process. vLLM wants a parameter for each
+    argument."""
     return (_release_in_engine if what == "release" else _leases_in_engine)(core, *args)
 
 

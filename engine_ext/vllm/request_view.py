@@ -23,7 +23,7 @@ _CONTENT_HASH = re.compile(r"(^|:)([0-9a-f]{64}|[0-9a-f]{128})$")
 
 
 class RequestView:
-    """Reads through: nothing is copied but what vLLM lends as a view."""
+    """Reads vLLM's request at each access. Only vLLM's view of all tokens is copied."""
 
     __slots__ = ("_request",)
 
@@ -80,10 +80,9 @@ class RequestView:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Whose KV is written. vLLM counts a step's tokens when it schedules the step, ahead of the
-        model where scheduling is asynchronous: one may be under way for a request that has ended.
-        It also counts the guesses behind the token at which an answer stops, which are dropped.
-        """
+        """The tokens whose KV is written. vLLM counts a step's tokens when it schedules the step,
+        which may still run when the request has ended. It also counts draft tokens behind the end
+        of an answer, which are dropped."""
         request = self._request
         computed = int(request.num_computed_tokens - request.num_in_flight_tokens)
         return max(0, min(computed, int(request.num_tokens)))
@@ -99,8 +98,9 @@ def is_streamed(request: Request) -> bool:
 
 
 def back_off(request: Request, num_left: int) -> None:
-    """Before anything is computed; see `SchedulerConnector.backs_off`. As in stock vLLM, a prompt
-    whose log-probabilities are asked for stays whole: its last token has one, too."""
+    """Leave out the prompt's last tokens before anything is computed; see
+    `SchedulerConnector.backs_off`. As in stock vLLM, a prompt whose log-probabilities are asked for
+    stays whole."""
     if request.get_skip_reading_prefix_cache():
         return
     request.max_tokens = 1

@@ -112,7 +112,7 @@ def keys_of(request: Any) -> list[ContentKey] | None:
 
 
 def salt_of(request: Any) -> str | None:
-    """The client's own."""
+    """Return the client's own cache salt."""
     label = _label_of(request)
     salt: str | None = request.cache_salt if label is None else label.cache_salt
     return salt
@@ -152,18 +152,19 @@ class Weights:
         """By name and path: the digest whose KV needs no salt."""
 
     def change(self, keeps_adapters: bool) -> None:
-        """The model's own weights are others, or may be. `keeps_adapters`: they alone."""
+        """Note that the model's own weights have changed, or may have. `keeps_adapters`: only
+        they."""
         self._epoch, self._version = _nonce(), None
         if not keeps_adapters:
             for number, adapter in self._adapters.items():
                 self._adapters[number] = adapter._replace(digest=None)
 
     def name(self, version: str) -> None:
-        """The operator's name for the model's weights. It must stand for no others, anywhere."""
+        """Note the operator's name for the model's weights, which must be unique in the fleet."""
         self._version = version
 
     def look(self, lora: Any) -> Adapter:
-        """At an adapter's files, before vLLM loads them."""
+        """Return an adapter with its files as they are before vLLM loads them."""
         try:
             directory = self._resolve(lora.lora_path)
         except Exception:
@@ -172,8 +173,9 @@ class Weights:
         return Adapter(lora.lora_name, lora.lora_path, directory, files_in(directory))
 
     def load(self, lora: Any, seen: Adapter | None, is_ordered: bool = True) -> bool:
-        """vLLM has loaded an adapter, after `look`. `seen` None: it failed, on some ranks perhaps.
-        True: there may be KV of other weights under this adapter's name."""
+        """Note that vLLM has loaded an adapter. `seen`: what `look` returned, or None if the load
+        failed, perhaps on some ranks only. Return True if there may be KV of other weights under
+        this adapter's name."""
         seen = seen or _unknown(lora)
         digest = _digest(seen, lora.is_3d_lora_weight)
         adapter = seen._replace(digest=digest, is_ordered=is_ordered)
@@ -203,7 +205,7 @@ class Weights:
             _salt(request, label, " ".join(marks))
 
     def disown(self, request: Any) -> None:
-        """A request that waits or runs while its weights change."""
+        """Take the label from a request that waits or runs while its weights change."""
         label = _label_of(request)
         setattr(request, LABEL, None)
         if label is not None:
@@ -238,7 +240,7 @@ def _unknown(lora: Any) -> Adapter:
 
 
 def files_in(directory: str) -> Files | None:
-    """Those of an adapter as they are now. None: there are none to be read."""
+    """Return an adapter's files as they are now; None if none can be read."""
     try:
         with os.scandir(directory) as entries:
             files = [
@@ -263,7 +265,8 @@ def _revision_of(directory: Path) -> Files:
 
 
 def _seen(name: str, file: os.stat_result) -> tuple[str, int, int, int]:
-    """Not its number, which some network file systems give anew from time to time."""
+    """Return what changes when a file is written. Its inode number would not do: some network file
+    systems renumber."""
     return name, file.st_size, file.st_mtime_ns, file.st_ctime_ns
 
 
@@ -285,8 +288,8 @@ def _digest(adapter: Adapter, is_3d: bool) -> str | None:
 
 
 def _salt(request: Any, label: Label, mark: str) -> None:
-    """Blocks of other weights are not found for it in vLLM's prefix cache, nor are its blocks for
-    requests of other weights."""
+    """Separate the request from blocks of other weights in vLLM's prefix cache, in both
+    directions."""
     request.cache_salt = f"{label.cache_salt or ''}\0{mark}"
     request.block_hashes.clear()
     request.update_block_hashes()
