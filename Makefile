@@ -5,7 +5,7 @@
 # make test-all       20 min: make test, and slow tests, Redis, a browser, real engines in depth
 # make test-vllm      10 min: the connector inside vLLM's CPU builds (3 GB to install)
 # make test-k8s       3 min: the chart, discovery, gateways on a real API server
-# make test-clients   2 min: OpenAI's, Anthropic's and other clients, and examples/
+# make test-clients   3 min: OpenAI's, Anthropic's and other clients, and examples/
 # make test-agents    1 min: Claude Code, Codex and opencode as npm has them (1 GB)
 # make test-nightly   hours: all of the above, what CI leaves out, all of it in the newest vLLM
 # make test-lowest    the router's tests with the lowest versions that pyproject.toml admits

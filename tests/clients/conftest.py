@@ -21,6 +21,8 @@ from tests.unit.router.openai.chats import thinks_and_calls
 
 # Of the project's environment; not resolved, or it would be another one.
 PYTHON = Path(os.environ.get("DISAGG_ROUTER_PYTHON", ".venv/bin/python")).absolute()
+# The folder with node_modules.
+CLIENTS = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere"))
 MODEL = "tiny"
 # litellm asks the internet for prices otherwise.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"

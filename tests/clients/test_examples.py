@@ -1,4 +1,4 @@
-"""Each file of examples/ runs, where its client is installed. Those of agents are in
+"""Each example of a client runs, where the client is installed. Those of agents are in
 test_agents.py."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import MODEL, Stack
+from tests.clients.conftest import CLIENTS, MODEL, Stack
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-# The folder with node_modules.
-CLIENTS = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere"))
 AGENTS = {"claude_code.sh", "codex.sh", "open_webui.sh", "opencode.sh"}
-RUN_HERE = sorted(path.name for path in EXAMPLES.iterdir() if path.name not in AGENTS)
+# The folder has folders with other examples.
+NAMES = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+RUN_HERE = sorted(NAMES - AGENTS)
 
 
 def command_for(example: Path) -> list[str]:
@@ -59,4 +59,4 @@ def test_page_shows_the_examples_as_they_are() -> None:
         name, block = found.groups()
         assert block in (EXAMPLES / name).read_text(encoding="utf-8"), name
         shown.add(name)
-    assert shown == {path.name for path in EXAMPLES.iterdir()}
+    assert shown == NAMES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,11 +10,10 @@ import litellm
 import pytest
 from langchain_openai import ChatOpenAI
 
-from tests.clients.conftest import MODEL, Acted, Stack
+from tests.clients.conftest import CLIENTS, MODEL, Acted, Stack
 
 HI = [{"role": "user", "content": "Say something."}]
 NODE = Path(__file__).parent / "node" / "check.mjs"
-PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere"))
 
 
 async def test_litellm_chats(stack: Stack) -> None:
@@ -75,8 +73,18 @@ async def test_langchain_calls_tools(acted: Acted, responses: bool) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="there is no Node here")
+def test_streams_that_javascript_clients_abort_end_in_the_engines(stack: Stack) -> None:
+    left = stack.left()
+    script = shutil.copy(NODE.parent / "abort.mjs", CLIENTS)
+    command = ["node", script, stack.router.url, MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    stack.wait_for_one_to_leave(left + int(done.stdout) - 1)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="there is no Node here")
 def test_node(stack: Stack) -> None:
-    script = shutil.copy(NODE, PLACE / "check.mjs")  # beside node_modules
+    script = shutil.copy(NODE, CLIENTS / "check.mjs")  # beside node_modules
     command = ["node", script, stack.openai, MODEL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
