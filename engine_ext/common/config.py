@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine_ext.common.access import OPEN, Access, parse_networks, read_secret
+from engine_ext.common.access import (
+    OPEN,
+    Access,
+    Networks,
+    SharedSecret,
+    parse_networks,
+    read_secret,
+)
 from engine_ext.common.prefix_hashes import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -113,55 +120,29 @@ class ConnectorConfig:
         if not isinstance(raw, Mapping):
             raise ValueError("kv-transfer-config is not a JSON object")
         _warn_unknown(raw, (*_TOP_LEVEL, "kv_connector_extra_config"), "kv-transfer-config")
-        top = {key: check(key, raw[key]) for key, check in _TOP_LEVEL.items() if key in raw}
-        if "kv_connector" not in top:
+        given = {"engine_id": str(uuid.uuid4()), **_read(raw, _TOP_LEVEL)}
+        if "transfer_mode" not in given:
             raise ValueError("kv-transfer-config: kv_connector is missing")
-        extra = _extra(raw.get("kv_connector_extra_config"))
-        given = {
-            "engine_id": top.get("engine_id"),
-            "transfer_mode": CONNECTORS[top["kv_connector"]],
-            "load_failure_policy": top.get("kv_load_failure_policy"),
-            "backends": extra.get("backends"),
-            "num_threads": extra.get("num_threads"),
-            "lease_duration": extra.get("kv_lease_duration"),
-            "permute_layout": top.get("enable_permute_local_kv"),
-            "cross_layers_blocks": extra.get("enable_cross_layers_blocks"),
-            "buffer_device": top.get("kv_buffer_device"),
-            "registration_timeout": extra.get("push_registration_timeout"),
-            "writes_early": extra.get("push_while_computing"),
-            "write_bound": extra.get("push_write_bound"),
-            "enforce_handshake_compat": extra.get("enforce_handshake_compat"),
-            "bidirectional": extra.get("bidirectional_kv_xfer"),
-            "retain_seconds": extra.get("decoder_kv_blocks_ttl"),
-            "retain_share": extra.get("retained_blocks_share"),
-            "recompute_threshold": extra.get("kv_recompute_threshold"),
-            "trust_unproven_prefix": extra.get("trust_unproven_prefix"),
-            "trust_request_ids": extra.get("trust_request_ids"),
-            "global_cache_hit_threshold": extra.get("global_cache_hit_threshold"),
-            "hand_back": extra.get("hand_back"),
-            "checksums": extra.get("kv_checksum"),
-            "engine_ttl": extra.get("engine_ttl"),
-            "access": _access(extra),
-        }
-        chosen: dict[str, Any] = {"engine_id": str(uuid.uuid4())}
-        chosen |= {key: value for key, value in given.items() if value is not None}
-        return cls(**chosen)
+        if (extra := raw.get("kv_connector_extra_config")) is not None:
+            if not isinstance(extra, Mapping):
+                raise ValueError("kv_connector_extra_config is not a JSON object")
+            _warn_unknown(extra, tuple(_EXTRA), "kv_connector_extra_config")
+            given |= _read(extra, _EXTRA)
+        access = _access(*(given.pop(name, None) for name in ("secret", "secret_mode", "peers")))
+        return cls(**given, access=access)
 
 
-def _extra(raw: Any) -> dict[str, Any]:
-    if raw is None:
-        return {}
-    if not isinstance(raw, Mapping):
-        raise ValueError("kv_connector_extra_config is not a JSON object")
-    _warn_unknown(raw, tuple(_EXTRA), "kv_connector_extra_config")
-    return {key: check(key, raw[key]) for key, check in _EXTRA.items() if key in raw}
+def _read(raw: Mapping[str, Any], table: Mapping[str, tuple[str, "Check"]]) -> dict[str, Any]:
+    """Return the values by field."""
+    found = {field: check(key, raw[key]) for key, (field, check) in table.items() if key in raw}
+    found.pop(NOT_OURS, None)
+    return found
 
 
-def _access(extra: Mapping[str, Any]) -> Access:
-    secret, mode = extra.get("side_channel_secret_file"), extra.get("side_channel_mode")
+def _access(secret: SharedSecret | None, mode: str | None, peers: Networks | None) -> Access:
     if mode is not None and secret is None:
         raise ValueError(f"side_channel_mode: {mode} needs a side_channel_secret_file")
-    return Access(secret, mode == "mixed", extra.get("allowed_peers", OPEN.peers))
+    return Access(secret, mode == "mixed", peers or OPEN.peers)
 
 
 def _warn_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
@@ -182,6 +163,10 @@ def _one_of(*allowed: str) -> Check:
         return value
 
     return check
+
+
+def _connector(key: str, value: Any) -> TransferMode:
+    return CONNECTORS[_one_of(*CONNECTORS)(key, value)]
 
 
 def _text(key: str, value: Any) -> str:
@@ -237,37 +222,42 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-_TOP_LEVEL: dict[str, Check] = {
-    "kv_connector": _one_of(*CONNECTORS),
-    "kv_connector_module_path": _text,
-    "kv_role": _one_of("kv_producer", "kv_consumer", "kv_both"),
-    "kv_buffer_device": _one_of("cpu", "cuda"),
-    "kv_load_failure_policy": _one_of("fail", "recompute"),
-    "engine_id": _text,
-    "enable_permute_local_kv": _switch,
-}
+NOT_OURS = ""
+"""The field of vLLM's keys, which are only checked."""
 
-_EXTRA: dict[str, Check] = {
-    "backends": _names,
-    "num_threads": _count(256),
-    "kv_lease_duration": _seconds,
-    "enforce_handshake_compat": _switch,
-    "bidirectional_kv_xfer": _switch,
-    "decoder_kv_blocks_ttl": _seconds,
-    "retained_blocks_share": _share,
-    "kv_recompute_threshold": _count(MAX_TOKENS),
-    "trust_unproven_prefix": _switch,
-    "trust_request_ids": _switch,
-    # Read by the scheduler class; checked here so that a typo is found at start.
-    "global_cache_hit_threshold": _share,
-    "hand_back": _switch,
-    "enable_cross_layers_blocks": _switch,
-    "push_registration_timeout": _seconds,
-    "push_while_computing": _switch,
-    "push_write_bound": _seconds,
-    "side_channel_secret_file": read_secret,
-    "side_channel_mode": _one_of("required", "mixed"),
-    "allowed_peers": parse_networks,
-    "kv_checksum": _switch,
-    "engine_ttl": _seconds_or_never,
+_TOP_LEVEL: dict[str, tuple[str, Check]] = {
+    "kv_connector": ("transfer_mode", _connector),
+    "kv_connector_module_path": (NOT_OURS, _text),
+    "kv_role": (NOT_OURS, _one_of("kv_producer", "kv_consumer", "kv_both")),
+    "kv_buffer_device": ("buffer_device", _one_of("cpu", "cuda")),
+    "kv_load_failure_policy": ("load_failure_policy", _one_of("fail", "recompute")),
+    "engine_id": ("engine_id", _text),
+    "enable_permute_local_kv": ("permute_layout", _switch),
 }
+"""By key, the field of `ConnectorConfig` and the check of its value."""
+
+_EXTRA: dict[str, tuple[str, Check]] = {
+    "backends": ("backends", _names),
+    "num_threads": ("num_threads", _count(256)),
+    "kv_lease_duration": ("lease_duration", _seconds),
+    "enforce_handshake_compat": ("enforce_handshake_compat", _switch),
+    "bidirectional_kv_xfer": ("bidirectional", _switch),
+    "decoder_kv_blocks_ttl": ("retain_seconds", _seconds),
+    "retained_blocks_share": ("retain_share", _share),
+    "kv_recompute_threshold": ("recompute_threshold", _count(MAX_TOKENS)),
+    "trust_unproven_prefix": ("trust_unproven_prefix", _switch),
+    "trust_request_ids": ("trust_request_ids", _switch),
+    # Read by the scheduler class; checked here so that a typo is found at start.
+    "global_cache_hit_threshold": ("global_cache_hit_threshold", _share),
+    "hand_back": ("hand_back", _switch),
+    "enable_cross_layers_blocks": ("cross_layers_blocks", _switch),
+    "push_registration_timeout": ("registration_timeout", _seconds),
+    "push_while_computing": ("writes_early", _switch),
+    "push_write_bound": ("write_bound", _seconds),
+    "side_channel_secret_file": ("secret", read_secret),
+    "side_channel_mode": ("secret_mode", _one_of("required", "mixed")),
+    "allowed_peers": ("peers", parse_networks),
+    "kv_checksum": ("checksums", _switch),
+    "engine_ttl": ("engine_ttl", _seconds_or_never),
+}
+"""The same. `_access` makes one field of three keys."""

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import and_, or_
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.common.histogram import Histogram
@@ -353,23 +354,18 @@ class TransferResults:
         return bool(self.finished_sending or loads)
 
     def __and__(self, other: "TransferResults") -> "TransferResults":
-        return TransferResults(
-            self.finished_sending & other.finished_sending,
-            self.finished_recving & other.finished_recving,
-            self.failed_recving & other.failed_recving,
-            {**other.problems, **self.problems},
-            self.ready & other.ready,
-            self.returned & other.returned,
-        )
+        return self._combined(other, and_)
 
     def __or__(self, other: "TransferResults") -> "TransferResults":
+        return self._combined(other, or_)
+
+    def _combined(
+        self, other: "TransferResults", combine: Callable[[Any, Any], Any]
+    ) -> "TransferResults":
+        ids = ("finished_sending", "finished_recving", "failed_recving", "ready", "returned")
         return TransferResults(
-            self.finished_sending | other.finished_sending,
-            self.finished_recving | other.finished_recving,
-            self.failed_recving | other.failed_recving,
-            {**other.problems, **self.problems},
-            self.ready | other.ready,
-            self.returned | other.returned,
+            **{name: combine(getattr(self, name), getattr(other, name)) for name in ids},
+            problems={**other.problems, **self.problems},
         )
 
 

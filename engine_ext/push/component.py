@@ -1,14 +1,11 @@
 """Push mode: P writes the KV of a prompt into blocks that D has registered.
 
-    D: registrations.py       blocks that wait for P's WRITE; each ends in one report
-       outgoing_inquiries.py  asks whether P holds a prompt, before D takes blocks for it
-       remote_clocks.py       lower bounds of P's clock: P begins no WRITE after D's deadline
-    P: matcher.py             pairs registrations and finished prompts
-       sender_checks.py       a registration counts only from the agent that is written to
-       writes.py              the WRITEs
-       replies.py             what was answered to each registration
-       incoming_inquiries.py  which decode engines wait for a prompt
-       matching_state.py      the bounded tables of all these
+    D: registrations.py    blocks that wait for P's WRITE; each ends in one report
+       prefill_engines.py  inquiries whether P holds a prompt; lower bounds of P's clock
+    P: matcher.py          pairs registrations and finished prompts
+       writes.py           the WRITEs
+       decode_engines.py   checks and answers what decode engines send
+       matching_state.py   the bounded tables of all these
 
 One engine may be both. engine_ext/connector.py builds this component where the transfer mode is
 push, and `engine_ext.worker.loop` steps it.
@@ -20,9 +17,8 @@ from typing import Any
 
 from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.push.matcher import PushMatcher
-from engine_ext.push.outgoing_inquiries import OutgoingInquiries
+from engine_ext.push.prefill_engines import OutgoingInquiries, RemoteClocks
 from engine_ext.push.registrations import Registrations
-from engine_ext.push.remote_clocks import RemoteClocks
 from engine_ext.wire.notifications import (
     AwaitPrompt,
     Notification,

@@ -28,8 +28,8 @@ Ranks
 
 Repetition
     Messages may come twice, late or in another order. The outcome of each registration is kept by
-    its generation (replies.py), so that a repeated message is answered again and nothing is written
-    twice.
+    its generation (decode_engines.py), so that a repeated message is answered again and nothing is
+    written twice.
 
 D may ask for the blocks of a registration back (`ReturnBlocks`), and may wait to register until P
 holds the prompt (`AwaitPrompt`); engine_ext/scheduler/block_pressure.py explains why. All of this
@@ -42,7 +42,19 @@ from itertools import chain
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.request_names import names_of, whole_id
 from engine_ext.common.types import PushOffer
-from engine_ext.push.incoming_inquiries import IncomingInquiries, Inquiry
+from engine_ext.push.decode_engines import (
+    DIFFERENT,
+    GIVEN_UP,
+    LEASE_ENDED,
+    LEAVING,
+    TOO_MANY,
+    UNKNOWN,
+    WITHDRAWN,
+    IncomingInquiries,
+    Inquiry,
+    Replies,
+    SenderChecks,
+)
 from engine_ext.push.matching_state import (
     Doubt,
     HeldOffer,
@@ -53,17 +65,6 @@ from engine_ext.push.matching_state import (
     Tombstones,
     lasting,
 )
-from engine_ext.push.replies import (
-    DIFFERENT,
-    GIVEN_UP,
-    LEASE_ENDED,
-    LEAVING,
-    TOO_MANY,
-    UNKNOWN,
-    WITHDRAWN,
-    Replies,
-)
-from engine_ext.push.sender_checks import SenderChecks
 from engine_ext.push.writes import ActiveWrite, Writes
 from engine_ext.wire.notifications import (
     AwaitPrompt,
@@ -362,7 +363,7 @@ class PushMatcher:
         return next(iter(self._offer_names.find(names_of(name, transfer_id=name))), name)
 
     def step(self, now: float) -> None:
-        # A D that waits takes this step 200 times a second, with nothing in these tables.
+        # Mostly there is nothing in these tables.
         if len(self._checks):
             self._checks.step(now)
         if len(self._inquiries):

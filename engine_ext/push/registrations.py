@@ -11,7 +11,7 @@
         +--(no handshake)--> reported failed; (reclaim)--> RETURNED
 
 Registration
-    D sends its block ids, and until when by P's clock (remote_clocks.py) P may begin its WRITE. D
+    D sends its block ids, and until when by P's clock (prefill_engines.py) P may begin its WRITE. D
     repeats the message every few seconds, with a later time. P remembers how each registration
     ended, so a lost message is made good. A number (generation) tells the registrations of one
     request apart.
@@ -60,8 +60,13 @@ from engine_ext.common.types import (
     num_blocks_in,
 )
 from engine_ext.layout.plan import without_holes
-from engine_ext.push.remote_clocks import RemoteClocks
-from engine_ext.push.replies import GIVEN_UP, OF_REQUEST
+from engine_ext.push.decode_engines import GIVEN_UP, OF_REQUEST
+from engine_ext.push.prefill_engines import (
+    LONGEST_ASKING,
+    SILENT_BEATS,
+    SILENT_SECONDS,
+    RemoteClocks,
+)
 from engine_ext.wire.notifications import (
     PushDone,
     PushExtension,
@@ -81,13 +86,8 @@ from engine_ext.worker.push_component import LoopParts
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
 
-SILENT_BEATS = 3
-SILENT_SECONDS = 3.0
-"""A P that has answered none of so many heartbeats, for so long at least, is taken for dead."""
 RETURNED_SECONDS = 2.0
 """After so long without an order, a rank registers again the blocks that P returned."""
-LONGEST_ASKING = 5.0
-"""Most seconds between two messages to P, however long our own leases are."""
 BEGIN_BEATS = 3
 """P may begin a WRITE for the time of so many messages. With a longer time, a silent P keeps our
 blocks in quarantine for longer."""

@@ -22,15 +22,10 @@ from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import num_blocks_in
 from engine_ext.layout.plan import WHOLE, Batch, PlanError, TokenRange
-from engine_ext.layout.ranks import RankError, TensorRank
+from engine_ext.layout.ranks import RankError
+from engine_ext.push.decode_engines import DIFFERENT, TOO_LATE, WITHDRAWN, rank_of
 from engine_ext.push.matching_state import HeldOffer, Registered, RegistrationKey
-from engine_ext.push.replies import DIFFERENT, TOO_LATE, WITHDRAWN
-from engine_ext.wire.notifications import (
-    PushDone,
-    PushRegistered,
-    encode_extension,
-    encode_read_done,
-)
+from engine_ext.wire.notifications import PushDone, encode_extension, encode_read_done
 from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.peers import PeerError, Peers
@@ -311,19 +306,6 @@ class Writes:
             began=writing.began,
             num_proven=0 if message.disagg is None else message.disagg.last_token,
         )
-
-
-def rank_of(message: PushRegistered, us: TensorRank) -> tuple[int, int]:
-    """Return the tensor rank of D that registered, and its stage; stock does not name them. Raises
-    RankError, PlanError."""
-    faced = us.faces(message.decode_tp_size)
-    rank = message.disagg.tp_rank if message.disagg else faced[0]
-    if rank not in faced or (len(faced) > 1 and message.disagg is None):
-        raise PlanError(f"rank {us} here does not know which rank of D registered")
-    stage, stages = (message.disagg.pp_rank, message.disagg.pp_size) if message.disagg else (0, 1)
-    if stage >= stages:
-        raise PlanError(f"stage {stage} of {stages}")
-    return rank, stage
 
 
 def _done(registered: Registered, world_size: int) -> bytes:

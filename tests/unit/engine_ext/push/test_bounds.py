@@ -9,10 +9,8 @@ from engine_ext.common.access import Access, parse_networks
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
 from engine_ext.push.component import Push
-from engine_ext.push.incoming_inquiries import IncomingInquiries
+from engine_ext.push.decode_engines import RECHECK_SECONDS, IncomingInquiries, Outcomes
 from engine_ext.push.matching_state import BoundedRegistrations, RegistrationKey
-from engine_ext.push.replies import Outcomes
-from engine_ext.push.sender_checks import RECHECK_SECONDS
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (

@@ -1,24 +1,77 @@
-"""Push mode on D: requests that take no blocks before P holds their prompts.
+"""Push mode on D: what it knows of prefill engines, and asks them before it takes blocks.
 
-D asks every few seconds (`AwaitPrompt`) until P answers that it holds the prompt or never will.
-Each inquiry ends in one report. It also ends when P is silent, gone, or does not answer inquiries:
-the request registers then, and its registration ends with the reason.
+Clock
+    P promises to begin no WRITE after a time on its own clock. D sets that time, and must know when
+    it has passed. So D keeps a lower bound of P's clock, which each answer to a heartbeat carries.
+
+Inquiry
+    A request that takes no blocks before P holds its prompt inquires every few seconds
+    (`AwaitPrompt`) until P answers that it holds the prompt or never will. Each inquiry ends in one
+    report. It also ends when P is silent, gone, or does not answer inquiries: the request registers
+    then, and its registration ends with the reason.
 """
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from engine_ext.common.latest import keep_latest
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import PushInquiry
-from engine_ext.push.registrations import LONGEST_ASKING, SILENT_BEATS, SILENT_SECONDS
 from engine_ext.wire.notifications import AwaitPrompt, encode_extension
 from engine_ext.worker.agent import AgentError
+from engine_ext.worker.heartbeats import CLOCK_DRIFT
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.peers import PeerError
 from engine_ext.worker.push_component import LoopParts
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
+
+SILENT_BEATS = 3
+SILENT_SECONDS = 3.0
+"""A P that has answered none of so many heartbeats, for so long at least, is taken for dead."""
+LONGEST_ASKING = 5.0
+"""Most seconds between two messages to P, however long our own leases are."""
+FRESH_SECONDS = 1.0
+"""The most seconds by which a lower bound may be behind a clock that counts as known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    clock: float
+    at: float
+
+
+class RemoteClocks:
+    """By agent. A clock read at least what a message reports when the message came, and goes on at
+    nearly our rate. Bounded: the one reported longest ago is forgotten first."""
+
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._readings: OrderedDict[str, _Reading] = OrderedDict()
+
+    def reported(self, agent: str, clock: float, now: float) -> None:
+        """A message came in which the agent's clock reads `clock`."""
+        if clock < self.earliest(agent, now, default=clock):
+            return  # Overtaken by another message.
+        keep_latest(self._readings, agent, _Reading(clock, now), self.LIMIT)
+
+    def knows(self, agent: str) -> bool:
+        return agent in self._readings
+
+    def is_fresh(self, agent: str, now: float) -> bool:
+        """`earliest` is behind by a second at most, besides the time that the message took."""
+        reading = self._readings.get(agent)
+        return reading is not None and (now - reading.at) * 2 * CLOCK_DRIFT <= FRESH_SECONDS
+
+    def earliest(self, agent: str, now: float, default: float = 0.0) -> float:
+        """The agent's clock reads at least this; `default` where it has reported nothing."""
+        reading = self._readings.get(agent)
+        return (
+            default if reading is None else reading.clock + (now - reading.at) * (1 - CLOCK_DRIFT)
+        )
 
 
 @dataclass(slots=True)
