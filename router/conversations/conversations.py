@@ -168,6 +168,7 @@ class Conversations:
         self._headers = frozenset([name.header for name in self._names if name.header])
         self._recent = RecentSessions()
         self._returns = ReturnTracker()
+        self._returns_in = ReturnTracker()  # of the chats of one session
         self._tenant_header = tenant_header.lower().encode("latin-1")
         self._ttl = ttl
         self._clock = clock
@@ -210,7 +211,11 @@ class Conversations:
             return Turn(session, session, session, prompt, (source,))
         take_key, keep_key = _chat_keys(tenant, given, prompt)
         other = self._recent.find_other(session, prompt)
-        return Turn(session, take_key, keep_key, prompt, (source,), other)
+        # An id may come back without any chat being continued: one key for a whole application.
+        retains = self._returns_in.may_return(session, MAX_LEFT_SESSIONS)
+        retains = retains or self._returns_in.is_trial()
+        self._returns_in.note_new(session)
+        return Turn(session, take_key, keep_key, prompt, (source,), other, retains=retains)
 
     def _turn_by_messages(self, headers: Sequence[Header], body: Json) -> Turn | None:
         """Return the turn of a chat that names no conversation.
@@ -284,6 +289,7 @@ class Conversations:
         else:
             turn.recalled, turn.entry = RecallOutcome.ENTRY, entry
             turn.retains = True
+            self._returns_in.note_return(turn.session)
             for source in turn.sources:
                 self._returns.note_return(source)
 

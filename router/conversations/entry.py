@@ -119,10 +119,10 @@ class Prompt(Struct, frozen=True):
 
     def digest_at(self, count: int) -> str | None:
         """Return the digest of the first `count` units; None where there are fewer."""
-        if not 0 <= count <= self.count:
-            return None
         content = self.content
-        return content[count] if isinstance(content, tuple) else _flat_digest(content[:count])
+        if isinstance(content, tuple):
+            return content[count] if 0 <= count < len(content) else None
+        return _flat_digest(content[:count]) if 0 <= count <= len(content) else None
 
     def extends(self, prefix: PromptPrefix) -> bool:
         return self.digest_at(prefix.count) == prefix.digest

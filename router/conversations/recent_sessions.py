@@ -18,7 +18,7 @@ MAX_TURNS = 4  # of a session: a chat, its title, two sub-agents
 MAX_MARKS = 8
 MAX_SOURCES = 4096
 # One conversation in this many is retained although none of its kind came back.
-TRIAL_BITS = 5
+TRIAL_BITS = 6
 
 
 class StoredTurn(NamedTuple):

@@ -277,6 +277,22 @@ async def test_request_ids_that_never_come_back_make_engines_retain_nothing(
     assert await retained(12), "one came back"
 
 
+async def test_single_questions_that_share_an_id_make_engines_retain_nothing(
+    router: Router, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.conversations.recent_sessions.getrandbits", lambda bits: 1)
+
+    async def retained(*messages: Any) -> bool:
+        await chat(router, [*messages], conversation_id=None, prompt_cache_key="application")
+        return bool(d.last.json["kv_transfer_params"]["retain"])
+
+    asked = [{"role": "user", "content": f"What is {number}?"} for number in range(68)]
+    assert [await retained(question) for question in asked] == [True] * 64 + [False] * 4
+    assert await retained(asked[0], SAID, *ASKED)
+    assert offered(p) == KEPT
+    assert await retained(*ASKED), "one was continued"
+
+
 TURNS = {"capabilities": ["prefix_proof", "turns"]}
 
 
