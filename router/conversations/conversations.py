@@ -54,7 +54,7 @@ PREFIX, VERIFIED_PREFIX = "prefix", "verified-prefix"
 HEADER_MARK = "header:"
 NAME = itemgetter(0)
 # So many conversations in a row may be left before the next ones are expected to be left as well.
-MAX_LEFT_SESSIONS, MAX_LEFT_CHATS = 64, 8
+MAX_LEFT_SESSIONS, MAX_LEFT_CHATS = 64, 32
 # Of ids that many clients make anew for each request.
 MAX_LEFT_REQUEST_IDS = 4
 REQUEST_IDS = frozenset(("x-correlation-id", "x-request-id"))
@@ -212,8 +212,7 @@ class Conversations:
         take_key, keep_key = _chat_keys(tenant, given, prompt)
         other = self._recent.find_other(session, prompt)
         # An id may come back without any chat being continued: one key for a whole application.
-        retains = self._returns_in.may_return(session, MAX_LEFT_SESSIONS)
-        retains = retains or self._returns_in.is_trial()
+        retains = self._returns_in.is_worth_retaining((session,), MAX_LEFT_SESSIONS)
         self._returns_in.note_new(session)
         return Turn(session, take_key, keep_key, prompt, (source,), other, retains=retains)
 
@@ -228,8 +227,7 @@ class Conversations:
         tenant = tenant_of(headers, self._tenant_header)
         sources = (tenant, (tenant, _system_prompt_start(messages)))
         limit = MAX_LEFT_SESSIONS if self._uses_prefix else MAX_LEFT_CHATS
-        retains = all(self._returns.may_return(source, limit) for source in sources)
-        retains = retains or self._returns.is_trial()
+        retains = self._returns.is_worth_retaining(sources, limit)
         if not retains and not any(_role_of(message) == ASSISTANT for message in messages[::-1]):
             return None
         prompt = _comparable_prompt(body)

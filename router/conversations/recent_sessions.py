@@ -17,8 +17,8 @@ MAX_SESSIONS = 8192
 MAX_TURNS = 4  # of a session: a chat, its title, two sub-agents
 MAX_MARKS = 8
 MAX_SOURCES = 4096
-# One conversation in this many is retained although none of its kind came back.
-TRIAL_BITS = 6
+# The more conversations of a kind were left, the fewer are retained on trial: one in 2 ** bits.
+TRIAL_BITS, MAX_TRIAL_BITS = 2, 10
 
 
 class StoredTurn(NamedTuple):
@@ -130,6 +130,10 @@ class ReturnTracker:
         """Return False if `limit` conversations in a row were not continued."""
         return self._unreturned.get(source, 0) < limit
 
-    def is_trial(self) -> bool:
-        """Return True for a small share of the calls, by chance."""
-        return not getrandbits(TRIAL_BITS)
+    def is_worth_retaining(self, sources: Iterable[object], limit: int) -> bool:
+        """Return False if `limit` conversations of a source in a row were not continued, but True
+        now and then even so, by chance."""
+        left = max([self._unreturned.get(source, 0) for source in sources])
+        if left < limit:
+            return True
+        return not getrandbits(min(left.bit_length() + TRIAL_BITS, MAX_TRIAL_BITS))

@@ -375,8 +375,8 @@ async def test_single_questions_are_hardly_retained_and_chats_among_them_are_fou
         await chat(router, messages, conversation_id=None)
         return bool(d.last.json["kv_transfer_params"]["retain"])
 
-    asked = [[{"role": "user", "content": f"What is {number}?"}] for number in range(12)]
-    assert [await retained(messages) for messages in asked] == [True] * 8 + [False] * 4
+    asked = [[{"role": "user", "content": f"What is {number}?"}] for number in range(36)]
+    assert [await retained(messages) for messages in asked] == [True] * 32 + [False] * 4
     assert await retained([*asked[0], SAID, *ASKED]), "it was found"
     assert offered(p) is not None
     assert await retained([*ASKED]), "chats are continued here"
