@@ -38,6 +38,7 @@ Commands:
   serve       serve in front of running engines (the default, may be left out)
   drain       wait until an engine can be stopped without failing a request
   status      show the engines, groups and load of a router
+  doctor      check a fleet, and say what to do about each fault
   bench       put a bounded load on a router and measure it
   key         make an API key for a client of the router
   demo        start engines and a router on this machine
@@ -53,6 +54,7 @@ COMMANDS = {
     "bench": "router.commands.bench.command",
     "completion": "router.commands.completion",
     "demo": "router.commands.demo.command",
+    "doctor": "router.commands.doctor.command",
     "drain": "router.commands.drain",
     "key": "router.commands.key",
     "status": "router.commands.status",

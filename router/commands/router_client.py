@@ -21,25 +21,48 @@ def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) 
     A whole answer takes at most ANSWER_TIMEOUT_S, however it is split, and MAX_ANSWER_BYTES.
     Raises CommandError.
     """
+    return asyncio.run(send(method, url, headers))
+
+
+async def send(
+    method: str,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> httpx.Response:
+    """Send a request as `ask_router` does, within an event loop. Raises CommandError."""
     try:
-        return asyncio.run(_ask(method, url, headers))
+        return await _send(method, url, headers, body, timeout_s)
     except TimeoutError:
-        reason = f"not complete within {ANSWER_TIMEOUT_S:g} s"
+        reason = f"not complete within {timeout_s:g} s"
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
         reason = " ".join(str(error).split()) or type(error).__name__
     raise CommandError(f"no answer from {url}: {reason}")
 
 
-async def _ask(method: str, url: str, headers: Mapping[str, str] | None) -> httpx.Response:
+async def _send(
+    method: str, url: str, headers: Mapping[str, str] | None, body: bytes | None, timeout_s: float
+) -> httpx.Response:
     content = bytearray()
     # httpx' timeouts are for each read, so an answer in small pieces would never time out.
     client = httpx.AsyncClient(headers=headers, timeout=None, verify=tls_context(), trust_env=False)
-    async with client, asyncio.timeout(ANSWER_TIMEOUT_S), client.stream(method, url) as answer:
+    async with (
+        client,
+        asyncio.timeout(timeout_s),
+        client.stream(method, url, content=body) as answer,
+    ):
         async for part in answer.aiter_bytes():
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
-        return httpx.Response(answer.status_code, content=bytes(content))
+        return httpx.Response(answer.status_code, headers=_plain(answer), content=bytes(content))
+
+
+def _plain(answer: httpx.Response) -> list[tuple[str, str]]:
+    """Return the headers without those that describe the encoding, which is undone."""
+    encoding = ("content-encoding", "content-length", "transfer-encoding")
+    return [pair for pair in answer.headers.items() if pair[0] not in encoding]
 
 
 def with_scheme(url: str) -> str:

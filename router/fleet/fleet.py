@@ -176,7 +176,7 @@ class Fleet:
             self._is_compared = True
             healthy = [e for e in self.engines if e.is_usable and e.health is Health.HEALTHY]
             shared = find_duplicate_ids(healthy)
-            self.report = compare_engines(map(_facts_of, healthy), shared)
+            self.report = compare_engines(map(facts_of, healthy), shared)
         return self.report
 
     # Which engines there are.
@@ -404,7 +404,7 @@ def _call_later(seconds: float, call: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(seconds, call)
 
 
-def _facts_of(engine: Engine) -> EngineFacts:
+def facts_of(engine: Engine) -> EngineFacts:
     group, models = engine.spec.group, engine.models
     kv = engine.capabilities.kv
     return EngineFacts(engine.name, engine.role, group, engine.group, models, kv)

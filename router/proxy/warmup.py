@@ -90,6 +90,13 @@ class EnginePair(NamedTuple):
         return plays and _can_pair(prefiller, decoder)
 
 
+class PairAnswer(NamedTuple):
+    """A request that was answered. `offers_kv`: the prefill engine has offered its KV."""
+
+    request_id: str
+    offers_kv: bool
+
+
 class EngineWarmer:
     """Warms pairs of engines in the background.
 
@@ -184,7 +191,7 @@ class EngineWarmer:
         started = now()
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                await self._send_legs(prefiller, decoder)
+                await send_test_request(self._gateway, prefiller, decoder, self._random)
         except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
             outcome = "failed"
             self._gateway.throttle.warn(
@@ -200,49 +207,66 @@ class EngineWarmer:
             logger.info("warm-up of %s and %s took %.2f s", prefiller.name, decoder.name, took)
         self._gateway.metrics.warm_ups.labels(outcome).inc()
 
-    async def _send_legs(self, prefiller: Engine, decoder: Engine) -> None:
-        gateway, limits = self._gateway, self._gateway.limits
-        route = Route(prefiller.group, (prefiller,), (decoder,))
-        request = self._request(prefiller, decoder)
-        pushes = choose_mode(route, limits.transfer_mode) is PUSH
-        push = make_push(request, prefiller, decoder, forced=True) if pushes else None
-        plan = Plan("warm_up", PULL if push is None else PUSH, route)
-        run = Run.for_plan(request, LegBodies(request.body), plan, gateway)
-        try:
-            if push is None:
-                prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
-                params = prefilled.params
-                body = run.bodies.decode(with_retain_request(params, False))
-                try:
-                    if prefiller.group != decoder.group:
-                        raise BrokenAnswerError("the engines are in different groups by now")
-                    _require(await decode_leg(run, decoder, body))
-                except BaseException as cause:
-                    run.release_unread(params, cause)
-                    raise
-            else:
-                failed = await push_legs(run, prefiller, decoder, push)
-                if failed is not None:
-                    raise failed.error
-        finally:
-            run.stop_holding(is_read=True)
-            run.close()
 
-    def _request(self, prefiller: Engine, decoder: Engine) -> Request:
-        models = _shared_models(prefiller, decoder)
-        body = {
-            **({"model": min(models)} if models else {}),
-            "prompt": self._random.choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
-            "max_tokens": 1,
-            "stream": False,
-        }
-        moment = now()
-        exchange = DiscardedExchange(asyncio.get_running_loop(), moment)
-        record = Record(ENDPOINT, moment, f"warm-up-{self._random.getrandbits(64):016x}")
-        line, latest = self._gateway.engine_line, moment + WARM_UP_TIMEOUT_S
-        made = Request(exchange, record, line, latest, next_number())
-        made.body, made.tokens = body, PROMPT_TOKENS
-        return made
+async def send_test_request(
+    gateway: Gateway,
+    prefiller: Engine,
+    decoder: Engine,
+    random: Random,
+    num_tokens: int = PROMPT_TOKENS,
+) -> PairAnswer:
+    """Send a request of the router's own, of `num_tokens` random tokens, through two engines.
+
+    Raises UpstreamError, EngineError or RequestError. The caller limits the time.
+    """
+    limits = gateway.limits
+    route = Route(prefiller.group, (prefiller,), (decoder,))
+    request = _test_request(gateway, prefiller, decoder, random, num_tokens)
+    pushes = choose_mode(route, limits.transfer_mode) is PUSH
+    push = make_push(request, prefiller, decoder, forced=True) if pushes else None
+    plan = Plan("warm_up", PULL if push is None else PUSH, route)
+    run = Run.for_plan(request, LegBodies(request.body), plan, gateway)
+    offers_kv = True
+    try:
+        if push is None:
+            prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
+            params = prefilled.params
+            offers_kv = params is not None
+            body = run.bodies.decode(with_retain_request(params, False))
+            try:
+                if prefiller.group != decoder.group:
+                    raise BrokenAnswerError("the engines are in different groups by now")
+                _require(await decode_leg(run, decoder, body))
+            except BaseException as cause:
+                run.release_unread(params, cause)
+                raise
+        else:
+            failed = await push_legs(run, prefiller, decoder, push)
+            if failed is not None:
+                raise failed.error
+    finally:
+        run.stop_holding(is_read=True)
+        run.close()
+    return PairAnswer(request.record.request_id, offers_kv)
+
+
+def _test_request(
+    gateway: Gateway, prefiller: Engine, decoder: Engine, random: Random, num_tokens: int
+) -> Request:
+    models = _shared_models(prefiller, decoder)
+    body = {
+        **({"model": min(models)} if models else {}),
+        "prompt": random.choices(PROMPT_TOKEN_IDS, k=num_tokens),
+        "max_tokens": 1,
+        "stream": False,
+    }
+    moment = now()
+    exchange = DiscardedExchange(asyncio.get_running_loop(), moment)
+    record = Record(ENDPOINT, moment, f"warm-up-{random.getrandbits(64):016x}")
+    latest = moment + WARM_UP_TIMEOUT_S
+    made = Request(exchange, record, gateway.engine_line, latest, next_number())
+    made.body, made.tokens = body, num_tokens
+    return made
 
 
 class DiscardedExchange:

@@ -1,0 +1,1 @@
+"""disagg-router doctor: checks a fleet, and says what to do about each fault."""

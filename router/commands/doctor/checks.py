@@ -1,0 +1,288 @@
+"""The result of a check, and the checks of one engine, one after another.
+
+The engine is reached as the router would reach it: by its pool, with TLS and the engines' key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Thread
+from time import monotonic as now
+from typing import Any, TypeVar
+
+from router.fleet.engine import Engine
+from router.fleet.fleet import Fleet
+from router.fleet.probes import MAX_ANSWER_BYTES, context_lengths_in, json_of, models_in
+from router.http_client.errors import ConnectError, TlsError, UpstreamError
+from router.http_client.pool import CompleteAnswer
+from router.settings import Address, is_loopback
+
+# The longest wait for one answer.
+ANSWER_TIMEOUT_S = 5.0
+# Clocks that differ by more than this are reported; a Date header has whole seconds.
+MAX_SKEW_S = 5.0
+MAX_SHOWN = 3
+T = TypeVar("T")
+
+
+class State(StrEnum):
+    OK = "OK"
+    FAIL = "FAIL"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `subject` is what was checked: an engine, a pair, a file."""
+
+    subject: str
+    name: str
+    state: State
+    text: str = ""
+    cure: str = ""
+
+
+class Findings:
+    """Collects the checks of one subject."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.checks: list[Check] = []
+
+    def ok(self, name: str, text: str) -> None:
+        self._add(name, State.OK, text)
+
+    def skip(self, name: str, text: str) -> None:
+        self._add(name, State.SKIPPED, text)
+
+    def fail(self, name: str, text: str, cure: str) -> None:
+        self._add(name, State.FAIL, text, cure)
+
+    def _add(self, name: str, state: State, text: str, cure: str = "") -> None:
+        self.checks.append(Check(self.subject, name, state, text, cure))
+
+
+async def within(work: Awaitable[T], seconds: float | None = None) -> T:
+    """Wait for `work`, ANSWER_TIMEOUT_S if not given otherwise. Raises TimeoutError."""
+    async with asyncio.timeout(ANSWER_TIMEOUT_S if seconds is None else seconds):
+        return await work
+
+
+async def resolve(host: str) -> list[str]:
+    """Return the addresses of a name. Raises OSError or TimeoutError.
+
+    A look-up cannot be cancelled, so it has a thread that does not keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[list[str]] = loop.create_future()
+
+    def deliver(addresses: list[str], error: OSError | None) -> None:
+        if found.done():
+            return
+        if error is None:
+            found.set_result(addresses)
+        else:
+            found.set_exception(error)
+
+    def look_up() -> None:
+        addresses, failure = [], None
+        try:
+            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            addresses = sorted({str(one[4][0]) for one in answers})
+        except OSError as error:
+            failure = error
+        except UnicodeError as error:
+            failure = OSError(str(error))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, addresses, failure)
+
+    Thread(target=look_up, daemon=True).start()
+    return await within(found)
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def connect(host: str, port: int) -> str:
+    """Return why nothing listens there; empty if a connection was accepted."""
+    try:
+        _, writer = await within(asyncio.open_connection(host, port))
+    except TimeoutError:
+        return f"no answer within {ANSWER_TIMEOUT_S:g} s"
+    except OSError as error:
+        # asyncio's own text has no reason.
+        return os.strerror(error.errno).lower() if error.errno else str(error)
+    except UnicodeError as error:
+        return str(error)
+    writer.transport.abort()
+    return ""
+
+
+async def check_reach(found: Findings, address: Address, flag: str) -> bool:
+    """Check the name and the port of a server. Return False if it cannot be reached."""
+    host = address.host
+    if not is_address(host):
+        try:
+            addresses = await resolve(host)
+        except (OSError, TimeoutError) as error:
+            why = getattr(error, "strerror", None) or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+            cure = f"correct {flag}, or the DNS that this machine uses"
+            found.fail("name", f"{host} cannot be resolved: {why}", cure)
+            return False
+        found.ok("name", f"{host} is {', '.join(addresses[:MAX_SHOWN])}")
+    if why := await connect(host, address.port):
+        cure = f"start it there, or correct {flag}"
+        if "no answer" in why:
+            cure = f"look for a firewall or network policy in between, or correct {flag}"
+        found.fail("port", f"{address}: {why}", cure)
+        return False
+    found.ok("port", f"{address} accepts connections")
+    return True
+
+
+class EngineChecker:
+    """Checks one engine and tells the fleet what it reports of itself."""
+
+    def __init__(self, engine: Engine, fleet: Fleet) -> None:
+        self._engine, self._fleet = engine, fleet
+        self.found = Findings(f"{engine.role} {engine.name}")
+
+    async def run(self) -> None:
+        flag = f"the address of the {self._engine.role} engine"
+        if not await check_reach(self.found, self._engine.spec.address, flag):
+            self._fleet.note_unreachable(self._engine, "not reached")
+            return
+        try:
+            is_healthy = await self._check_health()
+            if is_healthy:
+                await self._check_models()
+                await self._check_identity()
+                self._fleet.note_probe_passed(self._engine)
+        except UpstreamError as error:
+            self._fleet.note_probe_failed(self._engine, str(error))
+            cure = "look at the engine's log"
+            if isinstance(error, TlsError):
+                cure = "use https:// for it only if it serves TLS; see --engine-ca-file"
+            elif not isinstance(error, ConnectError):
+                cure = "is this an engine? Look at its log"
+            self.found.fail("answers", f"{error.phrase}: {error}", cure)
+            return
+        if is_healthy:
+            await self._check_side_channels()
+
+    async def _get(self, path: str) -> CompleteAnswer:
+        """Raises UpstreamError."""
+        return await self._engine.get(path, now() + ANSWER_TIMEOUT_S, MAX_ANSWER_BYTES)
+
+    async def _check_health(self) -> bool:
+        started = time.time()
+        answer = await self._get("/health")
+        check_clock(self.found, answer.headers, started, time.time())
+        if 200 <= answer.status < 300:
+            self.found.ok("health", f"/health answers {answer.status}")
+            return True
+        self._fleet.note_probe_failed(self._engine, f"/health returned {answer.status}")
+        cure = "wait until it has loaded its model, or look at its log"
+        if answer.status in (401, 403, 404):
+            cure = "is this an engine's HTTP port?"
+        self.found.fail("health", f"/health answers {answer.status}", cure)
+        return False
+
+    async def _check_models(self) -> None:
+        answer = await self._get("/v1/models")
+        models = models_in(json_of(answer))
+        if models:
+            names = frozenset(model["id"] for model in models)
+            self._fleet.note_models(self._engine, names, context_lengths_in(models))
+            self.found.ok("models", f"serves {_listed(sorted(names))}")
+        elif answer.status in (401, 403):
+            cure = "set --engine-api-key-file to the engine's --api-key"
+            self.found.fail("models", f"/v1/models answers {answer.status}", cure)
+        else:
+            cure = "is this an OpenAI-compatible engine?"
+            self.found.fail("models", f"/v1/models answers {answer.status} without models", cure)
+
+    async def _check_identity(self) -> None:
+        answer = await self._get("/disagg/identity")
+        page = json_of(answer)
+        capabilities = self._engine.capabilities
+        capabilities.is_identity_known = True
+        if isinstance(page, dict):
+            capabilities.note_identity(page)
+            self._fleet.note_identity(self._engine)
+        kv = capabilities.kv
+        if answer.status == 503:
+            why = _message_in(json_of(answer._replace(status=200)))
+            cure = "look at the engine's log: its own side channel does not answer"
+            self.found.fail("identity", f"/disagg/identity answers 503: {why}", cure)
+        elif not kv.has_page:
+            self.found.skip(
+                "identity",
+                "no page /disagg/identity, so it cannot be compared (a stock engine, or vLLM "
+                "without the plugin of disagg-router)",
+            )
+        elif not kv.has_connector:
+            text = "started without --kv-transfer-config, so no KV moves"
+            self.found.fail("identity", text, "add --kv-transfer-config (docs/engine.md)")
+        else:
+            modes = " and ".join(kv.modes) or "unknown"
+            self.found.ok("identity", f"transfers by {modes}, {len(kv.factors)} facts to compare")
+
+    async def _check_side_channels(self) -> None:
+        endpoints = list(self._engine.capabilities.rank_endpoints.values())
+        host = self._engine.spec.address.host
+        for at in endpoints[:MAX_SHOWN]:
+            where = str(Address(at.remote_host, at.remote_port))
+            if is_loopback(at.remote_host) and not is_loopback(host):
+                self.found.fail(
+                    "side channel",
+                    f"it tells other engines to dial {where}, which is their own machine",
+                    "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of the engine's machine",
+                )
+            elif why := await connect(at.remote_host, at.remote_port):
+                text = f"{where} cannot be reached from here: {why}"
+                self.found.skip("side channel", f"{text}; only the other engines need it")
+            else:
+                self.found.ok("side channel", f"{where} accepts connections")
+
+
+def check_clock(
+    found: Findings, headers: Sequence[tuple[bytes, bytes]], sent: float, received: float
+) -> None:
+    """Compare the Date header of an answer with this machine's clock, in Unix time."""
+    shown = next((value for name, value in headers if name.lower() == b"date"), b"")
+    try:
+        date = email.utils.parsedate_to_datetime(shown.decode("latin-1")).timestamp()
+    except (ValueError, TypeError):
+        return
+    # The header was written between the two moments, and cut to a whole second.
+    skew = min(date + 1 - sent, 0.0) + max(date - received, 0.0)
+    if abs(skew) > MAX_SKEW_S:
+        text = f"its clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one's"
+        found.fail("clock", text, "synchronise the clocks (NTP)")
+    else:
+        found.ok("clock", "agrees with this machine's")
+
+
+def _message_in(content: object) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
+    message: Any = error.get("message") if isinstance(error, dict) else None
+    return " ".join(str(message or "no reason given").split())[:200]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more

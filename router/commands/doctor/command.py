@@ -1,0 +1,207 @@
+"""disagg-router doctor: checks a fleet, and says what to do about each fault.
+
+With the router's own options it checks the engines and files that they name. With a URL it checks
+the router that runs there, and its engines as far as they can be reached from here.
+
+Exit code 0: no check has failed. 1: some have. 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from router.commands.cli import parser as router_parser
+from router.commands.console import TerminalLine, UsageError
+from router.commands.doctor.checks import Check, State
+from router.commands.doctor.fleet_checks import check_fleet, open_fleet
+from router.commands.doctor.router_checks import RouterChecker
+from router.commands.doctor.settings_checks import check_files, check_redis
+from router.commands.router_client import http_url, with_scheme
+from router.commands.status import DEFAULT_URL, GREEN, RED, YELLOW, Paint, no_paint, paint
+from router.fleet.sources.file import address_of
+from router.settings import Settings, SettingsError, load
+
+KEY = "OPENAI_API_KEY"
+DESCRIPTION = f"""\
+Checks a fleet and prints a line for each check, with what to do if it fails: names, ports, /health,
+models, whether prefill and decode engines can exchange KV, and a request through each of them.
+
+With the router's options it checks the engines and files that they name. With the URL of a running
+router it checks that router (default: {DEFAULT_URL}); {KEY} is sent where it is set.
+"""
+EXAMPLE = """\
+examples:
+  disagg-router doctor --prefill 10.0.0.1:8100 --decode 10.0.1.1:8200
+  disagg-router doctor --config router.yaml --json
+  disagg-router doctor http://router:8000
+"""
+COLOURS = {State.OK: GREEN, State.FAIL: RED, State.SKIPPED: YELLOW}
+DEFAULT_TIMEOUT_S = 20.0
+# Progress is shown after this time.
+SILENT_S = 2.0
+PROGRESS_INTERVAL_S = 0.5
+
+
+def main(argv: Sequence[str]) -> int:
+    shows_all = "--help" not in argv and "-h" not in argv
+    parser = router_parser(shows_all)
+    parser.prog, parser.description, parser.epilog = "disagg-router doctor", DESCRIPTION, EXAMPLE
+    parser.usage = "disagg-router doctor [URL] [options of the router] [--json]"
+    add = parser.add_argument
+    add("url", nargs="?", metavar="URL", help="A router that runs.")
+    add("--json", action="store_true", help="One JSON object instead of lines.")
+    add(
+        "--timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help=f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g}).",
+    )
+    flags = vars(parser.parse_args(argv))
+    for name in ("check", "print_config"):  # of the router itself
+        flags.pop(name, None)
+    url, as_json = flags.pop("url", None), flags.pop("json", False)
+    timeout_s = flags.pop("timeout", DEFAULT_TIMEOUT_S)
+    return parser.run(lambda: _run(url, flags, timeout_s, as_json))
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 600:
+        raise ValueError(text)
+    return value
+
+
+def _run(url: str | None, flags: Mapping[str, Any], timeout_s: float, as_json: bool) -> int:
+    settings = None
+    if url is None:
+        try:
+            settings = load(flags)
+        except SettingsError as error:
+            is_told = bool(flags) or any(name.startswith("DISAGG_ROUTER_") for name in os.environ)
+            if is_told:
+                raise UsageError(error.problems[0]) from None
+            url = DEFAULT_URL
+    elif flags:
+        raise UsageError("give the URL of a router, or options of a router, not both")
+    router = None if url is None else _router(url)
+    with _quiet():
+        checks = asyncio.run(_check_with_progress(settings, router, timeout_s))
+    is_fine = all(check.state is not State.FAIL for check in checks)
+    if as_json:
+        print(json.dumps({"ok": is_fine, "checks": [asdict(check) for check in checks]}))
+    else:
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        painted = paint if is_terminal and not os.environ.get("NO_COLOR") else no_paint
+        for line in lines(checks, painted):
+            print(line, flush=True)
+    return 0 if is_fine else 1
+
+
+def _router(url: str) -> RouterChecker:
+    parsed = http_url(with_scheme(url))
+    try:
+        if parsed is None:
+            raise ValueError(url)
+        address_of(str(parsed))
+    except ValueError:
+        raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}") from None
+    key = os.environ.get(KEY, "")
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise UsageError(f"{KEY} is not a key: ASCII without line breaks")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return RouterChecker(str(parsed).rstrip("/"), headers)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: the checks say what is wrong."""
+    logger = logging.getLogger("disagg_router")
+    before, logger.disabled = logger.level, False
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class Progress:
+    """What is checked at present."""
+
+    def __init__(self) -> None:
+        self.text = "starting"
+
+    def show(self, text: str) -> None:
+        self.text = text
+
+
+async def _check_with_progress(
+    settings: Settings | None, router: RouterChecker | None, timeout_s: float
+) -> list[Check]:
+    progress, started = Progress(), time.monotonic()
+    work = asyncio.create_task(_check(settings, router, timeout_s, progress))
+    try:
+        await asyncio.wait((work,), timeout=SILENT_S)
+        if not work.done():
+            with TerminalLine(sys.stderr) as line:
+                while not work.done():
+                    after = f" ({time.monotonic() - started:.0f} s)" if line.is_terminal else ""
+                    line.show(f"checking {progress.text}{after}")
+                    await asyncio.wait((work,), timeout=PROGRESS_INTERVAL_S)
+        return await work
+    finally:
+        work.cancel()
+
+
+async def _check(
+    settings: Settings | None, router: RouterChecker | None, timeout_s: float, progress: Progress
+) -> list[Check]:
+    checks: list[Check] = []
+    if settings is not None:
+        progress.show("files and stores")
+        checks += check_files(settings)
+        checks += await check_redis(settings)
+    if router is not None:
+        progress.show("the router")
+        await router.run()
+        settings = router.settings()
+        if settings is None:
+            if router.is_router:
+                await router.check_request((), timeout_s)
+            return router.found.checks
+    assert settings is not None
+    try:
+        async with open_fleet(settings) as state:
+            checks += await check_fleet(state, timeout_s, progress.show)
+            if router is not None:
+                progress.show("a request through the router")
+                await router.check_request(state.gateway.fleet.engines, timeout_s)
+    except SettingsError as error:
+        cure = "correct the settings above"
+        checks += [Check("settings", "engines", State.FAIL, p, cure) for p in error.problems]
+    return [*(() if router is None else router.found.checks), *checks]
+
+
+def lines(checks: Sequence[Check], painted: Paint = no_paint) -> Iterator[str]:
+    """Yield a line for each check, and the sum of them."""
+    wide = max((len(check.subject) for check in checks), default=0)
+    names = max((len(check.name) for check in checks), default=0)
+    for check in checks:
+        state = painted(f"{check.state:<7}", COLOURS[check.state])
+        cure = f". To do: {check.cure}" if check.cure else ""
+        text = f"{check.text}{cure}"
+        yield f"{state}  {check.subject:<{wide}}  {check.name:<{names}}  {text}".rstrip()
+    failed = sum(check.state is State.FAIL for check in checks)
+    yield (
+        painted(f"{failed} of {len(checks)} checks failed", RED)
+        if failed
+        else painted("no check failed", GREEN)
+    )

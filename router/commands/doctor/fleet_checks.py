@@ -1,0 +1,277 @@
+"""Checks of a fleet as a whole: roles, models, pairs of engines, and requests through them.
+
+The engines are those that the settings name, by any source. They are compared by the functions that
+the running router uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from random import Random
+from time import monotonic as now
+from typing import NamedTuple
+
+from router.commands.doctor.checks import Check, EngineChecker, Findings
+from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
+from router.fleet.fleet import facts_of
+from router.fleet.kv_facts import SECRET_NONE, Difference
+from router.fleet.partners import FindingKind, find_difference
+from router.fleet.probes import json_of
+from router.http_client.errors import UpstreamError
+from router.openai.errors import EngineError, RequestError
+from router.proxy.gateway import Gateway
+from router.proxy.plan import choose_mode
+from router.proxy.warmup import PairAnswer, send_test_request
+from router.routing.route import Route
+from router.server.app import build
+from router.server.router_state import RouterState, state_of
+from router.settings import Settings
+from router.ui.engine_polling import LEASES_PATH, MAX_ANSWER_BYTES
+from router.ui.transfers import Transfer, hash_request_id, parse_transfers
+
+DISCOVERY_TIMEOUT_S = 5.0
+# The test request: four blocks of sixteen tokens.
+PROMPT_TOKENS = 64
+# An engine reports a transfer a moment after the answer.
+REPORT_TIMEOUT_S = 2.0
+REPORT_POLL_S = 0.1
+PAGE_TIMEOUT_S = 2.0
+MAX_CONCURRENT_ENGINES = 64
+MAX_CONCURRENT_REQUESTS = 4
+MAX_PAIRS = 16
+# What does not matter for the checks, or is checked on its own.
+QUIET = {
+    "access_log": False,
+    "warm_up": "off",
+    "ui": False,
+    "ui_port": None,
+    "admin_port": None,
+    "api_keys_file": None,
+    "key_limits_store": None,
+    "conversation_store": "off",
+    "tls_certfile": None,
+    "tls_keyfile": None,
+    "tls_client_ca": None,
+}
+Progress = Callable[[str], None]
+
+
+class EnginePair(NamedTuple):
+    prefiller: Engine
+    decoder: Engine
+
+    def __str__(self) -> str:
+        return f"{self.prefiller.name} -> {self.decoder.name}"
+
+    @property
+    def difference(self) -> Difference | None:
+        return find_difference(facts_of(self.prefiller), facts_of(self.decoder))
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(settings: Settings) -> AsyncIterator[RouterState]:
+    """Build a router that does not listen or probe, and wait for its sources. Raises
+    SettingsError."""
+    state = state_of(build(settings.model_copy(update=QUIET)))
+    discovery = asyncio.create_task(state.registry.run())
+    try:
+        await state.registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
+        yield state
+    finally:
+        discovery.cancel()
+        await asyncio.gather(discovery, return_exceptions=True)
+        await state.gateway.close()
+        state.gateway.fleet.close()
+
+
+async def check_fleet(state: RouterState, timeout_s: float, progress: Progress) -> list[Check]:
+    """Check each engine, all of them at a time, then what is between them."""
+    gateway, fleet = state.gateway, state.gateway.fleet
+    sources = Findings("discovery")
+    for name, problem in state.registry.problems().items():
+        sources.fail(name, problem, "see docs/discovery.md")
+    checkers = [EngineChecker(engine, fleet) for engine in fleet.engines]
+    progress(f"{len(checkers)} engines")
+    limit = asyncio.Semaphore(MAX_CONCURRENT_ENGINES)
+
+    async def run(checker: EngineChecker) -> None:
+        async with limit:
+            await checker.run()
+
+    await asyncio.gather(*map(run, checkers))
+    with fleet.batch_changes():
+        pass  # groups follow from what the engines have reported
+    checks = [*sources.checks, *(each for one in checkers for each in one.found.checks)]
+    checks += check_roles(fleet.engines)
+    checks += check_shared_facts(gateway)
+    pairs = choose_pairs(fleet.engines)
+    progress(f"test requests through {len(pairs)} pairs of engines")
+    limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+
+    async def test(pair: EnginePair) -> list[Check]:
+        async with limit:
+            return await check_pair(gateway, pair, timeout_s)
+
+    for found in await asyncio.gather(*map(test, pairs)):
+        checks += found
+    return checks
+
+
+def _healthy(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
+    found = [engine for engine in engines if engine.health is Health.HEALTHY]
+    return [engine for engine in found if engine.role.plays(role)]
+
+
+def check_roles(engines: Sequence[Engine]) -> list[Check]:
+    """Check that there are engines of both roles, and that they serve the same models."""
+    found = Findings("fleet")
+    served: dict[EngineRole, set[str]] = {}
+    for role in LEGS:
+        listed = [engine for engine in engines if engine.role.plays(role)]
+        healthy = _healthy(engines, role)
+        served[role] = {model for engine in healthy for model in engine.models or ()}
+        if not listed:
+            cure = f"name one with --{role}, or see docs/discovery.md"
+            found.fail(f"{role} engines", "none is known", cure)
+        elif not healthy:
+            cure = "see the lines above"
+            found.fail(f"{role} engines", f"none of {len(listed)} is healthy", cure)
+    p, d = served[PREFILL], served[DECODE]
+    if not p or not d:
+        return found.checks
+    cure = "give engines of both roles the same --served-model-name"
+    if only := sorted(p - d):
+        text = f"{', '.join(only[:3])}: served by prefill engines alone, so requests get 503"
+        found.fail("models", text, cure)
+    if only := sorted(d - p):
+        text = f"{', '.join(only[:3])}: served by decode engines alone, which compute all prompts"
+        if p & d:
+            found.skip("models", text)
+        else:
+            found.fail("models", text, cure)
+    if p == d:
+        found.ok("models", f"engines of both roles serve {', '.join(sorted(p)[:3])}")
+    return found.checks
+
+
+def check_shared_facts(gateway: Gateway) -> list[Check]:
+    """Check engine ids, secrets and leases of all engines with a KV connector."""
+    found, fleet = Findings("fleet"), gateway.fleet
+    report = fleet.compare()
+    for finding in report.findings:
+        if finding.kind is not FindingKind.NO_PARTNER:
+            name = "engine ids" if finding.kind is FindingKind.SHARED_ID else "leases"
+            found.fail(name, finding.text, finding.cure)
+    pages = {one.name: one.capabilities.kv for one in fleet.engines if one.capabilities.kv.modes}
+    leases = {kv.lease_seconds for kv in pages.values()} - {None}
+    if len(leases) == 1 and len(pages) > 1:
+        found.ok("leases", f"all last {leases.pop():g} s")
+    secrets = {kv.secret for kv in pages.values()} - {""}
+    without = [name for name, kv in pages.items() if kv.secret == SECRET_NONE]
+    if secrets == {SECRET_NONE}:
+        text = "no engine has one: who reaches a side channel can read KV (docs/security.md)"
+        found.skip("secret", text)
+    elif without:
+        text = f"none at {', '.join(without[:3])}, but at other engines"
+        found.fail("secret", text, "give all engines the same side_channel_secret_file")
+    elif secrets:
+        found.ok("secret", "set at all engines")
+    return found.checks
+
+
+def choose_pairs(engines: Sequence[Engine]) -> list[EnginePair]:
+    """Return pairs in which each healthy engine occurs, with a partner that fits if it has one."""
+    prefillers, decoders = _healthy(engines, PREFILL), _healthy(engines, DECODE)
+    pairs: list[EnginePair] = []
+
+    def add(possible: Sequence[EnginePair]) -> None:
+        possible = [pair for pair in possible if pair.prefiller is not pair.decoder]
+        fitting = [pair for pair in possible if pair.difference is None] or possible
+        if fitting:  # partners take turns
+            pairs.append(fitting[len(pairs) % len(fitting)])
+
+    for decoder in decoders[:MAX_PAIRS]:
+        add([EnginePair(prefiller, decoder) for prefiller in prefillers[:MAX_PAIRS]])
+    for prefiller in prefillers[:MAX_PAIRS]:
+        if all(pair.prefiller is not prefiller for pair in pairs):
+            add([EnginePair(prefiller, decoder) for decoder in decoders[:MAX_PAIRS]])
+    return list(dict.fromkeys(pairs))[:MAX_PAIRS]
+
+
+async def check_pair(gateway: Gateway, pair: EnginePair, timeout_s: float) -> list[Check]:
+    """Compare two engines, and send a request through them if they fit."""
+    found = Findings(str(pair))
+    p, d = (engine.capabilities.kv for engine in pair)
+    if (difference := pair.difference) is not None:
+        found.fail("engines differ", difference.text, difference.cure)
+        found.skip("KV moved", "no request was sent")
+        return found.checks
+    if p.has_page and d.has_page:
+        found.ok("engines agree", f"{len(p.factors)} facts are equal")
+    else:
+        without = " and ".join(e.name for e in pair if not e.capabilities.kv.has_page)
+        found.skip("engines agree", f"{without} cannot be compared")
+    mode = gateway.limits.transfer_mode
+    modes = {"push" if e.capabilities.supports_push else "pull" for e in pair}
+    if mode != "auto" and p.modes and d.modes and mode not in modes:
+        cure = "set --transfer-mode auto, or the engines' kv_connector"
+        found.fail("transfer mode", f"--transfer-mode {mode}, but the engines {modes.pop()}", cure)
+    else:
+        route = Route(pair.prefiller.group, (pair.prefiller,), (pair.decoder,))
+        found.ok("transfer mode", str(choose_mode(route, mode)))
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await send_test_request(gateway, *pair, Random(), PROMPT_TOKENS)
+    except TimeoutError:
+        cure = "look at the logs of both engines, or set --timeout"
+        found.fail("KV moved", f"no answer within {timeout_s:g} s", cure)
+    except (UpstreamError, EngineError, RequestError) as error:
+        cure = "look at the decode engine's log: can it reach the side channel and UCX port above?"
+        found.fail("KV moved", f"no: {' '.join(str(error).split())[:300]}", cure)
+    else:
+        await _check_moved(found, pair, answer)
+    return found.checks
+
+
+async def _check_moved(found: Findings, pair: EnginePair, answer: PairAnswer) -> None:
+    if not answer.offers_kv:
+        text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
+        found.fail("KV moved", text, "start it with --kv-transfer-config (docs/engine.md)")
+        return
+    moved, tells = await find_transfer(pair, answer.request_id)
+    if moved is not None:
+        blocks = f"{moved.blocks} block{'' if moved.blocks == 1 else 's'}"
+        found.ok("KV moved", f"yes, {blocks} in {moved.seconds * 1000:.1f} ms")
+    elif tells:
+        text = f"no: {pair.decoder.name} has computed the prompt itself"
+        found.fail("KV moved", text, "look at its log for the reason")
+    else:
+        text = "answered, but the engines do not report transfers (no page /disagg/leases)"
+        found.skip("KV moved", text)
+
+
+async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Transfer | None, bool]:
+    """Return a request's transfer, if an engine reports it in time; and whether engines report
+    transfers at all."""
+    digest, latest = hash_request_id(request_id), now() + REPORT_TIMEOUT_S
+    while True:
+        pages = await asyncio.gather(*map(_transfers_of, engines))
+        for page in pages:
+            for operation in ("READ", "WRITE"):
+                if page is not None and (operation, digest) in page:
+                    return page[operation, digest], True
+        tells = any(page is not None for page in pages)
+        if not tells or now() >= latest:
+            return None, tells
+        await asyncio.sleep(REPORT_POLL_S)
+
+
+async def _transfers_of(engine: Engine) -> Mapping[tuple[str, str], Transfer] | None:
+    try:
+        answer = await engine.get(LEASES_PATH, now() + PAGE_TIMEOUT_S, MAX_ANSWER_BYTES)
+    except UpstreamError:
+        return None
+    content = json_of(answer)
+    return None if content is None else parse_transfers(content, now()).transfers

@@ -1,0 +1,168 @@
+"""Checks of a router that runs, by its URL: its own pages, and a request through it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import httpx
+
+from router.commands.console import CommandError
+from router.commands.doctor.checks import Findings, check_clock, check_reach
+from router.commands.doctor.fleet_checks import PROMPT_TOKENS, find_transfer
+from router.commands.router_client import send
+from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
+from router.fleet.engine import Engine
+from router.fleet.sources.file import address_of
+from router.openai.answers import parse_object
+from router.proxy.warmup import PROMPT_TOKEN_IDS
+from router.settings import Settings, SettingsError, load
+
+MAX_LISTED = 8
+
+
+@dataclass(slots=True)
+class RouterChecker:
+    """Checks the router at `url`. `headers` have the client's key, if there is one."""
+
+    url: str
+    headers: Mapping[str, str]
+    found: Findings = field(init=False)
+    status: RouterStatus | None = None
+    """What its metrics show."""
+    is_router: bool = False
+
+    def __post_init__(self) -> None:
+        self.found = Findings("router")
+
+    async def run(self) -> None:
+        """Check all but a request."""
+        address = address_of(self.url)
+        if not await check_reach(self.found, address, "the router's URL"):
+            return
+        try:
+            sent = time.time()
+            answer = await self._get("/health")
+            headers = [(k.lower().encode(), v.encode()) for k, v in answer.headers.items()]
+            check_clock(self.found, headers, sent, time.time())
+            if answer.status_code != 200 or "status" not in (parse_object(answer.content) or {}):
+                text = f"/health answers {answer.status_code}"
+                self.found.fail("health", text, "is this a disagg-router?")
+                return
+            self.found.ok("health", "/health answers 200")
+            self.is_router = True
+            self._check_ready(await self._get("/ready"))
+            await self._read_metrics()
+        except CommandError as error:
+            self.found.fail("answers", str(error), "look at the router's log")
+
+    async def _get(self, path: str) -> httpx.Response:
+        return await send("GET", f"{self.url}{path}", self.headers)
+
+    def _check_ready(self, answer: httpx.Response) -> None:
+        content = parse_object(answer.content) or {}
+        status, reasons = content.get("status"), _pairs(content.get("reasons"))
+        text = "; ".join(f"{name}: {why}" for name, why in reasons[:MAX_LISTED]) or "no reason"
+        if answer.status_code == 200 and status == "ready":
+            self.found.ok("ready", "requests are answered")
+        elif answer.status_code == 200 and status == "degraded":
+            self.found.fail("ready", f"degraded: {text}", "see the lines below")
+        else:
+            self.found.fail("ready", f"requests are not answered: {text}", "see the lines below")
+        for name, problem in _pairs(content.get("sources"))[:MAX_LISTED]:
+            self.found.fail("discovery", f"{name}: {problem}", "see docs/discovery.md")
+        findings = content.get("findings")
+        for finding in findings[:MAX_LISTED] if isinstance(findings, list) else ():
+            if isinstance(finding, dict):
+                self.found.fail("fleet", _line(finding.get("text")), _line(finding.get("cure")))
+
+    async def _read_metrics(self) -> None:
+        answer = await self._get("/metrics")
+        try:
+            if answer.status_code == 200:
+                self.status = parse_metrics(answer.content.decode("utf-8", "replace"))
+        except NotMetricsError:
+            pass
+        if self.status is None:
+            text = f"/metrics answers {answer.status_code}, so its engines are not known"
+            self.found.skip("engines", f"{text}: name them with --prefill and --decode")
+            return
+        for engine in self.status.engines:
+            name = f"{engine.role} {engine.name}"
+            if engine.health == "healthy":
+                self.found.ok("engine", f"{name} is healthy")
+            else:
+                cure = "see the lines below, or the router's log"
+                self.found.fail("engine", f"{name} is {engine.health}", cure)
+
+    def settings(self) -> Settings | None:
+        """Return settings with the router's engines; None if they are not known."""
+        engines = () if self.status is None else self.status.engines
+        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for engine in engines:
+            for role, listed in urls.items():
+                if engine.role in (role, "both"):
+                    listed.append(f"http://{engine.name}")
+        try:
+            return load({role: tuple(listed) for role, listed in urls.items()})
+        except SettingsError:
+            return None
+
+    async def check_request(self, engines: Sequence[Engine], timeout_s: float) -> None:
+        """Send a request through the router, and ask the engines whether KV moved."""
+        name = f"doctor-{Random().getrandbits(64):016x}"
+        try:
+            model = await self._first_model()
+            body = {
+                **({"model": model} if model else {}),
+                "prompt": Random().choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
+                "max_tokens": 1,
+            }
+            answer = await send(
+                "POST",
+                f"{self.url}/v1/completions",
+                {**self.headers, "x-request-id": name, "content-type": "application/json"},
+                json.dumps(body).encode(),
+                timeout_s,
+            )
+        except CommandError as error:
+            self.found.fail("request", str(error), "look at the router's log, or set --timeout")
+            return
+        if answer.status_code != 200:
+            given = (parse_object(answer.content) or {}).get("error")
+            text = _line(given.get("message") if isinstance(given, dict) else "")
+            cure = "look at the router's log"
+            if answer.status_code == 401:
+                cure = "set OPENAI_API_KEY to a key of the router"
+            self.found.fail("request", f"status {answer.status_code}: {text}", cure)
+            return
+        self.found.ok("request", "answered")
+        moved, tells = await find_transfer(engines, name)
+        if moved is not None:
+            self.found.ok("KV moved", f"yes, {moved.blocks} blocks")
+        elif tells:
+            cure = "see the lines above, and the router's access log for this request"
+            self.found.fail("KV moved", f"no: one engine computed request {name}", cure)
+        else:
+            text = "not known: no engine that reports transfers can be reached from here"
+            self.found.skip("KV moved", text)
+
+    async def _first_model(self) -> str | None:
+        content = parse_object((await self._get("/v1/models")).content) or {}
+        models = content.get("data")
+        first = models[0] if isinstance(models, list) and models else None
+        name = first.get("id") if isinstance(first, dict) else None
+        return name if isinstance(name, str) else None
+
+
+def _pairs(content: Any) -> list[tuple[str, str]]:
+    items = content.items() if isinstance(content, dict) else ()
+    return [(_line(name), _line(why)) for name, why in items]
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value or "").split())[:300]

@@ -1,0 +1,82 @@
+"""disagg-router doctor on real engines: a fleet that is well, and one whose decode engine has no KV
+connector."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import find_free_ports
+from tests.integration.oracle import complete
+from tests.integration.processes import Launcher, Server, serving, wait_for
+from tests.smoke.conftest import SmokeFleet
+
+
+@pytest.fixture(scope="module")
+def lone(launcher: Launcher) -> Iterator[Server]:
+    """A decode engine that was started without --kv-transfer-config."""
+    (port,) = find_free_ports(1)
+    command = ["engine_ext.reference.cli", "--model", str(launcher.model), "--port", str(port)]
+    command += ["--served-model-name", "tiny", "--num-threads", "1"]
+    with serving("lone", command, port, launcher.directory, "/health") as server:
+        yield server
+
+
+def doctor(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    command = [sys.executable, "-m", "router.commands.cli", "doctor", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.stdout, done.stderr.decode()
+    return done.returncode, json.loads(done.stdout)["checks"]
+
+
+def engines(p: Server, d: Server) -> tuple[str, ...]:
+    return "--prefill", f"127.0.0.1:{p.port}", "--decode", f"127.0.0.1:{d.port}"
+
+
+def texts(checks: list[dict[str, Any]], name: str) -> list[str]:
+    return [check["text"] for check in checks if check["name"] == name]
+
+
+def test_fleet_that_is_well_has_no_failed_check_and_moves_kv(
+    launcher: Launcher, fleet: SmokeFleet
+) -> None:
+    for p, d in ((fleet.p, fleet.d), (fleet.push_p, fleet.push_d)):
+        code, checks = doctor(*engines(p, d))
+        assert code == 0, checks
+        (moved,) = texts(checks, "KV moved")
+        assert moved.startswith("yes, ")
+    with launcher.router([fleet.p], [fleet.d]) as router:
+        code, checks = doctor(router.url)
+        assert code == 0, checks
+        assert len(texts(checks, "KV moved")) == 2, "directly, and through the router"
+
+
+def test_decode_engine_without_connector_is_named_by_doctor_router_and_log(
+    launcher: Launcher, fleet: SmokeFleet, lone: Server
+) -> None:
+    code, checks = doctor(*engines(fleet.p, lone))
+    assert code == 1
+    assert texts(checks, "identity")[-1].startswith("started without --kv-transfer-config")
+    with launcher.router([fleet.p], [lone]) as router:
+        ready = router.get("/ready").json()
+        name = f"127.0.0.1:{lone.port}"
+        assert ready["status"] == "degraded"
+        assert ready["reasons"][name] == "started without --kv-transfer-config"
+        assert complete(router, "hello").tokens
+        line = f"decode engine {name} was started without --kv-transfer-config"
+        wait_for(lambda: line in router.log.read_text(), "the log names the engine")
+
+
+def test_router_that_loses_its_prefill_engine_stays_ready_and_answers(
+    launcher: Launcher, fleet: SmokeFleet, tmp_path: Path
+) -> None:
+    with launcher.engine("killed") as killed, launcher.router([killed], [fleet.d]) as router:
+        killed.kill()
+        wait_for(lambda: "prefill" in router.get("/ready").json().get("reasons", {}), "it is lost")
+        ready = router.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+        assert complete(router, "hello").tokens

@@ -1,0 +1,382 @@
+"""disagg-router doctor: a line for each check, the cure, and the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.commands.doctor.checks import Check, Findings, State, check_clock
+from router.commands.doctor.command import lines, main
+from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
+from router.commands.doctor.settings_checks import check_files, check_redis
+from router.commands.status import paint
+from router.settings import Settings
+from router.ui.transfers import hash_request_id
+from tests.conftest import find_free_ports
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
+from tests.unit.router.mock_engine import (
+    MockEngine,
+    Peer,
+    Received,
+    running_engine,
+    usual_decode,
+    usual_prefill,
+)
+
+OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
+
+
+def moves_kv(engine: MockEngine) -> None:
+    """The engine reports a READ of four blocks for each request that it answers."""
+
+    async def decode(request: Received, peer: Peer) -> None:
+        found = OWN_ID.search(request.header("x-request-id") or "")
+        moved = {"what": "READ", "engine_id": "p", "blocks": 4, "bytes": 9, "seconds": 0.0031}
+        moved |= {"found_by": hash_request_id(found[0] if found else ""), "age_seconds": 0}
+        engine.pages["/disagg/leases"] = json.dumps({"ranks": [{"transfers": [moved]}]}).encode()
+        await usual_decode(request, peer)
+
+    engine.usual = decode
+
+
+def at(port: int, **changes: Any) -> dict[str, Any]:
+    """An identity page whose side channel is at a port of this machine."""
+    made = page(**changes)
+    where = {"remote_engine_id": f"e-{port}", "remote_host": "127.0.0.1", "remote_port": port}
+    made["ranks"][0] |= where
+    return made
+
+
+def settings_of(ps: Sequence[MockEngine], ds: Sequence[MockEngine], **changes: Any) -> Settings:
+    named = {
+        role: tuple(f"127.0.0.1:{one.port}" for one in engines)
+        for role, engines in (("prefill", ps), ("decode", ds))
+    }
+    return Settings(**(named | changes))
+
+
+async def examine(settings: Settings) -> list[Check]:
+    async with open_fleet(settings) as state:
+        return await check_fleet(state, 5.0, lambda text: None)
+
+
+def failed(checks: Sequence[Check]) -> dict[str, str]:
+    return {one.name: one.text for one in checks if one.state is State.FAIL}
+
+
+def found(checks: Sequence[Check], name: str) -> Check:
+    (one,) = (check for check in checks if check.name == name)
+    return one
+
+
+async def test_fleet_that_is_well_moves_kv(p: MockEngine, d: MockEngine) -> None:
+    p.identity, d.identity = at(p.port), at(d.port)
+    moves_kv(d)
+    checks = await examine(settings_of([p], [d]))
+    assert not failed(checks)
+    assert found(checks, "KV moved").text == "yes, 4 blocks in 3.1 ms"
+    assert found(checks, "engines agree").text == "3 facts are equal"
+    assert found(checks, "transfer mode").text == "pull"
+    assert found(checks, "leases").text == "all last 30 s"
+    assert found(checks, "secret").state is State.SKIPPED
+    assert len(p.requests[0].json["prompt"]) == PROMPT_TOKENS == 64
+
+
+@pytest.mark.parametrize(
+    ("other", "name", "text"),
+    [
+        (page({"num_layers": "36"}), "engines differ", "num_layers 28 and 36"),
+        (page(transfer_modes=["push"]), "engines differ", "transfer modes pull and push"),
+        (
+            NO_CONNECTOR_PAGE,
+            "identity",
+            "started without --kv-transfer-config, so no KV moves",
+        ),
+        (page(lease_seconds=600), "leases", "renews them as if they lasted 600 s"),
+        (page(side_channel_secret="required"), "secret", "but at other engines"),
+    ],
+)
+async def test_first_field_that_differs_is_named(
+    p: MockEngine, d: MockEngine, other: dict[str, Any], name: str, text: str
+) -> None:
+    p.identity, d.identity = page(), other
+    assert text in failed(await examine(settings_of([p], [d])))[name]
+
+
+async def test_no_request_is_sent_through_engines_that_differ(p: MockEngine, d: MockEngine) -> None:
+    p.identity, d.identity = page(), page({"dtype": "float16"})
+    checks = await examine(settings_of([p], [d]))
+    assert found(checks, "KV moved").state is State.SKIPPED
+    assert not p.requests
+    assert not d.requests
+
+
+async def test_each_reason_why_no_kv_moved_is_told(p: MockEngine, d: MockEngine) -> None:
+    checks = await examine(settings_of([p], [d]))
+    assert "do not report transfers" in found(checks, "KV moved").text
+    assert "cannot be compared" in found(checks, "engines agree").text
+    d.pages["/disagg/leases"] = b'{"ranks": []}'
+    text = failed(await examine(settings_of([p], [d])))["KV moved"]
+    assert text == f"no: 127.0.0.1:{d.port} has computed the prompt itself"
+    p.usual = usual_decode
+    text = failed(await examine(settings_of([p], [d])))["KV moved"]
+    assert text == f"no: 127.0.0.1:{p.port} sends no kv_transfer_params"
+
+    async def fails(request: Received, peer: Peer) -> None:
+        await peer.answer({"error": {"message": "the KV is gone"}}, 500)
+
+    p.usual, d.usual = usual_prefill, fails
+    assert "no: " in failed(await examine(settings_of([p], [d])))["KV moved"]
+
+
+async def test_engine_that_cannot_be_reached_is_one_line_and_others_are_checked(
+    p: MockEngine, d: MockEngine
+) -> None:
+    (free,) = find_free_ports(1)
+    settings = Settings(
+        prefill=(f"127.0.0.1:{p.port}", "no-such-name.invalid:8100"),
+        decode=(f"127.0.0.1:{d.port}", f"127.0.0.1:{free}"),
+    )
+    checks = await examine(settings)
+    wrong = failed(checks)
+    assert "no-such-name.invalid cannot be resolved" in wrong["name"]
+    assert f"127.0.0.1:{free}: connection refused" in wrong["port"]
+    assert set(wrong) == {"name", "port"}
+    assert len([one for one in checks if one.name == "health"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["unhealthy", "silent", "stranger"])
+async def test_engine_that_is_not_well_is_named(
+    monkeypatch: pytest.MonkeyPatch, p: MockEngine, d: MockEngine, kind: str
+) -> None:
+    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.3)
+    settings = settings_of([p], [d])
+    if kind == "unhealthy":
+        d.healthy = False
+        assert failed(await examine(settings))["health"] == "/health answers 503"
+    elif kind == "silent":
+        d.is_mute = True
+        assert "did not answer in time" in failed(await examine(settings))["answers"]
+    else:
+        port = d.port
+        await d.stop()
+
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"220 mail.example ESMTP\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(speak, "127.0.0.1", port):
+            assert "answers" in failed(await examine(settings))
+
+
+async def test_models_that_only_one_role_serves_are_named(p: MockEngine, d: MockEngine) -> None:
+    p.models, d.models = ["m", "only-p"], ["m", "only-d"]
+    checks = await examine(settings_of([p], [d]))
+    assert failed(checks)["models"].startswith("only-p: served by prefill engines alone")
+    assert any("only-d" in one.text and one.state is State.SKIPPED for one in checks)
+
+
+async def test_side_channel_that_names_its_own_machine_is_named(
+    p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p.identity = at(find_free_ports(1)[0])
+    checks = await examine(settings_of([p], [d]))
+    assert "cannot be reached from here" in found(checks, "side channel").text
+    assert found(checks, "side channel").state is State.SKIPPED
+    loopback = "router.commands.doctor.checks.is_loopback"
+    seen = iter([True, False])
+    monkeypatch.setattr(loopback, lambda host: next(seen, True))
+    assert "their own machine" in failed(await examine(settings_of([p], [d])))["side channel"]
+
+
+async def test_each_engine_takes_part_in_a_request(p: MockEngine, d: MockEngine) -> None:
+    async with (
+        running_engine(usual_prefill) as p2,
+        running_engine(usual_decode) as d2,
+        running_engine(usual_decode) as d3,
+    ):
+        await examine(settings_of([p, p2], [d, d2, d3]))
+        assert [len(one.requests) for one in (d, d2, d3)] == [1, 1, 1]
+        assert p.requests
+        assert p2.requests
+
+
+@pytest.mark.parametrize(
+    ("offset", "text"),
+    [(0, "agrees"), (3, "agrees"), (-3, "agrees"), (60, "ahead of"), (-60, "behind")],
+)
+def test_clock_is_compared_with_the_date_of_an_answer(offset: float, text: str) -> None:
+    result, moment = Findings("x"), time.time()
+    date = email.utils.formatdate(moment + offset, usegmt=True).encode()
+    check_clock(result, [(b"date", date)], moment, moment + 0.1)
+    assert text in result.checks[0].text
+    assert (result.checks[0].state is State.FAIL) == (abs(offset) > 5)
+
+
+@pytest.mark.parametrize("headers", [[], [(b"date", b"\xff")], [(b"date", b"yesterday")]])
+def test_answer_without_a_date_shows_no_clock(headers: list[tuple[bytes, bytes]]) -> None:
+    result = Findings("x")
+    check_clock(result, headers, 0.0, 0.0)
+    assert not result.checks
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    for name in ("keys.yaml", "cert.pem", "key.pem"):
+        (tmp_path / name).write_text("nonsense: [")
+    settings = Settings(
+        prefill=("h:1",),
+        decode=("h:2",),
+        api_keys_file=tmp_path / "keys.yaml",
+        tls_certfile=tmp_path / "cert.pem",
+        tls_keyfile=tmp_path / "key.pem",
+        engine_ca_file=tmp_path / "absent.pem",
+        engine_api_key_file=tmp_path / "absent",
+    )
+    names = {one.name for one in check_files(settings) if one.state is State.FAIL}
+    assert names == {"API keys", "TLS", "TLS to engines", "--engine-api-key"}
+
+
+async def test_redis_that_does_not_answer_is_named() -> None:
+    (free,) = find_free_ports(1)
+    url = f"redis://user:hidden@127.0.0.1:{free}"
+    settings = Settings(prefill=("h:1",), decode=("h:2",), conversation_store=url)
+    (check,) = await check_redis(settings)
+    assert (check.name, check.state) == ("conversation store", State.FAIL)
+    assert "hidden" not in check.text
+
+
+async def doctor(*argv: str) -> int:
+    """Run the command in a thread: it has an event loop of its own."""
+    return await asyncio.to_thread(main, argv)
+
+
+async def test_exit_status_and_json(
+    p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p.identity = d.identity = page()
+    moves_kv(d)
+    engines = ["--prefill", f"127.0.0.1:{p.port}", "--decode", f"127.0.0.1:{d.port}"]
+    assert await doctor(*engines) == 0
+    output = capsys.readouterr().out
+    assert "KV moved" in output
+    assert output.rstrip().endswith("no check failed")
+    assert "\x1b" not in output
+    d.identity = NO_CONNECTOR_PAGE
+    assert await doctor(*engines, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    states = {one["state"] for one in report["checks"]}
+    assert states <= {"OK", "FAIL", "skipped"}
+    assert all(one["cure"] for one in report["checks"] if one["state"] == "FAIL")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--decode", "h:1"],
+        ["--no-such-option"],
+        ["--timeout", "0"],
+        ["http://r:1", "--prefill", "h:1", "--decode", "h:2"],
+        ["http://r:1/path"],
+        ["ftp://r"],
+    ],
+)
+def test_wrong_usage_has_status_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+
+
+async def test_running_router_is_checked_by_its_url(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    p.identity = d.identity = page()
+    moves_kv(d)
+    router = await start_router()
+    await router.knows_its_engines()
+    assert await doctor(router.url) == 0, capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "requests are answered" in output
+    assert output.count("yes, 4 blocks") == 2, "directly, and through the router"
+
+
+async def test_fault_that_a_running_router_reports_is_shown(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    p.identity, d.identity = page(), NO_CONNECTOR_PAGE
+    router = await start_router(without_prefiller="decode")
+    assert await doctor(router.url, "--json") == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    told = [one["text"] for one in checks if one["state"] == "FAIL" and one["subject"] == "router"]
+    assert any("was started without --kv-transfer-config" in text for text in told)
+
+
+async def test_what_is_no_router_fails(p: MockEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await doctor(f"127.0.0.1:{p.port}") == 1
+    assert "is this a disagg-router?" in capsys.readouterr().out
+    (free,) = find_free_ports(1)
+    assert await doctor(f"http://127.0.0.1:{free}") == 1
+    assert "connection refused" in capsys.readouterr().out
+
+
+async def test_progress_is_shown_when_it_takes_long(
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("router.commands.doctor.command.SILENT_S", 0.05)
+    d.is_mute = True
+    engines = ["--prefill", f"127.0.0.1:{p.port}", "--decode", f"127.0.0.1:{d.port}"]
+    assert await doctor(*engines) == 1
+    assert "checking 2 engines" in capsys.readouterr().err
+
+
+async def test_name_look_up_that_hangs_has_a_deadline(
+    p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    has_ended = threading.Event()
+    real = socket.getaddrinfo
+
+    def hang(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "slow.invalid":
+            has_ended.wait(20)
+            raise socket.gaierror("too late")
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    settings = Settings(prefill=("slow.invalid:1",), decode=(f"127.0.0.1:{d.port}",))
+    assert "no answer within" in failed(await examine(settings))["name"]
+    has_ended.set()
+
+
+def test_lines_are_aligned_and_coloured_on_a_terminal() -> None:
+    checks = [
+        Check("fleet", "models", State.OK, "m"),
+        Check("decode d:1", "KV moved", State.FAIL, "no", "look"),
+    ]
+    plain = list(lines(checks))
+    assert plain[0] == "OK       fleet       models    m"
+    assert plain[1] == "FAIL     decode d:1  KV moved  no. To do: look"
+    assert plain[2] == "1 of 2 checks failed"
+    assert "\x1b[31mFAIL" in list(lines(checks, paint))[1]
