@@ -29,9 +29,10 @@ async def send(
     url: str,
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> httpx.Response:
     """Send a request as `ask_router` does, within an event loop. Raises CommandError."""
+    timeout_s = timeout_s or ANSWER_TIMEOUT_S
     try:
         return await _send(method, url, headers, body, timeout_s)
     except TimeoutError:

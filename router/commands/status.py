@@ -36,7 +36,13 @@ HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
 ROLES = ("prefill", "decode")
 SHARES = (0.5, 0.9, 0.99)
 GREEN, YELLOW, RED, BOLD, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
-COLOURS = {"healthy": GREEN, "draining": YELLOW, "not probed": YELLOW, "unhealthy": RED}
+COLOURS = {
+    "healthy": GREEN,
+    "draining": YELLOW,
+    "degraded": YELLOW,
+    "not probed": YELLOW,
+    "unhealthy": RED,
+}
 Paint = Callable[[str, str], str]
 # Outcomes of turns whose KV was reused.
 REUSED = ("hit", "cut", "decoder_alone")
@@ -112,7 +118,8 @@ class EngineState:
     """One engine.
 
     `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
-    `shares_id` means that another engine has the same engine_id.
+    `shares_id` means that another engine has the same engine_id. `degraded` is the reason why no
+    KV moves to or from a healthy engine.
     """
 
     name: str
@@ -122,6 +129,7 @@ class EngineState:
     in_flight: int
     holding: int
     shares_id: bool = False
+    degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +199,10 @@ def parse_metrics(text: str) -> RouterStatus:
         sums(f"engine_{name}", "role", "engine")
         for name in ("requests_in_flight", "holding", "draining", "shares_id")
     )
+    degraded = {
+        (role, name): reason
+        for role, name, reason in sums("engine_degraded", "role", "engine", "reason")
+    }
     sizes, trouble = sums("group_engines", "group", "role"), sums("source_trouble", "source")
     engines = [
         EngineState(
@@ -201,6 +213,7 @@ def parse_metrics(text: str) -> RouterStatus:
             round(running[key]),
             round(holding[key]),
             bool(sharing[key]),
+            degraded.get((key[0], key[1]), ""),
         )
         for key, health in sums("engine_healthy", "role", "engine").items()
     ]
@@ -287,10 +300,13 @@ def lines(
             "these; give each an engine_id of its own",
             RED,
         )
+    for one in status.engines:
+        if one.degraded and not one.shares_id:
+            yield painted(f"{one.role} engine {one.name} moves no KV: {one.degraded}", YELLOW)
     for group in status.groups:
         is_whole = group.prefillers and group.decoders
         if len(status.groups) > 1 or not is_whole:
-            half = "" if is_whole else "  (half a group: gets nothing)"
+            half = "" if is_whole else "  (half a group)"
             yield (
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"
@@ -344,7 +360,11 @@ def _row(row: Sequence[str], widths: Sequence[int], painted: Paint) -> str:
 
 
 def _state(engine: EngineState) -> str:
-    return "draining" if engine.draining and engine.health == "healthy" else engine.health
+    if engine.health != "healthy":
+        return engine.health
+    if engine.draining:
+        return "draining"
+    return "degraded" if engine.degraded else engine.health
 
 
 def _counts(counts: Mapping[str, int]) -> str:

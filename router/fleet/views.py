@@ -31,6 +31,7 @@ class EngineView(BaseModel):
     weight: float
     health: Health
     reason: str = Field(description="Why it is not healthy")
+    degraded: str = Field("", description="Why it is healthy but exchanges no KV")
     intent: Intent
     cold: bool
     cooling: bool = Field(False, description="It reported an overload (Retry-After)")
@@ -66,7 +67,10 @@ def build_fleet_view(fleet: Fleet, registry: EngineRegistry) -> FleetView:
         return "settings" if group in fleet.group_weights else "engines"
 
     return FleetView(
-        engines=[_view_engine(engine, registry) for engine in fleet.engines],
+        engines=[
+            _view_engine(engine, registry, fleet.report.reasons.get(engine.name, ""))
+            for engine in fleet.engines
+        ],
         groups=[
             GroupView(
                 name=name,
@@ -107,7 +111,7 @@ def has_all_listings(views: Sequence[FleetView | None]) -> bool:
     return all(view is not None and view.has_all_listings for view in views)
 
 
-def _view_engine(engine: Engine, registry: EngineRegistry) -> EngineView:
+def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> EngineView:
     spec = engine.spec
     return EngineView(
         name=engine.name,
@@ -118,6 +122,7 @@ def _view_engine(engine: Engine, registry: EngineRegistry) -> EngineView:
         weight=spec.weight,
         health=engine.health,
         reason=engine.reason,
+        degraded=degraded,
         intent=engine.intent,
         cold=engine.is_cold,
         cooling=engine.is_cooling,
@@ -138,6 +143,7 @@ def _merge_engine(seen: Sequence[EngineView]) -> EngineView:
             "intent": Intent.DRAINING if is_draining else Intent.SERVING,
             "cold": any(one.cold for one in seen),
             "cooling": any(one.cooling for one in seen),
+            "degraded": next((one.degraded for one in seen if one.degraded), ""),
             "in_flight": sum(one.in_flight for one in seen),
             "tokens_in_flight": sum(one.tokens_in_flight for one in seen),
             "holding": sum(one.holding for one in seen),

@@ -357,6 +357,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
     _learn(run, engine, prefilled)
     if params is not None and not run.is_read:
         run.hold(engine)
+        record.without_transfer = ""
         if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
             record.transfer_params = params.raw
 
@@ -366,6 +367,7 @@ def _learn(run: Run, engine: Engine, prefilled: PrefillAnswer) -> None:
     gateway, capabilities, params = run.gateway, engine.capabilities, prefilled.params
     if params is None:
         gateway.metrics.prefill_without_params.inc()
+        run.request.record.without_transfer = f"{engine.name} offered no KV"
         gateway.throttle.warn(
             "a prefill engine answered without kv_transfer_params, so the decode engine prefills "
             "again",

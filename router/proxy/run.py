@@ -17,6 +17,7 @@ from router.conversations.conversations import RecallOutcome
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
+from router.fleet.readiness import describe_lack
 from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
@@ -271,6 +272,27 @@ def require_short_prompt(run: Run) -> None:
     if estimate_tokens(run.request.body) > limits.without_prefiller_tokens:
         addition = ", and the prompt is too long for a decode engine alone"
         raise run.failure or routes.lack_of(PREFILL, model, addition)
+
+
+# Why a request that could have had a prefill engine has none, by the reason's metric label. Other
+# reasons follow from the request, and are not worth a word.
+REASONS = {
+    "same_engine": "one engine plays both roles",
+    "short": "it lacks little of the prompt",
+    "prompt_embeds": "engines cannot share a prompt of embeddings",
+}
+
+
+def describe_reason(run: Run, reason: str) -> str:
+    """Say in words why a decode engine works alone; empty if that is what the client asked for."""
+    if reason == "no_pair":
+        return f"no KV loaded: {run.failure.phrase}" if run.failure else "no KV loaded"
+    if reason != "no_prefiller":
+        return REASONS.get(reason, "")
+    fleet = run.gateway.fleet
+    reasons = fleet.compare().reasons
+    known = (reasons[one.name] for one in run.route.decoders if one.name in reasons)
+    return next(known, "") or describe_lack(fleet, run.request.model, PREFILL, names_models=True)
 
 
 def _may_prefill_on_decoder(run: Run) -> bool:

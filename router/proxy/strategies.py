@@ -53,6 +53,7 @@ from router.proxy.run import (
     Run,
     another_decoder,
     change_group,
+    describe_reason,
     lacks_pair,
     require_short_prompt,
     select_decoder,
@@ -179,6 +180,7 @@ async def pull(run: Run) -> None:
 async def decode_only(run: Run, reason: str) -> None:
     """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
     run.gateway.metrics.decode_only.labels(reason).inc()
+    run.request.record.without_transfer = describe_reason(run, reason)
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
     if await _decode(run, with_retain_request(None, run.retains_turn)) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too

@@ -310,11 +310,17 @@ def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) ->
         shared = find_duplicate_ids(fleet.engines)
         return (((one.role, one.name), 1) for one in fleet.engines if one.name in shared)
 
+    def degraded() -> Iterator[Reading]:
+        reasons = fleet.report.reasons
+        known = (engine for engine in fleet.engines if engine.name in reasons)
+        return (((one.role, one.name, reasons[one.name]), 1) for one in known)
+
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
     metrics.engine_holding.read = of_engines(lambda engine: engine.kv_leases)
     metrics.engine_draining.read = of_engines(lambda engine: engine.intent is Intent.DRAINING)
     metrics.engine_shares_id.read = shared_ids
+    metrics.engine_degraded.read = degraded
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
     avoided = fleet.unreachable_pairs.avoided
     metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in avoided(now()))

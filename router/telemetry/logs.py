@@ -196,6 +196,7 @@ class AccessFields(Struct, omit_defaults=True):
     conversation: str = ""
     prefiller: str = ""
     decoder: str = ""
+    without_transfer: str = ""
     prefill_ms: int | None = None
     first_byte_ms: int | None = None
     total_ms: int | None = None
@@ -240,6 +241,7 @@ class AccessLine(Struct, frozen=True):
             r.conversation,
             r.prefiller,
             r.decoder,
+            r.without_transfer,
             _milliseconds(r, r.prefill_done),
             _milliseconds(r, r.first_byte),
             _milliseconds(r, r.ended),
@@ -261,7 +263,7 @@ def _short(r: Record) -> str:
         parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
     if r.first_byte is not None and r.ended is not None:
         parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
-    parts += filter(None, (_engines(r), _moved(r), _reused(prompt, cached, r.conversation)))
+    parts += filter(None, (_engines(r), _offered(r), _reused(prompt, cached, r.conversation)))
     if r.outcome != "ok":
         parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
     if r.error:
@@ -270,16 +272,21 @@ def _short(r: Record) -> str:
 
 
 def _engines(r: Record) -> str:
+    if r.decoder and r.without_transfer:
+        return f"{r.decoder} alone ({r.without_transfer})"
     if r.prefiller and r.decoder:
         return f"prefill {r.prefiller} -> decode {r.decoder}"
     return f"{r.decoder or r.prefiller} alone" if r.decoder or r.prefiller else ""
 
 
-def _moved(r: Record) -> str:
-    """Return the number of blocks that the decode engine was to read; it skips cached ones."""
+def _offered(r: Record) -> str:
+    """Return the number of blocks that the decode engine could read.
+
+    Which of them it has read only its own page shows: it skips those that it has.
+    """
     found = BLOCK_IDS.search(r.transfer_params) if r.prefiller and r.decoder else None
     count = len(DIGITS.findall(found[1])) if found else 0
-    return f"{count} block{'s' if count > 1 else ''} moved" if count else ""
+    return f"{count} block{'s' if count > 1 else ''} offered" if count else ""
 
 
 def _reused(prompt: int | None, cached: int | None, conversation: str) -> str:

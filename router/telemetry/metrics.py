@@ -51,6 +51,11 @@ class Metrics:
             "engine_shares_id{role,engine}",
             "1 for each engine whose engine_id another engine has as well; absent for others.",
         )
+        self.engine_degraded = made.callback_gauge(
+            "engine_degraded{role,engine,reason}",
+            "1 for each healthy engine that exchanges KV with no engine of the other role, or that "
+            "shares its engine_id, with the reason; absent for others.",
+        )
         self.engine_circuit = made.callback_gauge(
             "engine_circuit{role,engine}",
             "Circuit breaker of an engine. 0: closed, 1: half open (one request may try), 2: open "

@@ -46,6 +46,7 @@ MERGED_BY_MAXIMUM = frozenset(
     (
         "disagg_router_engine_circuit",
         "disagg_router_engine_draining",
+        "disagg_router_engine_degraded",
         "disagg_router_engine_shares_id",
         "disagg_router_file_trouble",
         "disagg_router_fleet_changes_total",  # each worker sees all of them

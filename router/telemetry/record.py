@@ -154,6 +154,9 @@ class Record(Struct, eq=False):
     key: str = ""
     """The name of the client's API key, if the router checks keys."""
     group: str = ""
+    without_transfer: str = ""
+    """Why the decode engine computed the prompt itself; empty if KV was offered to it, or if the
+    request is one for a single engine anyway."""
     streamed: bool = False
     retries: int = 0
     queued: float | None = None

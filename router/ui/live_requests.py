@@ -113,8 +113,9 @@ class LiveRequests:
 
 
 def links_of(record: Record) -> Iterable[EngineLink]:
-    """Return the links over which an ended request moved KV."""
-    if record.prefiller and record.decoder and record.first_byte is not None:
+    """Return the links over which an ended request moved KV, as far as the router knows."""
+    has_moved = record.first_byte is not None and not record.without_transfer
+    if record.prefiller and record.decoder and has_moved:
         yield record.prefiller, record.decoder, "prompt"
     if record.reused_from and record.prefiller:
         yield record.reused_from, record.prefiller, "turn"
@@ -156,6 +157,7 @@ class RequestSummary(BaseModel):
     retries: int
     conversation: str
     reused_from: str
+    without_transfer: str
     ms: dict[str, float | None]
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -184,6 +186,7 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         retries=record.retries,
         conversation=record.conversation,
         reused_from=record.reused_from,
+        without_transfer=record.without_transfer,
         ms={
             name: None if moment is None else round((moment - record.started) * 1000, 1)
             for name, moment in moments.items()

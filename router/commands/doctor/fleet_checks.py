@@ -58,7 +58,7 @@ QUIET = {
 Progress = Callable[[str], None]
 
 
-class EnginePair(NamedTuple):
+class CheckedPair(NamedTuple):
     prefiller: Engine
     decoder: Engine
 
@@ -110,7 +110,7 @@ async def check_fleet(state: RouterState, timeout_s: float, progress: Progress) 
     progress(f"test requests through {len(pairs)} pairs of engines")
     limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-    async def test(pair: EnginePair) -> list[Check]:
+    async def test(pair: CheckedPair) -> list[Check]:
         async with limit:
             return await check_pair(gateway, pair, timeout_s)
 
@@ -181,26 +181,26 @@ def check_shared_facts(gateway: Gateway) -> list[Check]:
     return found.checks
 
 
-def choose_pairs(engines: Sequence[Engine]) -> list[EnginePair]:
+def choose_pairs(engines: Sequence[Engine]) -> list[CheckedPair]:
     """Return pairs in which each healthy engine occurs, with a partner that fits if it has one."""
     prefillers, decoders = _healthy(engines, PREFILL), _healthy(engines, DECODE)
-    pairs: list[EnginePair] = []
+    pairs: list[CheckedPair] = []
 
-    def add(possible: Sequence[EnginePair]) -> None:
+    def add(possible: Sequence[CheckedPair]) -> None:
         possible = [pair for pair in possible if pair.prefiller is not pair.decoder]
         fitting = [pair for pair in possible if pair.difference is None] or possible
         if fitting:  # partners take turns
             pairs.append(fitting[len(pairs) % len(fitting)])
 
     for decoder in decoders[:MAX_PAIRS]:
-        add([EnginePair(prefiller, decoder) for prefiller in prefillers[:MAX_PAIRS]])
+        add([CheckedPair(prefiller, decoder) for prefiller in prefillers[:MAX_PAIRS]])
     for prefiller in prefillers[:MAX_PAIRS]:
         if all(pair.prefiller is not prefiller for pair in pairs):
-            add([EnginePair(prefiller, decoder) for decoder in decoders[:MAX_PAIRS]])
+            add([CheckedPair(prefiller, decoder) for decoder in decoders[:MAX_PAIRS]])
     return list(dict.fromkeys(pairs))[:MAX_PAIRS]
 
 
-async def check_pair(gateway: Gateway, pair: EnginePair, timeout_s: float) -> list[Check]:
+async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> list[Check]:
     """Compare two engines, and send a request through them if they fit."""
     found = Findings(str(pair))
     p, d = (engine.capabilities.kv for engine in pair)
@@ -235,7 +235,7 @@ async def check_pair(gateway: Gateway, pair: EnginePair, timeout_s: float) -> li
     return found.checks
 
 
-async def _check_moved(found: Findings, pair: EnginePair, answer: PairAnswer) -> None:
+async def _check_moved(found: Findings, pair: CheckedPair, answer: PairAnswer) -> None:
     if not answer.offers_kv:
         text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
         found.fail("KV moved", text, "start it with --kv-transfer-config (docs/engine.md)")

@@ -120,7 +120,9 @@ class RouterChecker:
             body = {
                 **({"model": model} if model else {}),
                 "prompt": Random().choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
-                "max_tokens": 1,
+                # One token would be the answer of a prefill engine alone.
+                "max_tokens": 2,
+                "ignore_eos": True,
             }
             answer = await send(
                 "POST",

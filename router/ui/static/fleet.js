@@ -6,7 +6,7 @@ const TALL = 86, FLAT = 30, GAP = 10, TITLE = 22, EDGE = 2;
 const MAX_TALL = 16;
 const MAX_HINTS = 24;
 const WORDS = {
-  doubtful: "doubtful", unknown: "not probed", healthy: "healthy", unhealthy: "unhealthy",
+  doubtful: "doubtful", unknown: "not probed", healthy: "healthy", unhealthy: "unhealthy", degraded: "no KV",
   cooling: "cooling", cold: "cold", draining: "draining", gone: "gone",
 };
 const GONE_SHOWN_MS = 6000;
@@ -100,7 +100,7 @@ export class Fleet {
     const state = engine.isGone ? "gone" : stateOf(engine), { gauge } = engine;
     const height = isFlat ? FLAT : TALL, right = width - 10;
     const parts = [
-      draw("title", {}, `${engine.name}: ${WORDS[state]}${engine.reason ? `, ${engine.reason}` : ""}`),
+      draw("title", {}, `${engine.name}: ${WORDS[state]}${engine.reason || engine.degraded ? `, ${engine.reason || engine.degraded}` : ""}`),
       draw("rect", { width, height, rx: 6, class: "card" }),
       draw("rect", { width: 4, height: height - 12, x: 0, y: 6, rx: 2, class: "stripe" }),
       draw("text", { x: 12, y: 19, class: "label" }, this.state.label(engine.name)),

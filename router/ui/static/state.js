@@ -63,7 +63,8 @@ export function stateOf(engine) {
   if (engine.health === "unknown") return "unknown";
   if (engine.cold) return "cold";
   if (engine.cooling) return "cooling";
-  return engine.circuit === "closed" ? "healthy" : "doubtful";
+  if (engine.circuit !== "closed") return "doubtful";
+  return engine.degraded ? "degraded" : "healthy";
 }
 
 // Describes a request in one sentence: under a chat's answer, and in a request's details.
@@ -76,9 +77,11 @@ export function describeRequest(request, label) {
     const took = ms.prefill_done - (ms.prefill_started ?? 0);
     parts.push(`${what} on ${label(request.prefiller)} in ${formatTime(took)}`);
   }
+  const why = request.without_transfer;
   if (request.moved?.prompt) parts.push(describeTransfer(request.moved.prompt));
+  else if (request.prefiller && request.decoder && !why) parts.push("KV offered");
   if (request.decoder) {
-    const alone = request.prefiller ? "" : " alone";
+    const alone = why ? ` alone (${why})` : request.prefiller ? "" : " alone";
     parts.push(`decoded on ${label(request.decoder)}${alone}`);
   }
   if (ms.first_byte !== null) parts.push(`first token after ${formatTime(ms.first_byte)}`);

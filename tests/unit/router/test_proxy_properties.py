@@ -306,21 +306,21 @@ def test_the_format_is_that_of_who_reads_it(
 @pytest.mark.parametrize(
     ("offered", "said"),
     [
-        (b'{"remote_block_ids":[[7,8,9]],"remote_port":5600}', "; 3 blocks moved; "),
-        (b'{"remote_block_ids": [[1], [22]]}', "; 2 blocks moved; "),
-        (b'{"remote_block_ids":[4]}', "; 1 block moved; "),
+        (b'{"remote_block_ids":[[7,8,9]],"remote_port":5600}', "; 3 blocks offered; "),
+        (b'{"remote_block_ids": [[1], [22]]}', "; 2 blocks offered; "),
+        (b'{"remote_block_ids":[4]}', "; 1 block offered; "),
         (b'{"remote_block_ids":[]}', ""),
         (b'{"remote_block_ids":"many"}', ""),
         (b"", ""),
     ],
 )
-def test_a_short_line_says_what_was_moved(offered: bytes, said: str) -> None:
+def test_short_line_says_what_was_offered(offered: bytes, said: str) -> None:
     record = Record("/v1/completions", 0.0, "id", "pull", "done", "ok", 200, usage=TOLD)
     record.prefiller, record.decoder, record.transfer_params = "p:1", "d:1", offered
     record.tokens = tokens_of(record)
     line = AccessLine(record, 0.0).short()
     assert said in line
-    assert said or "moved" not in line
+    assert said or "offered" not in line
 
 
 def test_a_failure_is_told_in_one_short_line() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from typing import Any
 
 import pytest
 
+from router.commands.status import main as status_main
 from router.fleet.engine import DECODE, PREFILL, EngineRole, Health
 from router.fleet.fleet import Fleet
 from router.fleet.readiness import Readiness, assess_readiness, describe_lack
+from router.fleet.views import build_fleet_view
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_consistency import fleet_of
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
@@ -172,3 +176,45 @@ async def test_request_for_a_model_of_prefill_engines_alone_names_what_there_is(
     answer = await router.complete(model="n")
     text = f"no prefill engine serves the model `n`: 127.0.0.1:{p.port} serves m"
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, text)
+
+
+async def test_degraded_engine_is_shown_by_status_metrics_and_dashboard(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    p.identity, d.identity = page(), page({"num_layers": "36"})
+    router = await start_router(without_prefiller="decode", ui=True)
+    name, reason = f"127.0.0.1:{d.port}", "engines differ: num_layers 28 and 36"
+    labels = {"role": "decode", "engine": name, "reason": reason}
+    await eventually(lambda: router.metric("engine_degraded", **labels))
+    assert await asyncio.to_thread(status_main, [router.url]) == 0
+    output = capsys.readouterr().out
+    assert f"decode engine {name} moves no KV: {reason}" in output
+    assert re.search(rf"decode +{name} +degraded", output)
+    view = build_fleet_view(router.gateway.fleet, router.state.registry)
+    assert {one.degraded for one in view.engines} == {reason}
+
+
+async def test_request_that_ran_alone_names_the_reason(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="disagg_router.access")
+    p.identity, d.identity = page(), page({"num_layers": "36"})
+    router = await start_router(without_prefiller="decode")
+    assert (await router.complete()).status_code == 200
+    p.identity = d.identity = page()
+    for engine in (p, d):
+        await router.state.prober.fetch_identity(router.engine(engine))
+    await eventually(lambda: router.engine(d).group == router.engine(p).group)
+    assert (await router.complete()).status_code == 200
+    p.scripts.append(usual_decode)  # an answer without kv_transfer_params
+    assert (await router.complete()).status_code == 200
+    router.gateway.records.flush()
+    lines = [line for one in caplog.records for line in getattr(one, "lines", [])]
+    alone, moved, offered_none = (line.content() for line in lines)
+    assert alone["without_transfer"] == "engines differ: num_layers 28 and 36"
+    assert "alone (engines differ: num_layers 28 and 36)" in lines[0].short()
+    assert "without_transfer" not in moved
+    assert offered_none["without_transfer"] == f"127.0.0.1:{p.port} offered no KV"
