@@ -1,6 +1,7 @@
-"""A snapshot of what a worker half holds and waits for, for operators: plain records.
+"""A snapshot of a worker half for operators: leases, quarantine, peers and transfers.
 
-Request ids are complete here. Pages must hash them, see `engine_ext.http.leases`.
+The fields have the names that `/disagg/leases` shows. Request ids are complete here, and the page
+hashes them (`engine_ext.http.leases`).
 """
 
 from collections.abc import Iterable
@@ -23,8 +24,8 @@ class ReaderSeen(NamedTuple):
 class LeaseSeen(NamedTuple):
     request_id: str
     state: str
-    age: float | None
-    """Seconds since the grant, or None before it."""
+    age_seconds: float | None
+    """Since the grant, or None before it."""
     seconds_left: float | None
     """Seconds until it ends without a renewal, or None before the grant."""
     readers: tuple[ReaderSeen, ...]
@@ -37,8 +38,8 @@ class QuarantineSeen(NamedTuple):
     request_id: str
     engine_id: str
     num_blocks: int
-    overdue: float
-    """Seconds past the time by which it should have ended."""
+    overdue_seconds: float
+    """Past the time by which it should have ended."""
 
 
 class PeerSeen(NamedTuple):
@@ -46,9 +47,8 @@ class PeerSeen(NamedTuple):
     host: str
     port: int
     rank: int
-    age: float
-    """Seconds since we connected."""
-    is_in_use: bool
+    connected_seconds: float
+    in_use: bool
 
 
 class TransferSeen(NamedTuple):
@@ -58,11 +58,11 @@ class TransferSeen(NamedTuple):
     request_id: str
     engine_id: str
     """The engine at the other end."""
-    num_blocks: int
-    num_bytes: int
+    blocks: int
+    bytes: int
     seconds: float
-    age: float
-    """Seconds since it ended."""
+    age_seconds: float
+    """Since its end."""
 
 
 class MovedSeen(NamedTuple):
@@ -70,8 +70,8 @@ class MovedSeen(NamedTuple):
 
     what: str
     engine_id: str
-    num_transfers: int
-    num_bytes: int
+    transfers: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,8 +127,6 @@ def _ranks(engine: EngineDescription) -> list[dict[str, Any]]:
         return [_rank(engine, each, dialer, deadline) for each in engine.side_channels]
     except WireError as error:
         raise IdentityError(f"handshake with this engine's own side channel: {error}") from None
-    finally:
-        dialer.close()
 
 
 def _rank(

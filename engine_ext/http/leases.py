@@ -11,17 +11,11 @@ own requests and cannot identify others.
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
 
-from engine_ext.common.inspection import (
-    Inspection,
-    LeaseSeen,
-    MovedSeen,
-    PeerSeen,
-    QuarantineSeen,
-    TransferSeen,
-)
+from engine_ext.common.inspection import Inspection, TransferSeen
 
 PATH = "/disagg/leases"
 ASKED = "request_id"
@@ -57,74 +51,27 @@ def page(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def rank(seen: Inspection, key: bytes, dp_rank: int = 0) -> dict[str, Any]:
     """Return the part of one tensor rank as JSON."""
-    return {
-        "dp_rank": dp_rank,
-        "tp_rank": seen.tp_rank,
-        "leases": [_lease(one, key) for one in seen.leases],
-        "num_leases": seen.num_leases,
-        "quarantined": [_quarantined(one, key) for one in seen.quarantined],
-        "num_quarantined": seen.num_quarantined,
-        "peers": [_peer(one) for one in seen.peers],
-        "num_peers": seen.num_peers,
-        "engine_id": seen.engine_id,
-        "transfers": [_transfer(one) for one in seen.transfers],
-        "moved": [_moved(one) for one in seen.moved],
-    }
+    shown: dict[str, Any] = {"dp_rank": dp_rank}
+    for field in fields(seen):
+        value = getattr(seen, field.name)
+        is_list = isinstance(value, tuple)
+        shown[field.name] = [_shown(one, key) for one in value] if is_list else value
+    return shown
 
 
-def _lease(lease: LeaseSeen, key: bytes) -> dict[str, Any]:
-    return {
-        "request": hashed(lease.request_id, key),
-        "state": lease.state,
-        "age_seconds": _rounded(lease.age),
-        "seconds_left": _rounded(lease.seconds_left),
-        "readers": [
-            {"agent": reader.agent, "seconds_left": _rounded(reader.seconds_left)}
-            for reader in lease.readers
-        ],
-    }
-
-
-def _quarantined(one: QuarantineSeen, key: bytes) -> dict[str, Any]:
-    return {
-        "request": hashed(one.request_id, key),
-        "engine_id": one.engine_id,
-        "num_blocks": one.num_blocks,
-        "overdue_seconds": _rounded(one.overdue),
-    }
-
-
-def _peer(peer: PeerSeen) -> dict[str, Any]:
-    return {
-        "engine_id": peer.engine_id,
-        "host": peer.host,
-        "port": peer.port,
-        "rank": peer.rank,
-        "connected_seconds": _rounded(peer.age),
-        "in_use": peer.is_in_use,
-    }
-
-
-def _transfer(one: TransferSeen) -> dict[str, Any]:
-    return {
-        "what": one.what,
-        "found_by": found_by(one.request_id),
-        "engine_id": one.engine_id,
-        "blocks": one.num_blocks,
-        "bytes": one.num_bytes,
-        "seconds": round(one.seconds, 6),
-        "age_seconds": _rounded(one.age),
-    }
-
-
-def _moved(one: MovedSeen) -> dict[str, Any]:
-    return {
-        "what": one.what,
-        "engine_id": one.engine_id,
-        "transfers": one.num_transfers,
-        "bytes": one.num_bytes,
-    }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
+def _shown(one: Any, key: bytes) -> dict[str, Any]:
+    """Return a record of `engine_ext.common.inspection` as JSON, without its request id."""
+    shown: dict[str, Any] = {}
+    for name, value in one._asdict().items():
+        match value:
+            case str() if name == "request_id" and isinstance(one, TransferSeen):
+                shown["found_by"] = found_by(value)
+            case str() if name == "request_id":
+                shown["request"] = hashed(value, key)
+            case float():
+                shown[name] = round(value, 6 if name == "seconds" else 3)
+            case tuple():
+                shown[name] = [_shown(part, key) for part in value]
+            case _:
+                shown[name] = value
+    return shown

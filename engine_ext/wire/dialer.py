@@ -158,8 +158,6 @@ class Dialer(Protocol):
     def dial(self, peer: PeerRank) -> PendingHandshake:
         """Begin a handshake, without blocking. Raises WireError."""
 
-    def close(self) -> None: ...
-
 
 class TcpDialer:
     """Owned by one thread. Each lookup has a thread of its own, which handshakes with the same host
@@ -189,9 +187,6 @@ class TcpDialer:
         if not self._access.peers.admit(address):
             raise WireError(f"{host} ({address}) is not one of this engine's allowed_peers")
         return HandshakeClient(address, port, (peer.stage, peer.rank), self._access, host)
-
-    def close(self) -> None:
-        """Do nothing: the caller that began a handshake closes it."""
 
 
 class HostLookup:

@@ -240,7 +240,6 @@ class Peers:
     def close(self) -> None:
         for connecting in self._connecting.values():
             connecting.client.close()
-        self._dialer.close()
 
     def _has_stages(self, address: PeerAddress) -> bool:
         """With pipeline stages on either side, a rank there may lack some of our layers."""

@@ -102,11 +102,11 @@ class TransferLog:
         seen = TransferSeen(what, request_id, engine_id, num_blocks, num_bytes, seconds, 0.0)
         self._transfers.append((now, seen))
         before = self._moved.get((what, engine_id), MovedSeen(what, engine_id, 0, 0))
-        moved = MovedSeen(what, engine_id, before.num_transfers + 1, before.num_bytes + num_bytes)
+        moved = MovedSeen(what, engine_id, before.transfers + 1, before.bytes + num_bytes)
         keep_latest(self._moved, (what, engine_id), moved, MOST_ENGINES)
 
     def transfers(self, now: float) -> tuple[TransferSeen, ...]:
-        return tuple(seen._replace(age=max(0.0, now - at)) for at, seen in self._transfers)
+        return tuple(seen._replace(age_seconds=max(0.0, now - at)) for at, seen in self._transfers)
 
     def moved(self) -> tuple[MovedSeen, ...]:
         return tuple(self._moved.values())

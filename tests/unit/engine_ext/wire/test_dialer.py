@@ -39,10 +39,8 @@ def names() -> Iterator[Names]:
 
 
 @pytest.fixture
-def dialer(names: Names) -> Iterator[TcpDialer]:
-    made = TcpDialer(names)
-    yield made
-    made.close()
+def dialer(names: Names) -> TcpDialer:
+    return TcpDialer(names)
 
 
 @pytest.fixture
@@ -104,7 +102,6 @@ def test_a_name_that_no_resolver_takes_is_an_error(port: int) -> None:
     handshake = dialer.dial(at("p", "a" * 70 + ".x", port))
     with pytest.raises(WireError, match="host a"):
         answer(handshake)
-    dialer.close()
 
 
 def test_a_name_that_turns_out_to_be_outside_of_the_allowed_peers_is_not_dialled(
@@ -112,11 +109,8 @@ def test_a_name_that_turns_out_to_be_outside_of_the_allowed_peers_is_not_dialled
 ) -> None:
     access = Access(peers=parse_networks("allowed_peers", ["192.0.2.0/24"]))
     dialer = TcpDialer(names, access)
-    try:
-        handshake = dialer.dial(at("p", "quick", port))
-        with pytest.raises(WireError, match=r"quick \(127\.0\.0\.1\) is not one of"):
-            answer(handshake)
-        with pytest.raises(WireError, match="allowed_peers"):
-            dialer.dial(at("p", "127.0.0.1", port))
-    finally:
-        dialer.close()
+    handshake = dialer.dial(at("p", "quick", port))
+    with pytest.raises(WireError, match=r"quick \(127\.0\.0\.1\) is not one of"):
+        answer(handshake)
+    with pytest.raises(WireError, match="allowed_peers"):
+        dialer.dial(at("p", "127.0.0.1", port))

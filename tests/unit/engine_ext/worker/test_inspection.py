@@ -47,7 +47,12 @@ def test_a_lease_is_seen_with_its_age_its_end_and_its_readers_horizons(harness: 
     harness.step(10)
     harness.hears(wire.Renew(1, ("p-1",)), sender="agent-d")
     (seen,) = harness.loop.inspect(harness.now + 5).leases
-    assert (seen.request_id, seen.state, seen.age, seen.seconds_left) == ("p-1", "granted", 15, 15)
+    assert (seen.request_id, seen.state, seen.age_seconds, seen.seconds_left) == (
+        "p-1",
+        "granted",
+        15,
+        15,
+    )
     assert [(reader.agent, reader.seconds_left) for reader in seen.readers] == [("agent-d", 15)]
     harness.hears(wire.Read("p-1", sequence=1), sender="agent-d")
     assert harness.loop.inspect(harness.now).num_leases == 0
@@ -82,12 +87,12 @@ def test_a_peer_is_seen_in_use_and_an_overdue_read_in_quarantine(
     transfer = harness.reading(source(port=holder.port))
     (peer,) = harness.loop.inspect(harness.now + 3).peers
     assert (peer.engine_id, peer.port, peer.rank) == ("engine-p", holder.port, 0)
-    assert (peer.age, peer.is_in_use) == (3, True)
+    assert (peer.connected_seconds, peer.in_use) == (3, True)
     harness.step(harness.config.transfer_timeout + 1)
     seen = harness.loop.inspect(harness.now)
     (one,) = seen.quarantined
     assert (one.request_id, one.engine_id, one.num_blocks) == ("d-1", "engine-p", 7)
-    assert one.overdue == pytest.approx(1)
+    assert one.overdue_seconds == pytest.approx(1)
     assert seen.num_quarantined == 1
     transfer.state = TransferState.DONE
     harness.step()
@@ -152,7 +157,7 @@ def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
         )
     assert len(report.moved()) == MOST_ENGINES
     assert len(seen := report.transfers(6.0)) == MOST_TRANSFERS
-    assert (seen[-1].request_id, seen[-1].seconds, seen[-1].age) == ("d-511", 1, 1)
+    assert (seen[-1].request_id, seen[-1].seconds, seen[-1].age_seconds) == ("d-511", 1, 1)
 
 
 ATTEMPT = ".0123456789" + "42"
