@@ -15,6 +15,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CacheGeometry
 from engine_ext.connector import Connector, build_connector
 from engine_ext.http import identity
+from engine_ext.reference.answer import StopRules
 from engine_ext.reference.compatibility import model_factors, renders
 from engine_ext.reference.config import EngineConfig, ReferenceSettings
 from engine_ext.reference.core import ConnectorFactory, EngineCore
@@ -24,7 +25,7 @@ from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model import Decoder, RotaryEmbedding
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
-from engine_ext.reference.server.served_model import SamplingDefaults, ServedModel
+from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.serving import serve
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.reference.weights import load_weights
@@ -123,21 +124,16 @@ def build_host(settings: ReferenceSettings) -> Host:
 
 
 def _served_model(settings: ReferenceSettings, model_config: ModelConfig) -> ServedModel:
-    directory = settings.engine.model
-    tokenizer = Tokenizer.load(directory)
+    directory, eos = settings.engine.model, model_config.eos_token_ids
+    tokenizer, vocab_size = Tokenizer.load(directory), model_config.vocab_size
+    json = tokenizer.backend.to_str()
     return ServedModel(
         names=settings.served_model_names,
-        max_model_len=max_model_len(settings.engine, model_config),
-        vocab_size=model_config.vocab_size,
+        vocab_size=vocab_size,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
-        eos_token_ids=model_config.eos_token_ids,
-        grammars=GrammarCompiler(
-            tokenizer.backend.to_str(),
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
-        ),
-        defaults=SamplingDefaults.load(directory),
+        rules=StopRules(eos, max_model_len(settings.engine, model_config)),
+        grammars=GrammarCompiler(json, vocab_size=vocab_size, eos_token_ids=eos),
         created=int(time.time()),
     )
 

@@ -1,11 +1,12 @@
 """The model's shape, read from a Hugging Face directory."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from engine_ext.reference.tokenizer import read_json_object
 
 _ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "DeepseekV2ForCausalLM")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -67,7 +68,9 @@ class ModelConfig:
 def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu") -> ModelConfig:
     """Raises ValueError, one line, for a directory this engine cannot run."""
     path = directory / "config.json"
-    raw = _read_json(path)
+    raw = read_json_object(path)
+    if not raw:
+        raise ValueError(f"{path} does not exist")
     try:
         return _parse(raw, _eos_token_ids(directory, raw), _resolve_dtype(raw, dtype, device))
     except KeyError as missing:
@@ -140,9 +143,8 @@ def _rope_theta(raw: dict[str, Any]) -> float:
 
 
 def _eos_token_ids(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
-    generation = directory / "generation_config.json"
     found: set[int] = set()
-    for source in [raw, *([_read_json(generation)] if generation.exists() else [])]:
+    for source in (raw, read_json_object(directory / "generation_config.json")):
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)
@@ -155,15 +157,3 @@ def _resolve_dtype(raw: dict[str, Any], asked: str, device: str) -> torch.dtype:
     if asked not in _DTYPES:
         raise ValueError(f"unsupported dtype {asked!r}; supported: auto, {', '.join(_DTYPES)}")
     return _DTYPES[asked]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return value

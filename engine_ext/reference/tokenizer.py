@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,15 +51,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        bos = self._added_bos if add_special_tokens else None
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
-
-    @cached_property
-    def _added_bos(self) -> int | None:
-        if not self.config.get("add_bos_token") or "bos_token" not in self.special_tokens:
-            return None
-        found: int | None = self.backend.token_to_id(self.special_tokens["bos_token"])
-        return found
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes, even if they are no whole UTF-8 character."""

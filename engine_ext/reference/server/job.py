@@ -36,9 +36,7 @@ from engine_ext.scheduler.admission import prefills
 
 PARAM = "kv_transfer_params"
 RESUME = f"{PARAM}.{wire.KEY}"
-PROMPT = "prompt_token_ids"
 MAX_SEQUENCES = 1024
-MAX_TEMPERATURE = 2
 MAX_ID_LENGTH = 128
 
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
@@ -150,7 +148,7 @@ def _prompts(
         if len(prompts) * request.n > MAX_SEQUENCES:
             raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
     else:
-        prompts = [transfer.prompt_token_ids or render(request, model)]
+        prompts = [render(request, model)]
     special = request.add_special_tokens
     return [encode(prompt, model, add_special_tokens=special) for prompt in prompts]
 
@@ -186,17 +184,11 @@ def _sampling(
             f"got {request.min_tokens}.",
             "min_tokens",
         )
-    temperature, default = request.temperature, model.defaults
-    if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
-        bound = "non-negative" if temperature < 0 else f"in [0, {MAX_TEMPERATURE}]"
-        raise EngineBadRequestError(
-            f"temperature must be {bound}, got {temperature}.", "temperature"
-        )
     check_token_ids(request.stop_token_ids, model, "stop_token_ids")
     return SamplingParams(
-        temperature=default.temperature if temperature is None else temperature,
-        top_p=default.top_p if request.top_p is None else request.top_p,
-        top_k=max(default.top_k if request.top_k is None else request.top_k, 0),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(request.top_k, 0),
         seed=None if request.seed == -1 else request.seed,
         max_tokens=max(rooms),
         min_tokens=request.min_tokens,
@@ -217,8 +209,6 @@ class TransferFields:
     params: dict[str, Any] | None = None
     payload: ResumePayload | None = None
     tell_token_ids: str | None = None
-    prompt_token_ids: TokenIds | None = None
-    """vLLM's way to spare a decode engine the tokenization."""
 
     def max_tokens(self, asked: int, model: ServedModel) -> int:
         """A prefill that resumes an answer samples one token more, whatever the router asks for."""
@@ -244,9 +234,9 @@ def _read_transfer(request: GenerationBody, model: ServedModel) -> TransferField
     params = request.kv_transfer_params
     if params is None:
         return TransferFields()
-    ours = (PROMPT, wire.KEY, wire.TELL_TOKEN_IDS)
+    ours = (wire.KEY, wire.TELL_TOKEN_IDS)
     rest = {name: value for name, value in params.items() if name not in ours}
-    tell, listed = params.get(wire.TELL_TOKEN_IDS), params.get(PROMPT)
+    tell = params.get(wire.TELL_TOKEN_IDS)
     if tell not in (None, wire.OUTPUT, wire.ALL):
         problem = f"{PARAM}.{wire.TELL_TOKEN_IDS} must be {wire.OUTPUT} or {wire.ALL}"
         raise EngineBadRequestError(problem, PARAM)
@@ -258,11 +248,7 @@ def _read_transfer(request: GenerationBody, model: ServedModel) -> TransferField
         raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
     if payload is not None:
         _check_payload(payload, request, model)
-        return TransferFields(rest, payload, tell)
-    if listed is not None and not (listed and are_token_ids(listed)):
-        problem = f"{PARAM}.{PROMPT} must be a non-empty list of token ids"
-        raise EngineBadRequestError(problem, PARAM)
-    return TransferFields(rest, None, tell, tuple(listed) if listed else None)
+    return TransferFields(rest, payload, tell)
 
 
 def _check_payload(payload: ResumePayload, request: GenerationBody, model: ServedModel) -> None:

@@ -107,9 +107,9 @@ class GenerationBody(_Body):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
-    temperature: float | None = Field(None, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],

@@ -173,8 +173,6 @@ def side_channel(host: str, port: str) -> dict[str, str]:
         ("config.json", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ("config.json", {"hidden_size": None}, "config.json"),
         ("config.json", {"hidden_size": 64}, "shape"),
-        ("generation_config.json", {"temperature": "hot"}, "temperature"),
-        ("generation_config.json", {"top_p": 2}, "out of range"),
         ("tokenizer_config.json", {"chat_template": "{% for %}"}, "chat template"),
     ],
 )

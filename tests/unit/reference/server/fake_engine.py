@@ -13,7 +13,7 @@ import uvicorn
 
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.types import ConnectorStats
-from engine_ext.reference.answer import ResumedAnswer
+from engine_ext.reference.answer import ResumedAnswer, StopRules
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import (
@@ -143,15 +143,14 @@ class FakeEngine(ReferenceEngine):
         return self.counted
 
 
-def served_model(directory: Path) -> ServedModel:
+def served_model(directory: Path, max_model_len: int = 256) -> ServedModel:
     tokenizer = Tokenizer.load(directory)
     return ServedModel(
         names=("tiny", "alias"),
-        max_model_len=256,
         vocab_size=259,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(directory, tokenizer),
-        eos_token_ids=frozenset({256, 258}),
+        rules=StopRules(frozenset({256, 258}), max_model_len),
         grammars=GrammarCompiler(
             tokenizer.backend.to_str(), vocab_size=259, eos_token_ids={256, 258}
         ),

@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def roomy(directory: Path) -> ServedModel:
-    return replace(served_model(directory), max_model_len=2048)
+    return served_model(directory, 2048)
 
 
 @pytest.fixture

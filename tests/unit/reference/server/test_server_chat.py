@@ -193,14 +193,6 @@ async def test_arguments_of_a_tool_call_are_an_object_however_they_were_written(
     assert bytes(engine.requests[0].prompt_token_ids).decode() == shown
 
 
-async def test_token_ids_a_router_hands_over_replace_the_template(server: RunningServer) -> None:
-    params = {"do_remote_prefill": True, "prompt_token_ids": [1, 2, 3]}
-    await server.post(PATH, messages=[USER], kv_transfer_params=params)
-    (request,) = server.engine.requests
-    assert request.prompt_token_ids == (1, 2, 3)
-    assert request.kv_transfer_params == {"do_remote_prefill": True}
-
-
 async def test_the_request_id_is_the_base_of_the_engines(server: RunningServer) -> None:
     response = await server.client.post(
         PATH, json={"messages": [USER]}, headers={"X-Request-Id": "abc"}

@@ -73,16 +73,6 @@ def test_a_base_model_has_no_template(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path)) is None
 
 
-def test_a_beginning_of_sequence_token_is_added_where_the_model_wants_one(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    config = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode("a") == [256, ord("a")]
-    assert tokenizer.encode("<|endoftext|>a") == [256, ord("a")]
-    assert tokenizer.encode("a", add_special_tokens=False) == [ord("a")]
-
-
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"model": 1}'])
 def test_a_broken_tokenizer_is_one_clear_error(content: str | None, tmp_path: Path) -> None:
     if content is not None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ FEW = 12
 
 @pytest.fixture
 def roomy(directory: Path) -> ServedModel:
-    return replace(served_model(directory), max_model_len=352)
+    return served_model(directory, 352)
 
 
 @pytest.fixture

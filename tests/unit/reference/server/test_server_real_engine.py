@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ BODY: dict[str, Any] = {
 
 @pytest.fixture
 def model(directory: Path) -> ServedModel:
-    return replace(served_model(directory), max_model_len=1024)
+    return served_model(directory, 1024)
 
 
 @pytest.fixture

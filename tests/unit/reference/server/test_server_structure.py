@@ -65,7 +65,7 @@ async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
 
 @pytest.fixture
 async def client(directory: Path, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
-    model = replace(served_model(directory), max_model_len=2048)
+    model = served_model(directory, 2048)
     async with in_process(model, engine) as client:
         yield client
 
@@ -219,13 +219,13 @@ class Person(BaseModel):
 async def test_a_model_that_talks_fills_in_what_openais_client_asks_for() -> None:
     directory = Path(os.environ[CHAT_MODEL])
     config = read_model_config(directory)
-    served = served_model(directory)
+    served = served_model(directory, 2048)
     compiler = GrammarCompiler(
         served.tokenizer.backend.to_str(),
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
     )
-    served = replace(served, max_model_len=2048, vocab_size=config.vocab_size, grammars=compiler)
+    served = replace(served, vocab_size=config.vocab_size, grammars=compiler)
     engine = build_engine(EngineConfig(model=directory))
     try:
         async with serving(served, engine) as running:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
 
 @pytest.fixture
 async def client(directory: Path, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
-    model = replace(served_model(directory), max_model_len=2048)
+    model = served_model(directory, 2048)
     async with in_process(model, engine) as client:
         yield client
 
