@@ -22,13 +22,15 @@ from engine_ext.reference.server.serving import SIGNALS, bind
 
 PROGRAM = "disagg-engine"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 _ENGINE_OPTIONS = {
     "device": "cpu, cuda or cuda:N",
+    "dtype": "float32, float16, bfloat16 or auto: float32 on a CPU, else the checkpoint's",
     "block_size": "tokens per KV block; vLLM on CPU wants multiples of 32",
+    "num_blocks": "KV blocks; the default is as many as kv-cache-memory-mib holds",
+    "kv_cache_memory_mib": "size of the KV cache",
     "max_model_len": "most tokens of prompt and answer; the default is what fits",
     "max_num_seqs": "most requests in one batch",
     "max_num_batched_tokens": "most tokens in one step; longer prompts go in chunks; the default "
@@ -38,7 +40,7 @@ _ENGINE_OPTIONS = {
     "global_cache_hit_threshold": "share of a prompt that must be cached or announced, else the "
     "request is rejected",
 }
-_OPTION_TYPES = {"device": str, "global_cache_hit_threshold": float}
+_OPTION_TYPES = {"device": str, "dtype": str, "global_cache_hit_threshold": float}
 """All others are integers."""
 
 
@@ -105,7 +107,8 @@ def read_settings(
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     try:
-        connector = _connector(options["kv_transfer_config"])
+        text = options["kv_transfer_config"]
+        connector = None if text is None else _read_connector(text)
         return ReferenceSettings(
             engine=_engine(options, connector),
             connector=connector,
@@ -122,10 +125,8 @@ def read_settings(
 
 def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
     model = Path(options["model"])
-    if not model.is_dir():
-        raise ValueError(f"--model {model} is not a directory")
     if not (model / "config.json").is_file():
-        raise ValueError(f"--model {model} has no config.json: not a Hugging Face model directory")
+        raise ValueError(f"--model {model} is no Hugging Face model directory: no config.json")
     names = [field.name for field in fields(EngineConfig)]
     chosen = {name: options[name] for name in names if options.get(name) is not None}
     if connector is not None:
@@ -134,9 +135,7 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
     return EngineConfig(**chosen | {"model": model})
 
 
-def _connector(text: str | None) -> ConnectorConfig | None:
-    if text is None:
-        return None
+def _read_connector(text: str) -> ConnectorConfig:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -164,10 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
     add("--host", default="0.0.0.0", help="default %(default)s")
     add("--port", type=_port, default=8100, help="default %(default)s; 0: any")
-    add("--dtype", choices=DTYPES, help="default auto: float32 on a CPU")
-    cache = parser.add_mutually_exclusive_group()
-    cache.add_argument("--num-blocks", type=int, help="KV blocks")
-    cache.add_argument("--kv-cache-memory-mib", type=int, help="KV cache size; default 512")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for name, text in _ENGINE_OPTIONS.items():

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "said"),
     [
         ([], "--model"),
-        (["--model", "/no/such/directory"], "not a directory"),
+        (["--model", "/no/such/directory"], "no Hugging Face model directory"),
         (["--model", "/"], "no config.json"),
         (["--model", "MODEL", "--port", "65536"], "'65536' is not a port"),
         (["--model", "MODEL", "--port", "-1"], "--port"),
@@ -38,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--model", "MODEL", "--block-size", "0"], "block_size must be at least 1"),
         (["--model", "MODEL", "--num-blocks", "1"], "num_blocks must be at least 2"),
         (["--model", "MODEL", "--max-num-seqs", "many"], "--max-num-seqs"),
-        (["--model", "MODEL", "--dtype", "int4"], "--dtype"),
         (["--model", "MODEL", "--global-cache-hit-threshold", "1.1"], "from 0 to 1"),
         (["--model", "MODEL", "--global-cache-hit-threshold", "nan"], "from 0 to 1"),
         (["--model", "MODEL", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
