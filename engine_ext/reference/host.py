@@ -22,7 +22,7 @@ from engine_ext.reference.core import ConnectorFactory, EngineCore
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.kv_cache import max_model_len
-from engine_ext.reference.model import Decoder, RotaryEmbedding
+from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.served_model import ServedModel
@@ -61,9 +61,9 @@ def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) 
 
 def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
     """Raises ValueError, one line, for a checkpoint that does not fit its config.json."""
-    device = torch.device(config.device)
-    rope = RotaryEmbedding(model_config, max_model_len(config, model_config), device)
-    return Decoder(model_config, load_weights(config.model, model_config, device), rope)
+    max_positions = max_model_len(config, model_config)
+    weights = load_weights(config.model, model_config, torch.device(config.device))
+    return Decoder(model_config, weights, max_positions)
 
 
 def _check_device(name: str) -> None:

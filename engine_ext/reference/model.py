@@ -109,24 +109,17 @@ class BatchBuilder:
         return torch.tensor(values, device=self._device)
 
 
-class RotaryEmbedding:
-    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the half-split form of Llama.
-
-    Tables of cosine and sine, float32, `[max_positions, rotated_dim]`: the factors of the left and
-    the right half of a head, the sines with their signs.
-    """
-
-    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
-        exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
-        positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, config.rope_theta**-exponents)
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), dim=-1).to(device)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for `positions` [tokens], ready to broadcast over heads."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+def rotary_tables(
+    config: ModelConfig, max_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the half-split form of Llama:
+    cosine and sine, float32, [max_positions, 1, rotated_dim], the factors of the left and the right
+    half of a head, the sines with their signs."""
+    exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, config.rope_theta**-exponents).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -201,17 +194,19 @@ class PagedAttention:
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: ModelWeights, rope: RotaryEmbedding) -> None:
+    """`max_positions`: most tokens of a sequence."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, max_positions: int) -> None:
         self._config = config
         self._weights = weights
-        self._rope = rope
+        self._cos, self._sin = rotary_tables(config, max_positions, weights.norm.device)
         self._attend = PagedAttention(config)
         self._project = self._project_latent if config.latent else self._project_heads
         self._eps = torch.tensor(config.rms_norm_eps, device=weights.norm.device)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, layers: Sequence[Tensor]) -> Tensor:
-        cos, sin = self._rope.at(batch.positions)
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         hidden = F.embedding(batch.token_ids, self._weights.embedding)
         for weights, cache in zip(self._weights.layers, layers, strict=True):
             normed = self._norm(hidden, weights.input_norm)

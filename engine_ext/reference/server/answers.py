@@ -2,9 +2,10 @@
 whole or streamed."""
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -35,33 +36,33 @@ DONE = b"data: [DONE]\n\n"
 
 
 class AnswerFormat(ABC):
-    chunk_object: ClassVar[str]
-    answer_object: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_suffix: ClassVar[str]
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
         self._tokenizer = tokenizer
 
-    @abstractmethod
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def opening(self) -> Iterable[dict[str, Any]]:
         """The chunks before any token."""
+        return ()
 
     @abstractmethod
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
         """The `choices` entry of a chunk. `first`: it is the choice's first with anything in it."""
 
-    @abstractmethod
     def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
         """The `choices` entry of a whole answer."""
+        return self.chunk_choice(choice, output, first=True)
 
     def chunk(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
         job = self.job
-        head = {"id": job.id, "object": self.chunk_object, "created": job.created}
-        return {**head, "model": job.model, "choices": choices, **rest}
+        kind = self.object_name + self.chunk_suffix
+        head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
+        return {**head, "choices": choices, **rest}
 
     def answer(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        shared = {"service_tier": None, "system_fingerprint": None}
-        return {**self.chunk(choices), "object": self.answer_object, **shared, **rest}
+        return {**self.chunk(choices), "object": self.object_name, **rest}
 
     def _name(self, token_id: int) -> str:
         return self._name_bytes(token_id).decode(errors="replace")
@@ -79,17 +80,13 @@ class AnswerFormat(ABC):
 
 
 class CompletionDialect(AnswerFormat):
-    chunk_object = "text_completion"
-    answer_object = "text_completion"
+    object_name, chunk_suffix = "text_completion", ""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
         sent = job.resumed.token_ids[: job.num_sent] if job.resumed else ()
         self._offsets = [sum(len(self._name(token)) for token in sent)] * job.num_choices
         """Where the next token of each choice begins, in characters of token names."""
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        return iter(())
 
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
         return {
@@ -101,10 +98,6 @@ class CompletionDialect(AnswerFormat):
             "prompt_token_ids": self._prompt_token_ids(choice) if first else None,
             "token_ids": self._token_ids(output),
         }
-
-    def answer_choice(self, choice: int, output: RequestOutput) -> dict[str, Any]:
-        entry = self.chunk_choice(choice, output, first=True)
-        return {**entry, "prompt_logprobs": None}
 
     def _logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
         if self.job.sampling.logprobs is None:
@@ -130,8 +123,7 @@ class CompletionDialect(AnswerFormat):
 
 
 class ChatDialect(AnswerFormat):
-    chunk_object = "chat.completion.chunk"
-    answer_object = "chat.completion"
+    object_name, chunk_suffix = "chat.completion", ".chunk"
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
@@ -173,12 +165,7 @@ class ChatDialect(AnswerFormat):
             "message": {
                 "role": "assistant",
                 "content": "" if forced else output.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
                 "tool_calls": calls,
-                "reasoning": None,
             },
             "logprobs": self._logprobs(output),
             "finish_reason": self._finish_reason(output),
@@ -187,8 +174,7 @@ class ChatDialect(AnswerFormat):
         }
 
     def answer(self, choices: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_token_ids(0)}
-        return super().answer(choices, **prompt, **rest)
+        return super().answer(choices, prompt_token_ids=self._prompt_token_ids(0), **rest)
 
     def _finish_reason(self, output: RequestOutput) -> str | None:
         """As OpenAI has it: the call of a tool that was named ends with "stop"."""
@@ -225,41 +211,23 @@ async def run(engine: ReferenceEngine, job: Job) -> Outputs:
     Raises ApiError, which ends the other choices too.
     """
     streams = [engine.generate(request, job.resumed) for request in job.engine_requests()]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                _check(output)
-                yield 0, output
-        return
-    # One place for each stream: a slow client slows the reading, and the engine merges outputs.
-    queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(streams))
-
-    async def pump(choice: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for output in stream:
-                    await queue.put((choice, output))
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    pumps = [asyncio.create_task(pump(choice, stream)) for choice, stream in enumerate(streams)]
-    running = len(pumps)
+    pending = {asyncio.ensure_future(anext(one)): choice for choice, one in enumerate(streams)}
     try:
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-                continue
-            _check(item[1])
-            yield item
+        while pending:
+            ended, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                choice = pending.pop(task)
+                with contextlib.suppress(StopAsyncIteration):
+                    output = task.result()
+                    _check(output)
+                    yield choice, output
+                    pending[asyncio.ensure_future(anext(streams[choice]))] = choice
     finally:
-        for task in pumps:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
+        for one in streams:
+            await one.aclose()
 
 
 def _check(output: RequestOutput) -> None:

@@ -119,21 +119,15 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         return await generate(request, ChatBody, ChatDialect)
 
-    def card(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
+    @app.get("/v1/models")
+    async def models() -> Response:
+        card = {
             "object": "model",
             "created": model.created,
             "owned_by": "disagg-engine",
-            "root": model.name,
-            "parent": None,
             "max_model_len": model.max_model_len,
-            "permission": [],
         }
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [card(name) for name in model.names]})
+        return _json({"object": "list", "data": [{"id": name, **card} for name in model.names]})
 
     @app.post("/tokenize")
     async def tokenize_text(request: Request) -> Response:

@@ -16,7 +16,6 @@ from engine_ext.reference.answer import ResumedAnswer, ResumeError, hands_over, 
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server.prompts import (
     TokenIds,
-    are_token_ids,
     check_token_ids,
     encode,
     read_prompts,
@@ -137,11 +136,6 @@ def _prompts(
 ) -> list[TokenIds]:
     prompts: list[str | TokenIds]
     if transfer.payload is not None:
-        prompt = getattr(request, "prompt", None)
-        if isinstance(prompt, list) and len(prompt) > 1 and not are_token_ids(prompt):
-            raise EngineBadRequestError(
-                f"{RESUME} is of one prompt, and here are {len(prompt)}", "prompt"
-            )
         return [transfer.payload.prompt_token_ids]
     if isinstance(request, CompletionBody):
         prompts = read_prompts(request.prompt)

@@ -386,8 +386,6 @@ def test_whatever_is_given_is_taken_or_refused(
 ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two answers": (CHAT, {"n": 2}, "n"),
     "two answers to a prompt": (COMPLETIONS, {"n": 2}, "n"),
-    "two prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
-    "two prompts in ids": (COMPLETIONS, {"prompt": [[1], [2]]}, "prompt"),
     "logprobs": (CHAT, {"logprobs": True}, "kv_transfer_params"),
     "logprobs of a completion": (COMPLETIONS, {"logprobs": 0}, "kv_transfer_params"),
     "another form": (
@@ -427,7 +425,7 @@ async def test_any_refusal_lets_the_remote_know(server: RunningServer) -> None:
 async def test_the_engine_is_not_given_what_only_the_server_reads(model: ServedModel) -> None:
     engine = FakeEngine(saying("Hé", "l", "lo"))
     async with in_process(model, engine) as client:
-        params = {**REMOTE, "begun": PROMPT, "prompt_token_ids": [1, 2, 3]}
+        params = {**REMOTE, "begun": PROMPT}
         await client.post(CHAT, json=BODY | {"kv_transfer_params": params})
     assert [request.kv_transfer_params for request in engine.requests] == [REMOTE]
     assert engine.requests[0].prompt_token_ids == (65, 66)

@@ -30,7 +30,7 @@ def _spelled(ids: list[int]) -> str:
     return b"".join(names.get(i) or bytes([i]) for i in ids).decode()
 
 
-async def test_a_whole_answer_has_every_member_vllm_gives_it(server: RunningServer) -> None:
+async def test_a_whole_answer_has_the_members_that_clients_read(server: RunningServer) -> None:
     response = await server.post(PATH, messages=[USER], return_token_ids=True)
     answer = response.json()
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.pop("id"))
@@ -45,12 +45,7 @@ async def test_a_whole_answer_has_every_member_vllm_gives_it(server: RunningServ
                 "message": {
                     "role": "assistant",
                     "content": "Héllo",
-                    "refusal": None,
-                    "annotations": None,
-                    "audio": None,
-                    "function_call": None,
                     "tool_calls": [],
-                    "reasoning": None,
                 },
                 "logprobs": None,
                 "finish_reason": "stop",
@@ -58,9 +53,6 @@ async def test_a_whole_answer_has_every_member_vllm_gives_it(server: RunningServ
                 "token_ids": list("Héllo".encode()),
             }
         ],
-        "service_tier": None,
-        "system_fingerprint": None,
-        "prompt_logprobs": None,
         "usage": {
             "prompt_tokens": 21,
             "completion_tokens": 6,
