@@ -78,7 +78,6 @@ class EngineCore:
         self._model = model
         self._builder = BatchBuilder(model_config, block_size=size, device=device)
         self._tokenizer = tokenizer
-        self._vocab_size = model_config.vocab_size
         self._rules = StopRules(model_config.eos_token_ids, max_model_len(config, model_config))
         self._answers: dict[str, GeneratedAnswer] = {}
         self._unsent: dict[str, tuple[Sequence, ResumedAnswer]] = {}
@@ -87,16 +86,10 @@ class EngineCore:
     def add(
         self, request: GenerateRequest, resumed: ResumedAnswer | None = None
     ) -> RequestOutput | None:
-        """Put the request into the queue. Returns an output if that ended the request at once, or
-        if a resumed answer has tokens that the client lacks."""
-        if self.scheduler.knows(request.request_id):
-            return self._refuse(request, f"request id {request.request_id} is in use")
+        """Put the request into the queue; the server has checked that the model can run it. Returns
+        an output if that ended the request at once, or if a resumed answer has tokens that the
+        client lacks."""
         seq = Sequence(request, resumed)
-        error = self._problem_of(seq, resumed)
-        if error is not None:
-            # The connector hears of it: a remote may hold blocks for this request.
-            self._end_unscheduled(seq, failed(error))
-            return self._refuse(request, error)
         rules, hands_over = self._rules, seq.hands_over
         self._answers[seq.request_id] = (resumed and resumed.answer) or GeneratedAnswer(
             seq.prompt_token_ids, seq.sampling, self._tokenizer, rules, hands_over=hands_over
@@ -190,24 +183,6 @@ class EngineCore:
             num_blocks_delayed=len(set().union(*queues.delayed.values())),
             **asdict(self._counters),
         )
-
-    def _problem_of(self, seq: Sequence, resumed: ResumedAnswer | None) -> str | None:
-        prompt, limit = seq.prompt_token_ids, self._rules.max_model_len
-        if not prompt:
-            return "the prompt is empty"
-        if len(prompt) >= limit:
-            return f"the prompt has {len(prompt)} tokens, this engine takes up to {limit - 1}"
-        if not 0 <= min(seq.token_ids) <= max(seq.token_ids) < self._vocab_size:
-            return f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
-        if seq.num_tokens >= limit and not (resumed and resumed.finish):
-            return f"prompt and answer have {seq.num_tokens} tokens, this engine takes {limit}"
-        if seq.sampling.max_tokens < 1:
-            return "max_tokens must be at least 1"
-        return None
-
-    def _refuse(self, request: GenerateRequest, error: str) -> RequestOutput:
-        self._count_finished("error")
-        return RequestOutput(request_id=request.request_id, finish_reason="error", error=error)
 
     def _end_unscheduled(self, seq: Sequence, finish: Finish) -> None:
         """End a request of which only the connector is to know."""

@@ -206,11 +206,6 @@ class Scheduler:
     def find(self, request_id: str) -> Sequence | None:
         return next((seq for seq in self.live() if seq.request_id == request_id), None)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a transfer report may name this id."""
-        has_blocks = request_id in self.orphaned or request_id in self.delayed
-        return has_blocks or self.find(request_id) is not None
-
     def _remove(self, seq: Sequence) -> None:
         if self.parked.pop(seq.request_id, None) is not None:
             return

@@ -5,14 +5,11 @@ from typing import Any
 from engine_ext.reference.server.requests import (
     ChatTemplateRequest,
     EngineBadRequestError,
-    TokenizeChatBody,
     TokenizeTextBody,
     json_object,
     parse,
 )
 from engine_ext.reference.server.served_model import ServedModel
-
-MAX_PROMPTS = 1024
 
 TokenIds = tuple[int, ...]
 
@@ -27,10 +24,6 @@ def read_prompts(value: Any) -> list[str | TokenIds]:
     Raises EngineBadRequestError for all else.
     """
     prompts = value if isinstance(value, list) and not are_token_ids(value) else [value]
-    if len(prompts) > MAX_PROMPTS:
-        raise EngineBadRequestError(
-            f"prompt holds {len(prompts)} prompts, more than {MAX_PROMPTS}", "prompt"
-        )
     if all(isinstance(prompt, str) for prompt in prompts):
         return prompts
     if all(are_token_ids(prompt) for prompt in prompts):
@@ -84,9 +77,9 @@ def render(conversation: ChatTemplateRequest, model: ServedModel) -> str:
 def tokenize(model: ServedModel, body: bytes) -> dict[str, Any]:
     """vLLM's `/tokenize`: of a `prompt`, or of `messages` as a chat would send them."""
     fields = json_object(body)
-    request: TokenizeTextBody | TokenizeChatBody
+    request: TokenizeTextBody | ChatTemplateRequest
     if "messages" in fields:
-        request = parse(TokenizeChatBody, fields)
+        request = parse(ChatTemplateRequest, fields)
         text = render(request, model)
     else:
         request = parse(TokenizeTextBody, fields)

@@ -220,10 +220,6 @@ class TokenizeTextBody(_Body):
     add_special_tokens: bool = True
 
 
-class TokenizeChatBody(ChatTemplateRequest):
-    pass
-
-
 B = TypeVar("B", bound=BaseModel)
 
 

@@ -404,15 +404,6 @@ def test_more_external_tokens_than_the_prompt_are_cut_to_the_prompt(
     assert "update_state_after_alloc d 20" in connector.calls
 
 
-def test_a_refused_request_is_told_to_the_connector(
-    make_driver: MakeDriver, connector: FakeConnector
-) -> None:
-    driver = make_driver(connector)
-    driver.add(request("long", prompt(5000)))
-    assert driver.result("long").finish_reason == "error"
-    assert connector.calls == ["on_new_request long", "request_finished long error"]
-
-
 @pytest.mark.parametrize(
     "hook", ["on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"]
 )

@@ -154,29 +154,6 @@ async def test_an_abort_by_id_ends_the_stream(start: Start) -> None:
     assert result.finish_reason == "abort"
 
 
-async def test_a_second_request_of_an_id_fails_alone(start: Start) -> None:
-    engine = start()
-    first = asyncio.create_task(answer(engine, endless("a")))
-    await until(lambda: engine.stats().num_running == 1)
-    second = await answer(engine, request("a", prompt(5)))
-    assert second.finish_reason == "error"
-    assert second.error is not None
-    assert "in use" in second.error
-    assert (await first).finish_reason == "length"
-
-
-async def test_an_id_stays_taken_while_a_remote_may_report_it(start: Start) -> None:
-    connector = FakeConnector()
-    connector.scheduler.held.add("p")
-    engine = start(connector)
-    await answer(engine, request("p", prompt(20), greedy(1)))
-    assert (await answer(engine, request("p", prompt(20)))).finish_reason == "error"
-    connector.worker.report(sent=["p"])
-    await until(lambda: engine.stats().num_blocks_delayed == 0)
-    connector.scheduler.held.clear()
-    assert (await answer(engine, request("p", prompt(20)))).finish_reason != "error"
-
-
 async def test_a_slow_consumer_gets_everything_in_few_pieces(start: Start) -> None:
     engine = start()
     outputs = engine.generate(endless("slow"))

@@ -364,18 +364,6 @@ def test_an_answer_that_may_be_refused_says_nothing_before_it_is_admitted(
     assert said[0].token_ids == alone.tokens[:4]
 
 
-def test_a_context_that_is_full_is_refused_by_the_core_too(
-    make_driver: MakeDriver, tokenizer: Tokenizer
-) -> None:
-    connector = FakeConnector()
-    driver = make_driver(connector, max_model_len=32)
-    begun = resume_answer(ResumePayload(prompt(30), (65,) * 10), greedy(50), tokenizer, RULES)
-    driver.go_on(request("a", prompt(30), greedy(50)), begun)
-    (last,) = driver.outputs["a"]
-    assert last.finish_reason == "error"
-    assert connector.calls == ["on_new_request a", "request_finished a error"]
-
-
 def test_a_remote_hears_of_a_request_that_was_declined(make_driver: MakeDriver) -> None:
     connector = FakeConnector()
     driver = make_driver(connector)

@@ -141,27 +141,6 @@ def test_broken_logits_end_their_request_only(make_driver: MakeDriver, decoder: 
     driver.assert_empty()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sampling", "words"),
-    [
-        ((), greedy(), "empty"),
-        (prompt(512), greedy(), "512 tokens"),
-        ((1, VOCAB_SIZE), greedy(), "vocabulary"),
-        ((1, -1), greedy(), "vocabulary"),
-        ((1, 2), greedy(0), "max_tokens"),
-    ],
-)
-def test_a_request_that_cannot_run_says_why(
-    make_driver: MakeDriver, tokens: tuple[int, ...], sampling: Any, words: str
-) -> None:
-    driver = make_driver()
-    result = driver.run(request("a", tokens, sampling))[0]
-    assert result.finish_reason == "error"
-    assert result.error is not None
-    assert words in result.error
-    driver.assert_empty()
-
-
 def test_counts_are_of_what_was_done(make_driver: MakeDriver) -> None:
     driver = make_driver()
     driver.run(request("a", prompt(40), greedy(5, ignore_eos=True)))

@@ -75,7 +75,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [[1], [None]]}, "prompt"),
-    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "n"),
     ({"prompt": ["a"] * 1024, "n": 2}, "n"),
     ({"prompt": [259]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
