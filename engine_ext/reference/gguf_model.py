@@ -2,8 +2,7 @@
 
 Two things are not as they are in the file. llama.cpp keeps the rows of q and k in the order of its
 own rotary embedding, pairs beside each other; Hugging Face has halves. And a GGUF file describes
-its tokenizer by vocabulary and merges alone: how text is split before them depends on a name, of
-which one is known here.
+its tokenizer by vocabulary and merges alone: text is split before them as SmolLM2 wants it.
 """
 
 import json
@@ -20,7 +19,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Fields = dict[str, Any]
 
-PRE_TOKENIZER = "smollm"
 CONTROL = 3
 """The type of a token that is never text."""
 OUTSIDE = {
@@ -43,32 +41,23 @@ IN_LAYER = {
 STRICT, LENIENT = "message['content']", "(message['content'] or '')"
 
 
-class GgufError(Exception):
-    """It is not a file that can be converted; the message says why."""
-
-
 def convert(source: Path, target: Path) -> None:
-    """Write the model to `target`, an existing directory; weights as bfloat16. Raises GgufError."""
-    try:
-        reader = gguf.GGUFReader(source)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        weights = dict(_weights(reader, fields))
-        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-        _tokenizer(fields).save(str(target / "tokenizer.json"))
-        ids = {
-            f"{name}_token_id": fields[f"tokenizer.ggml.{kind}_token_id"]
-            for name, kind in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        }
-        for name, content in (
-            ("tokenizer_config", _tokenizer_config(fields, ids)),
-            ("generation_config", ids),
-            ("config", _config(fields, is_tied="lm_head.weight" not in weights) | ids),
-        ):
-            (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    except OSError:
-        raise
-    except Exception as error:  # A file may be wrong in any way.
-        raise GgufError(f"{source.name} is no GGUF file of a known kind: {error}") from error
+    """Write the model to `target`, an existing directory; weights as bfloat16."""
+    reader = gguf.GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    weights = dict(_weights(reader, fields))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer(fields).save(str(target / "tokenizer.json"))
+    ids = {
+        f"{name}_token_id": fields[f"tokenizer.ggml.{kind}_token_id"]
+        for name, kind in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    for name, content in (
+        ("tokenizer_config", _tokenizer_config(fields, ids)),
+        ("generation_config", ids),
+        ("config", _config(fields, is_tied="lm_head.weight" not in weights) | ids),
+    ):
+        (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _weights(reader: "gguf.GGUFReader", fields: Fields) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,9 +85,6 @@ def in_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def _tokenizer(fields: Fields) -> Tokenizer:
-    kind = fields["tokenizer.ggml.pre"]
-    if kind != PRE_TOKENIZER:
-        raise ValueError(f"its text is cut in a way not known here, {kind!r}")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}

@@ -268,11 +268,6 @@ class AnswerProgress:
     def is_complete(self) -> bool:
         return len(self._finished) == self._job.num_choices
 
-    def check_complete(self) -> None:
-        if not self.is_complete:
-            message = "the engine ended without finishing this request"
-            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
-
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; a prompt counts once, however many choices it has."""
         prompt, completion = sum(map(len, self._job.prompts)), sum(self._num_tokens)
@@ -299,7 +294,6 @@ async def whole_answer(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any
         async for choice, output in outputs:
             progress.add(choice, output)
             pieces[choice].append(output)
-    progress.check_complete()
     answers = [merge(each) for each in pieces]
     params, only = progress.kv_transfer_params, answers[0]
     if (only.finish_reason, only.stop_reason) == (FINISH_REASON, PREEMPTED):
@@ -348,7 +342,6 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
             elif progress.is_complete:
                 rest = progress.last_fields()
             yield b"".join([*parts, _event(dialect.chunk([entry], **rest))])
-    progress.check_complete()
     if has_usage:
         last = dialect.chunk([], usage=progress.usage(), **progress.last_fields())
         yield _event(last) + DONE

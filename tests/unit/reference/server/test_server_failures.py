@@ -131,14 +131,6 @@ async def test_one_failing_sibling_ends_the_others(model: ServedModel) -> None:
         await until(lambda: len(engine.closed) == 3)
 
 
-async def test_an_engine_that_ends_without_a_word_is_an_error(model: ServedModel) -> None:
-    async with serving(model, FakeEngine(lambda request: ())) as server:
-        whole = await server.post(PATHS[0], **BODY)
-        streamed = await server.post(PATHS[0], **BODY, stream=True)
-    assert whole.status_code == streamed.status_code == 500
-    assert "without finishing" in whole.json()["error"]["message"]
-
-
 async def test_a_defect_of_the_engine_shows_the_client_no_inside(model: ServedModel) -> None:
     async with serving(model, FakeEngine(breaking(after=1))) as server:
         whole = await server.post(PATHS[0], **BODY)
