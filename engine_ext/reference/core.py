@@ -133,20 +133,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do anything without input from outside."""
-        queues = self.scheduler
-        if queues.running or queues.loaded or queues.waiting:
+        """Whether a step could do anything, or is to look whether a transfer has ended."""
+        at = self.scheduler
+        if at.running or at.loaded or at.waiting or at.parked or at.orphaned or at.delayed:
             return True
         try:
             return self.connector.scheduler.has_pending_work()
         except Exception:
             logger.exception("connector: has_pending_work raised")
             return True
-
-    @property
-    def awaits_transfers(self) -> bool:
-        queues = self.scheduler
-        return bool(queues.parked or queues.orphaned or queues.delayed)
 
     def step(self) -> StepResult:
         step = self.scheduler.schedule()

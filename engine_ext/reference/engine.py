@@ -265,7 +265,7 @@ class ReferenceEngine:
             for command in self._take_commands(timeout):
                 command()
             timeout = IDLE_TIMEOUT_S
-            if self._core.has_work or self._core.awaits_transfers:
+            if self._core.has_work:
                 result = self._core.step()
                 self._address(result.outputs)
                 if result.progressed:

@@ -25,7 +25,7 @@ from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import ModelConfig, read_model_config
 from engine_ext.reference.server.app import build_app
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from engine_ext.reference.server.serving import serve
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.reference.weights import load_weights

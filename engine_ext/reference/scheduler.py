@@ -122,7 +122,7 @@ class Scheduler:
         except Exception:
             self._end_for_hook(seq)
         else:
-            self._note_load_failure(seq)
+            self._take_load_failure(seq)
 
     def schedule(self) -> SchedulerStep:
         step = SchedulerStep(budget=self._config.tokens_per_step)
@@ -369,7 +369,7 @@ class Scheduler:
         """Its blocks are freed only by way of `finish`, which asks whether something may still
         write into them. A load is reported as failed only when nothing writes any more, so a
         sequence that is computed again may get the same blocks."""
-        self._note_load_failure(seq)
+        self._take_load_failure(seq)
         policy = self._ask(self._connector.load_failure_policy, seq, default="fail")
         if policy != "recompute":
             self.finish(seq, failed(_LOAD_FAILED))
@@ -377,11 +377,9 @@ class Scheduler:
         self._compute_again(seq)
         return True
 
-    def _note_load_failure(self, seq: Sequence) -> None:
-        try:
-            seq.load_failure = self._connector.load_failures.take(seq.request_id)
-        except Exception:
-            logger.exception("connector: load_failures raised for %s", seq.request_id)
+    def _take_load_failure(self, seq: Sequence) -> None:
+        take = self._connector.load_failures.take
+        seq.load_failure = self._ask(take, seq.request_id, default=None)
 
     def _request_finished(self, seq: Sequence, finish: Finish) -> bool:
         """Sets the answer for the caller; returns whether the blocks must stay."""

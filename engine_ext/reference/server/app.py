@@ -27,7 +27,7 @@ from engine_ext.reference.server.answers import (
 )
 from engine_ext.reference.server.job import prepare, remote_params
 from engine_ext.reference.server.metrics import EngineCollector
-from engine_ext.reference.server.prompts import tokenize
+from engine_ext.reference.server.prompts import ServedModel, tokenize
 from engine_ext.reference.server.requests import (
     ApiError,
     ChatBody,
@@ -36,7 +36,6 @@ from engine_ext.reference.server.requests import (
     error_body,
     json_object,
 )
-from engine_ext.reference.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, 
 from engine_ext.reference.answer import ResumedAnswer, ResumeError, hands_over, resume_answer
 from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server.prompts import (
+    ServedModel,
     TokenIds,
     check_token_ids,
     encode,
@@ -29,7 +30,6 @@ from engine_ext.reference.server.requests import (
     json_object,
     parse_generation,
 )
-from engine_ext.reference.server.served_model import ServedModel
 from engine_ext.reference.server.structured_output import Forced, forced_by, grammar_of
 from engine_ext.scheduler.admission import prefills
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine_ext.reference.grammar import Grammar
+from engine_ext.reference.server.prompts import ServedModel
 from engine_ext.reference.server.requests import (
     ChatBody,
     EngineBadRequestError,
@@ -20,7 +21,6 @@ from engine_ext.reference.server.requests import (
     ResponseFormat,
     ToolChoice,
 )
-from engine_ext.reference.server.served_model import ServedModel
 
 ANY_OBJECT = {"type": "object"}
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}

@@ -17,8 +17,8 @@ from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.job import prepare, remote_params
+from engine_ext.reference.server.prompts import ServedModel
 from engine_ext.reference.server.requests import ChatBody, CompletionBody, EngineBadRequestError
-from engine_ext.reference.server.served_model import ServedModel
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from engine_ext.reference.tokenizer import ChatTemplate
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine_ext.reference.messages import FinishReason, GenerateRequest, RequestOutput
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,

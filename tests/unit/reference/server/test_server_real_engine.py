@@ -12,7 +12,7 @@ import pytest
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.host import build_engine
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from tests.unit.reference.server.fake_engine import (
     events_of,
     in_process,

@@ -21,7 +21,7 @@ from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import MAX_GRAMMAR, GrammarCompiler
 from engine_ext.reference.host import build_engine
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     events_of,

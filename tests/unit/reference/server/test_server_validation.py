@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.reference.server.served_model import ServedModel
+from engine_ext.reference.server.prompts import ServedModel
 from tests.unit.reference.server.fake_engine import FakeEngine, in_process, saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
