@@ -68,15 +68,19 @@ class AnswerFormat(ABC):
         return self._name_bytes(token_id).decode(errors="replace")
 
     def _name_bytes(self, token_id: int) -> bytes:
-        if self.job.request.return_tokens_as_token_ids:
+        if self.job.body.return_tokens_as_token_ids:
             return f"token_id:{token_id}".encode()
         return self._tokenizer.token_bytes(token_id)
 
     def _token_ids(self, output: RequestOutput) -> list[int] | None:
-        return list(output.token_ids) if self.job.request.return_token_ids else None
+        return list(output.token_ids) if self.job.body.return_token_ids else None
 
     def _prompt_token_ids(self, choice: int) -> list[int] | None:
-        return list(self.job.prompt_of(choice)) if self.job.request.return_token_ids else None
+        return (
+            list(self.job.requests[choice].prompt_token_ids)
+            if self.job.body.return_token_ids
+            else None
+        )
 
 
 class CompletionDialect(AnswerFormat):
@@ -85,7 +89,7 @@ class CompletionDialect(AnswerFormat):
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
         sent = job.resumed.token_ids[: job.num_sent] if job.resumed else ()
-        self._offsets = [sum(len(self._name(token)) for token in sent)] * job.num_choices
+        self._offsets = [sum(len(self._name(token)) for token in sent)] * len(job.requests)
         """Where the next token of each choice begins, in characters of token names."""
 
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
@@ -100,7 +104,7 @@ class CompletionDialect(AnswerFormat):
         }
 
     def _logprobs(self, choice: int, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.sampling.logprobs is None:
+        if self.job.requests[0].sampling.logprobs is None:
             return None
         tokens = [self._name(entry.token_id) for entry in output.logprobs]
         offsets = []
@@ -127,7 +131,7 @@ class ChatDialect(AnswerFormat):
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(job, tokenizer)
-        self._calls = [Calls(job.forced) for _ in range(job.num_choices)] if job.forced else []
+        self._calls = [Calls(job.forced) for _ in range(len(job.requests))] if job.forced else []
         self._sent_text = job.resumed.sent_text if job.resumed else ""
         if job.num_sent:
             for calls in self._calls:
@@ -136,7 +140,7 @@ class ChatDialect(AnswerFormat):
     def opening(self) -> Iterator[dict[str, Any]]:
         prompt = self._prompt_token_ids(0)
         extra = {} if prompt is None else {"prompt_token_ids": prompt}
-        for choice in range(self.job.num_choices):
+        for choice in range(len(self.job.requests)):
             delta = {"role": "assistant", "content": ""}
             entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
             yield self.chunk([entry], **extra)
@@ -184,7 +188,7 @@ class ChatDialect(AnswerFormat):
         return "tool_calls"
 
     def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.sampling.logprobs is None:
+        if self.job.requests[0].sampling.logprobs is None:
             return None
         content = []
         for entry in output.logprobs:
@@ -210,7 +214,7 @@ async def run(engine: ReferenceEngine, job: Job) -> Outputs:
 
     Raises ApiError, which ends the other choices too.
     """
-    streams = [engine.generate(request, job.resumed) for request in job.engine_requests()]
+    streams = [engine.generate(request, job.resumed) for request in job.requests]
     pending = {asyncio.ensure_future(anext(one)): choice for choice, one in enumerate(streams)}
     try:
         while pending:
@@ -244,9 +248,9 @@ class AnswerProgress:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._num_tokens = [job.num_sent] * job.num_choices
-        self._num_cached = [0] * job.num_choices
-        self._started = set(range(job.num_choices)) if job.num_sent else set()
+        self._num_tokens = [job.num_sent] * len(job.requests)
+        self._num_cached = [0] * len(job.requests)
+        self._started = set(range(len(job.requests))) if job.num_sent else set()
         self._finished: set[int] = set()
         self.kv_transfer_params: dict[str, Any] | None = None
         self.load_failure: dict[str, Any] | None = None
@@ -266,18 +270,17 @@ class AnswerProgress:
 
     @property
     def is_complete(self) -> bool:
-        return len(self._finished) == self._job.num_choices
+        return len(self._finished) == len(self._job.requests)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object; a prompt counts once, however many choices it has."""
-        prompt, completion = sum(map(len, self._job.prompts)), sum(self._num_tokens)
+        n, completion = self._job.body.n, sum(self._num_tokens)
+        prompt = sum(len(one.prompt_token_ids) for one in self._job.requests[::n])
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(self._num_cached[:: self._job.request.n])
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[::n])},
         }
 
     def last_fields(self) -> dict[str, Any]:
@@ -289,7 +292,7 @@ class AnswerProgress:
 async def whole_answer(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
     job, progress = dialect.job, AnswerProgress(dialect.job)
-    pieces: list[list[RequestOutput]] = [[] for _ in range(job.num_choices)]
+    pieces: list[list[RequestOutput]] = [[] for _ in range(len(job.requests))]
     async with aclosing(outputs):
         async for choice, output in outputs:
             progress.add(choice, output)
@@ -299,7 +302,7 @@ async def whole_answer(dialect: AnswerFormat, outputs: Outputs) -> dict[str, Any
     if (only.finish_reason, only.stop_reason) == (FINISH_REASON, PREEMPTED):
         # No comments have reported these tokens to the router, so the answer does.
         sent = job.resumed.token_ids[: job.num_sent] if job.resumed else ()
-        payload = ResumePayload(job.prompts[0], (*sent, *only.token_ids))
+        payload = ResumePayload(job.requests[0].prompt_token_ids, (*sent, *only.token_ids))
         params = {KEY: with_progress(payload.to_wire(), len(sent), only.logprobs)}
     if progress.load_failure is not None:
         params = {**(params or {}), load_failure.KEY: progress.load_failure}
@@ -317,9 +320,9 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
     asked for one, else the one that finishes the last choice. Stock vLLM 0.32 never streams them.
     """
     job, progress = dialect.job, AnswerProgress(dialect.job)
-    has_usage = job.request.stream_options.include_usage
+    has_usage = job.body.stream_options.include_usage
     # With several choices no other engine could continue the answer.
-    must_tell = job.tell_token_ids is not None and job.num_choices == 1
+    must_tell = job.tell_token_ids is not None and len(job.requests) == 1
     is_opened, is_first = job.num_sent > 0, True
     async with aclosing(outputs):
         async for choice, output in outputs:
@@ -331,7 +334,11 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
             if not is_opened:
                 parts += [_event(chunk) for chunk in dialect.opening()]
             if must_tell:
-                prompt = job.prompts[0] if is_first and job.tell_token_ids == ALL else ()
+                prompt = (
+                    job.requests[0].prompt_token_ids
+                    if is_first and job.tell_token_ids == ALL
+                    else ()
+                )
                 parts.append(token_id_comment(output.token_ids, prompt).encode())
             is_opened, is_first = True, False
             is_start = progress.add(choice, output)

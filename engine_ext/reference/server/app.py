@@ -91,7 +91,7 @@ def build_app(
         dialect = dialect_of(job, model.tokenizer)
         outputs = run(engine, job)
         try:
-            if not job.request.stream:
+            if not job.body.stream:
                 body = await _until_disconnect(request.receive, whole_answer(dialect, outputs))
                 if await request.is_disconnected():
                     raise ClientGoneError
@@ -101,7 +101,7 @@ def build_app(
             first = await _until_disconnect(request.receive, anext(events))
         except ClientGoneError:
             logger.info("%s: the client left", job.id)
-            for each in job.engine_requests():
+            for each in job.requests:
                 engine.abort(each.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return StreamingResponse(

@@ -47,14 +47,10 @@ class Job:
     """As the client sees it."""
     created: int
     model: str
-    prompts: tuple[TokenIds, ...]
-    engine_ids: tuple[str, ...]
-    """One for each prompt."""
-    sampling: SamplingParams
-    request: GenerationBody
+    requests: tuple[GenerateRequest, ...]
+    """One for each choice, in the order of their indices."""
+    body: GenerationBody
     """For the form of the answer."""
-    kv_transfer_params: dict[str, Any] | None
-    """For the connector."""
     resumed: ResumedAnswer | None
     """The only choice of this job continues an answer that another engine began."""
     forced: Forced | None
@@ -66,35 +62,6 @@ class Job:
     def num_sent(self) -> int:
         """Tokens of the answer that the client has."""
         return self.resumed.num_sent if self.resumed else 0
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.request.n
-
-    def prompt_of(self, choice: int) -> TokenIds:
-        return self.prompts[choice // self.request.n]
-
-    def engine_requests(self) -> Iterator[GenerateRequest]:
-        """One for each choice, in the order of their indices.
-
-        The KV parameters are of the first prompt. All its choices may load KV, but only the first
-        choice retains blocks for another engine.
-        """
-        loads = (self.kv_transfer_params or {}).get("do_remote_prefill") is True
-        for choice in range(self.num_choices):
-            prompt, child = divmod(choice, self.request.n)
-            own_id, sampling = self.engine_ids[prompt], self.sampling
-            if sampling.seed is not None and child:
-                sampling = replace(sampling, seed=sampling.seed + child)
-            has_params = choice == 0 or (prompt == 0 and loads)
-            yield GenerateRequest(
-                request_id=f"{child}_{own_id}" if self.request.n > 1 else own_id,
-                prompt_token_ids=self.prompts[prompt],
-                sampling=sampling,
-                kv_transfer_params=self.kv_transfer_params if has_params else None,
-                cache_hit_threshold=self.request.cache_hit_threshold,
-                is_only=self.num_choices == 1,
-            )
 
 
 def prepare(
@@ -110,8 +77,6 @@ def prepare(
     # Ids travel in notifications between engines, where `:` and `,` separate fields.
     given = (id_header or request.request_id or "").strip()[:MAX_ID_LENGTH]
     job_id = f"{request.id_prefix}-{_FOREIGN.sub('-', given) or uuid.uuid4().hex}"
-    is_chat = isinstance(request, ChatBody)
-    names = [job_id] if is_chat else [f"{job_id}-{place}" for place in range(len(prompts))]
     forced = forced_by(request) if isinstance(request, ChatBody) else None
     rooms = [transfer.max_tokens(_room(request, prompt, model), model) for prompt in prompts]
     sampling = _sampling(request, model, rooms, forced)
@@ -119,16 +84,38 @@ def prepare(
         id=job_id,
         created=int(time.time()),
         model=model.name,
-        prompts=tuple(prompts),
-        # Unique even if a client sends the same id twice.
-        engine_ids=tuple(f"{name}-{uuid.uuid4().hex[:8]}" for name in names),
-        sampling=sampling,
-        request=request,
-        kv_transfer_params=transfer.params,
+        requests=tuple(_engine_requests(job_id, request, prompts, sampling, transfer.params)),
+        body=request,
         resumed=transfer.resume(sampling, model),
         forced=forced,
         tell_token_ids=transfer.tell_token_ids,
     )
+
+
+def _engine_requests(
+    job_id: str,
+    request: GenerationBody,
+    prompts: list[TokenIds],
+    sampling: SamplingParams,
+    params: dict[str, Any] | None,
+) -> Iterator[GenerateRequest]:
+    """The KV parameters are of the first prompt. All its choices may load KV, but only the first
+    choice retains blocks for another engine."""
+    loads = (params or {}).get("do_remote_prefill") is True
+    for place, prompt in enumerate(prompts):
+        name = job_id if isinstance(request, ChatBody) else f"{job_id}-{place}"
+        # Unique even if a client sends the same id twice.
+        name = f"{name}-{uuid.uuid4().hex[:8]}"
+        for child in range(request.n):
+            seed = None if sampling.seed is None else sampling.seed + child
+            yield GenerateRequest(
+                request_id=f"{child}_{name}" if request.n > 1 else name,
+                prompt_token_ids=prompt,
+                sampling=replace(sampling, seed=seed),
+                kv_transfer_params=params if place == 0 and (child == 0 or loads) else None,
+                cache_hit_threshold=request.cache_hit_threshold,
+                is_only=len(prompts) * request.n == 1,
+            )
 
 
 def _prompts(
