@@ -97,10 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _serve(vars(parser(shows_all).parse_args(arguments)))
 
 
-def parser(shows_all: bool = True) -> CommandParser:
+def parser(shows_all: bool = True, serves: bool = True) -> CommandParser:
     """Return a parser with a flag for each setting; values stay text, which the model checks.
 
-    Its help shows all settings or only the common ones.
+    Its help shows all settings or only the common ones. `serves`: for `serve`, not for another
+    command that reads the settings.
     """
     made = CommandParser(
         PROGRAM,
@@ -116,9 +117,10 @@ def parser(shows_all: bool = True) -> CommandParser:
     general.add_argument("--help-all", action="help", help="Show all options and exit.")
     text = f"{PROGRAM} {version(PROGRAM)}"
     general.add_argument("--version", action="version", version=text, help="Show it and exit.")
-    add_action = partial(general.add_argument, action="store_true")
-    add_action("--check", help="Check the settings and the files they name, and exit.")
-    add_action("--print-config", help="Print the settings as YAML, without secrets, and exit.")
+    if serves:
+        add_action = partial(general.add_argument, action="store_true")
+        add_action("--check", help="Check the settings and the files they name, and exit.")
+        add_action("--print-config", help="Print the settings as YAML, without secrets, and exit.")
     groups = {"General": general}
     for name in Settings.model_fields:
         title = group_title(name)

@@ -55,6 +55,8 @@ LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # An engine may have to download the adapter.
 LOAD_TIMEOUT_S = 300.0
 MAX_BODY_BYTES = 64 * 1024
+# In an error message.
+MAX_NAMED = 8
 # In the body of /ready.
 MAX_FINDINGS = 32
 DISABLED = "adapters are not loaded through this router: it was started without --lora-updates"
@@ -105,7 +107,8 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
         if answer is not None and 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")
             return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
-    raise NoEngineError("no engine answers")
+    states = ", ".join(f"{one.name} is {one.health}" for one in gateway.fleet.engines[:MAX_NAMED])
+    raise NoEngineError(f"no engine answers /v1/models: {states or 'none is known'}")
 
 
 def _listed_aliases(served: Sequence[Model], aliases: ModelAliases | None) -> Iterator[Model]:

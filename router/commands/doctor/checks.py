@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from threading import Thread
 from time import monotonic as now
@@ -30,6 +30,8 @@ ANSWER_TIMEOUT_S = 5.0
 # Clocks that differ by more than this are reported; a Date header has whole seconds.
 MAX_SKEW_S = 5.0
 MAX_SHOWN = 3
+# The checks that depend on where the doctor runs, and on what it may ask.
+REACH = ("name", "port", "answers", "health", "models")
 T = TypeVar("T")
 
 
@@ -160,15 +162,24 @@ class EngineChecker:
         self._engine, self._fleet = engine, fleet
         self.found = Findings(f"{engine.role} {engine.name}")
 
+    @property
+    def checks_from_elsewhere(self) -> list[Check]:
+        """Return the checks of an engine that the router reaches, whatever is reached from here."""
+        return [
+            replace(one, state=State.SKIPPED, text=f"{one.text} (from here)", cure="")
+            if one.state is State.FAIL and one.name in REACH
+            else one
+            for one in self.found.checks
+        ]
+
     async def run(self) -> None:
         flag = f"the address of the {self._engine.role} engine"
         if not await check_reach(self.found, self._engine.spec.address, flag):
             self._fleet.note_unreachable(self._engine, "not reached")
             return
         try:
-            is_healthy = await self._check_health()
+            is_healthy = await self._check_health() and await self._check_models()
             if is_healthy:
-                await self._check_models()
                 await self._check_identity()
                 self._fleet.note_probe_passed(self._engine)
         except UpstreamError as error:
@@ -201,19 +212,22 @@ class EngineChecker:
         self.found.fail("health", f"/health answers {answer.status}", cure)
         return False
 
-    async def _check_models(self) -> None:
+    async def _check_models(self) -> bool:
         answer = await self._get("/v1/models")
         models = models_in(json_of(answer))
         if models:
             names = frozenset(model["id"] for model in models)
             self._fleet.note_models(self._engine, names, context_lengths_in(models))
             self.found.ok("models", f"serves {_listed(sorted(names))}")
-        elif answer.status in (401, 403):
+            return True
+        self._fleet.note_probe_failed(self._engine, f"/v1/models returned {answer.status}")
+        if answer.status in (401, 403):
             cure = "set --engine-api-key-file to the engine's --api-key"
             self.found.fail("models", f"/v1/models answers {answer.status}", cure)
         else:
             cure = "is this an OpenAI-compatible engine?"
             self.found.fail("models", f"/v1/models answers {answer.status} without models", cure)
+        return False
 
     async def _check_identity(self) -> None:
         answer = await self._get("/disagg/identity")

@@ -53,7 +53,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 def main(argv: Sequence[str]) -> int:
     shows_all = "--help" not in argv and "-h" not in argv
-    parser = router_parser(shows_all)
+    parser = router_parser(shows_all, serves=False)
     parser.prog, parser.description, parser.epilog = "disagg-router doctor", DESCRIPTION, EXAMPLE
     parser.usage = "disagg-router doctor [URL] [options of the router] [--json]"
     add = parser.add_argument
@@ -66,8 +66,6 @@ def main(argv: Sequence[str]) -> int:
         help=f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g}).",
     )
     flags = vars(parser.parse_args(argv))
-    for name in ("check", "print_config"):  # of the router itself
-        flags.pop(name, None)
     url, as_json = flags.pop("url", None), flags.pop("json", False)
     timeout_s = flags.pop("timeout", DEFAULT_TIMEOUT_S)
     return parser.run(lambda: _run(url, flags, timeout_s, as_json))
@@ -180,7 +178,8 @@ async def _check(
     assert settings is not None
     try:
         async with open_fleet(settings) as state:
-            checks += await check_fleet(state, timeout_s, progress.show)
+            reached = frozenset() if router is None else router.reached
+            checks += await check_fleet(state, timeout_s, progress.show, reached)
             if router is not None:
                 progress.show("a request through the router")
                 await router.check_request(state.gateway.fleet.engines, timeout_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from random import Random
 from time import monotonic as now
 from typing import NamedTuple
@@ -86,8 +86,13 @@ async def open_fleet(settings: Settings) -> AsyncIterator[RouterState]:
         state.gateway.fleet.close()
 
 
-async def check_fleet(state: RouterState, timeout_s: float, progress: Progress) -> list[Check]:
-    """Check each engine, all of them at a time, then what is between them."""
+async def check_fleet(
+    state: RouterState, timeout_s: float, progress: Progress, reached: Container[str] = ()
+) -> list[Check]:
+    """Check each engine, all of them at a time, then what is between them.
+
+    `reached` are the engines that a running router reaches, which need not be reached from here.
+    """
     gateway, fleet = state.gateway, state.gateway.fleet
     sources = Findings("discovery")
     for name, problem in state.registry.problems().items():
@@ -103,8 +108,11 @@ async def check_fleet(state: RouterState, timeout_s: float, progress: Progress) 
     await asyncio.gather(*map(run, checkers))
     with fleet.batch_changes():
         pass  # groups follow from what the engines have reported
-    checks = [*sources.checks, *(each for one in checkers for each in one.found.checks)]
-    checks += check_roles(fleet.engines)
+    checks = list(sources.checks)
+    for one, engine in zip(checkers, fleet.engines, strict=True):
+        checks += one.checks_from_elsewhere if engine.name in reached else one.found.checks
+    if all(one.health is Health.HEALTHY or one.name not in reached for one in fleet.engines):
+        checks += check_roles(fleet.engines)
     checks += check_shared_facts(gateway)
     pairs = choose_pairs(fleet.engines)
     progress(f"test requests through {len(pairs)} pairs of engines")

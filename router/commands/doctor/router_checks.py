@@ -99,6 +99,12 @@ class RouterChecker:
                 cure = "see the lines below, or the router's log"
                 self.found.fail("engine", f"{name} is {engine.health}", cure)
 
+    @property
+    def reached(self) -> frozenset[str]:
+        """The engines that the router finds healthy."""
+        engines = () if self.status is None else self.status.engines
+        return frozenset(one.name for one in engines if one.health == "healthy")
+
     def settings(self) -> Settings | None:
         """Return settings with the router's engines; None if they are not known."""
         engines = () if self.status is None else self.status.engines

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from router.commands.doctor import checks as checks_module
 from router.commands.doctor.checks import Check, Findings, State, check_clock
 from router.commands.doctor.command import lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
@@ -325,6 +326,55 @@ async def test_fault_that_a_running_router_reports_is_shown(
     checks = json.loads(capsys.readouterr().out)["checks"]
     told = [one["text"] for one in checks if one["state"] == "FAIL" and one["subject"] == "router"]
     assert any("was started without --kv-transfer-config" in text for text in told)
+
+
+async def test_engine_that_only_the_router_reaches_is_no_failure(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    router = await start_router(health_interval=60)
+    await router.knows_its_engines()
+    connect = checks_module.connect
+
+    async def refused(host: str, port: int) -> str:
+        return "connection refused" if port == d.port else await connect(host, port)
+
+    monkeypatch.setattr(checks_module, "connect", refused)
+    assert await doctor(router.url) == 0, capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "connection refused (from here)" in output
+    assert re.search(r"OK +router +request +answered", output)
+
+
+@pytest.mark.parametrize(("status", "cure"), [(401, "--engine-api-key-file"), (404, "compatible")])
+async def test_engine_that_does_not_tell_its_models_is_named(
+    p: MockEngine, d: MockEngine, status: int, cure: str
+) -> None:
+    answer = d.answer
+
+    async def refuse(request: Received, peer: Peer) -> None:
+        if request.path == "/v1/models":
+            await peer.answer(b"", status)
+        else:
+            await answer(request, peer)
+
+    d.answer = refuse  # type: ignore[method-assign]
+    checks = await examine(settings_of([p], [d]))
+    assert f"answers {status}" in failed(checks)["models"]
+    assert cure in next(one.cure for one in checks if one.name == "models" and one.cure)
+
+
+async def test_engines_file_that_cannot_be_used_is_named(tmp_path: Path, p: MockEngine) -> None:
+    path = tmp_path / "engines.yaml"
+    path.write_text("engines: [{url: nonsense, role: prefill}]")
+    checks = await examine(Settings(engines_file=path))
+    assert "nonsense" in failed(checks)["file"]
+    path.write_text(f"engines: [{{url: 'http://127.0.0.1:{p.port}', role: prefill}}]")
+    checks = await examine(Settings(engines_file=path))
+    assert failed(checks) == {"decode engines": "none is known"}
 
 
 async def test_what_is_no_router_fails(p: MockEngine, capsys: pytest.CaptureFixture[str]) -> None:
