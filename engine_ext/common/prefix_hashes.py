@@ -21,9 +21,9 @@ begin in these tokens, that JSON (nothing if there are no keys), and the tokens 
 unsigned 32-bit numbers. It is the same on every host.
 
 Why 128 bits: an attacker who wants a request to take the KV of a given content needs 2^128 tries.
-Two contents of his own with one hash take 2^64 tries and gain nothing, because a request reads only
-KV of its own prefill leg or its own conversation. With 64 bits, one machine finds such a pair in an
-hour.
+Two contents of the attacker's own with one hash take 2^64 tries and gain nothing, because a request
+reads only KV of its own prefill leg or its own conversation. With 64 bits, one machine finds such a
+pair in an hour.
 """
 
 import base64

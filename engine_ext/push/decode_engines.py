@@ -196,7 +196,7 @@ class Inquiry:
     message: AwaitPrompt
     sender: str
     until: float
-    """It is forgotten then, unless it comes again."""
+    """When it is forgotten, unless D repeats it."""
     unknown_since: float
     """Since when P has had no request of its names."""
 
@@ -215,7 +215,7 @@ class Inquiry:
 
 
 class IncomingInquiries(FairTable[str, Inquiry]):
-    """By sender and D's request id. An inquiry that had to make room comes again."""
+    """By sender and D's request id. D repeats an inquiry that was dropped for lack of room."""
 
     LIMIT = 8192
     LIMIT_BY_SENDER = 2048

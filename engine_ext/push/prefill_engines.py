@@ -44,7 +44,7 @@ class _Reading:
 
 
 class RemoteClocks:
-    """By agent. A clock read at least what a message reports when the message came, and goes on at
+    """By agent. When a message arrives, the clock reads at least what it reports, and continues at
     nearly our rate. Bounded: the one reported longest ago is forgotten first."""
 
     LIMIT = 4096

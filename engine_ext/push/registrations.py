@@ -30,7 +30,7 @@ Withdrawal and quarantine
 
 Ranks of P
     Where P has more ranks than we do, several write. The registration has ended well when all have.
-    It has ended badly when one has not and the others can write no more.
+    It has ended badly when one has not and the others can no longer write.
 
 Returning blocks
     Where another request needs the blocks more (engine_ext/scheduler/block_pressure.py), D asks for
@@ -144,7 +144,7 @@ class PendingRegistration:
     has_written: bool = False
     """One rank of P has."""
     has_failed: bool = False
-    """One rank of P will not write, or our request waits no more."""
+    """One rank of P will not write, or our request does not wait any more."""
     is_aborted: bool = False
     """Our request ended while it waited."""
     problem: LoadProblem | None = None
@@ -458,7 +458,7 @@ class Registrations:
             logger.warning("request %s: %s", waiting.request_id, error)
 
     def _forget_harmless(self, waiting: PendingRegistration, now: float) -> None:
-        """Drop peers that can write no more, and ask the others again."""
+        """Drop peers that can no longer write, and ask the others again."""
         for name, peer in list(waiting.peers.items()):
             if self._is_harmless(waiting, peer, now):
                 self._settle(waiting, name, now)

@@ -214,7 +214,7 @@ class HeldBlocks:
         self._retains_turns = True
 
     def reported(self, request_id: str) -> None:
-        """Note that the worker half holds the request no more, so the host frees its blocks."""
+        """Note that the worker half no longer holds the request, so the host frees its blocks."""
         self._held.discard(request_id)
         self._leases.pop(request_id, None)
         self._retained.remove(request_id)

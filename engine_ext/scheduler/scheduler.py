@@ -52,7 +52,7 @@ MAX_LOGGED_CLASHES = 16
 
 
 class SchedulerConnector:
-    """One for all ranks of an engine; see engine_ext.connector for who calls what when. No
+    """One for all ranks of an engine; engine_ext.connector describes when the host calls what. No
     request makes a method raise. The constructor raises UnsupportedError."""
 
     def __init__(

@@ -122,7 +122,7 @@ class TransferInFlight:
         return now >= self.deadline
 
     def has_ended(self, agent: Agent, now: float) -> bool:
-        """Return whether NIXL touches the blocks no more; `problem` is None if all went well then.
+        """Return whether NIXL has ended it; `problem` is None then if it succeeded.
 
         While NIXL reports that the transfer runs, or cannot be polled, it has not ended, whatever
         the time.

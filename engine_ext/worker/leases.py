@@ -80,7 +80,7 @@ NEXT: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.REVOKED, LeaseEvent.TAKE): LeaseState.WRITING,
     (LeaseState.WRITING, LeaseEvent.PUT_BACK): LeaseState.REVOKED,
 }
-"""Every event that means something in a state; others change nothing."""
+"""The next state. An event without an entry changes nothing."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class LeaseTable:
         return lease is not None and lease.state is not LeaseState.EXPECTED
 
     def age(self, request_id: str, now: float) -> float | None:
-        """Seconds since the grant; None where nothing is held."""
+        """Return the seconds since the grant, or None without a granted lease."""
         return now - self._leases[request_id].granted_at if self.is_held(request_id) else None
 
     def seen(self, now: float) -> Iterator[LeaseSeen]:

@@ -85,7 +85,7 @@ def compatibility_problem(
         return "compatibility hash differs, and the peer does not name the difference"
     keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     fields = ", ".join(f"{key} ({ours.get(key)} here, {theirs.get(key)} there)" for key in keys)
-    return f"incompatible engines: {fields or 'in nothing that either names'}"
+    return f"incompatible engines: {fields or 'no named field differs'}"
 
 
 def _refusal_of(metadata: AgentMetadata) -> str | None:
@@ -332,7 +332,7 @@ class Peers:
         if problem and self._config.enforce_handshake_compat:
             raise PeerError(problem)
         if problem:
-            logger.warning("%s; going on, enforce_handshake_compat is false", problem)
+            logger.warning("%s; connected all the same, enforce_handshake_compat is false", problem)
 
     def _validate(self, metadata: AgentMetadata, now: float) -> MetadataValidation:
         """With a secret, the answer of an engine with the extension is authenticated (see

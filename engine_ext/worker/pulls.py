@@ -224,7 +224,7 @@ class Pulls:
         return (*self._reading, *self._quarantine)
 
     def _guard(self, reading: ActivePull, action: Callable[[], None]) -> None:
-        """A fault of ours must neither park a request for ever nor free blocks under a READ."""
+        """Catch a programming error: no request may wait for it, nor lose blocks under a READ."""
         try:
             action()
         except Exception as error:
@@ -348,7 +348,7 @@ class Pulls:
                 reading.problem = reading.problem or f"READ: {in_flight.problem}"
 
     def _move_to_quarantine(self, reading: ActivePull) -> None:
-        """Stop to wait for it and to renew its lease; its blocks are in quarantine. Where the host
+        """Stop waiting for it and renewing its lease; its blocks are in quarantine. If the host
         would compute into these blocks, the report waits."""
         self._reading.remove(reading)
         self._quarantine.append(reading)
@@ -450,7 +450,7 @@ class Pulls:
             self._peers.forget(reading.order.source.address)
 
     def _confirm_to_source(self, reading: ActivePull, *, even_if_read: bool = False) -> None:
-        """Ranks that got no notification from a READ of theirs may free their blocks."""
+        """Notify the ranks that a READ has not notified: they may free their blocks."""
         notified = set() if even_if_read else {part.peer.name for part in reading.parts}
         order = reading.order
         for peer in reading.peers:

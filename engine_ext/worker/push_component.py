@@ -48,7 +48,7 @@ class KvTransfers(Protocol):
         """A request waits for a message of another engine."""
 
     def uses(self, peer: PeerHandle) -> bool:
-        """A transfer with this peer is under way: NIXL must go on knowing the peer."""
+        """Return True while a transfer with this peer is under way, so that NIXL must keep it."""
 
     def touches(self, request_id: str) -> bool:
         """A transfer may still read or write this request's blocks, or will."""
