@@ -6,6 +6,7 @@ same kind with the same digest at `count` are equal up to there.
 The digest of a message covers what a chat template may read: role, content, tool calls and whatever
 else is set. It leaves out reasoning traces, because clients strip them; `traceless` tells where the
 first one is. Arguments of tool calls count by their value, because clients parse and rewrite them.
+Anthropic's `cache_control` is left out, because clients move it along with the last message.
 
 A store's content is untrusted input: every field of an entry has its type and its bounds, or there
 is no entry. Field names are the wire format that routers of several versions share.
@@ -46,8 +47,10 @@ S = TypeVar("S", bound=Struct)
 # Longer ones, with the definitions of tools, are hashed anew in each request.
 MAX_REMEMBERED_SCOPE_BYTES = 1024
 ASSISTANT = "assistant"
+CACHE_MARK = "cache_control"
 SYSTEM_ROLES = ("system", "developer")
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+IGNORED_KEYS = REASONING_KEYS | {CACHE_MARK}
 THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
 TOOL_FIELDS = ("tools", "functions")
@@ -357,18 +360,27 @@ def _canonical(message: object) -> object:
     kept = {
         name: value
         for name, value in message.items()
-        if name not in REASONING_KEYS and value not in (None, "", [], {})
+        if name not in IGNORED_KEYS and value not in (None, "", [], {})
     }
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
-        part = content[0]  # a single part of text is equivalent to the text
-        if part.keys() == {"type", "text"} and part["type"] == "text":
-            kept["content"] = part["text"]
+    if isinstance(content, list) and content:
+        kept["content"] = parts = [_without_cache_mark(part) for part in content]
+        if len(parts) == 1 and isinstance(parts[0], dict):
+            part = parts[0]  # a single part of text is equivalent to the text
+            if part.keys() == {"type", "text"} and part["type"] == "text":
+                kept["content"] = part["text"]
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
         kept["tool_calls"] = [_canonical_call(call) for call in calls]
     if isinstance(function := kept.get("function_call"), dict):
         kept["function_call"] = _canonical_call({"function": function})
     return kept
+
+
+def _without_cache_mark(part: object) -> object:
+    """Return the part without Anthropic's mark, which clients move along with the last message."""
+    if not isinstance(part, dict) or CACHE_MARK not in part:
+        return part
+    return {name: part[name] for name in part if name != CACHE_MARK}
 
 
 def _canonical_call(call: object) -> object:

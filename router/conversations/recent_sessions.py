@@ -67,34 +67,22 @@ class RecentSessions:
     def find_other(self, session: str, prompt: Prompt) -> str | None:
         """Return the key of the turn that the prompt changes, where it extends no turn exactly.
 
-        A prompt that was one before is asked again. Another prompt with answers in it changes a
-        turn of which it repeats at least half. One without answers may be a title request or a
-        sub-agent: it begins a conversation of its own.
+        That is a turn of which the prompt repeats at least half. A prompt without answers in it may
+        be a title request or a sub-agent, which begins a conversation of its own: it changes a turn
+        only if it was a prompt before.
         """
-        turns = self._sessions.get(session, ())
-        if not turns:
-            return None
-        whole = prompt.asked, prompt.digest_at(prompt.asked)
-        for turn in reversed(turns):
-            if whole in turn.marks:
-                return turn.key
-        return _find_repeated(turns, prompt) if prompt.asked_before else None
+        found, most = None, 0
+        for turn in self._sessions.get(session, ()):
+            common = _common(turn, prompt)
+            if common >= most and 2 * common >= turn.size:
+                found, most = turn.key, common
+        return found if prompt.asked_before or most == prompt.asked else None
 
     def forget(self, session: str, key: str) -> None:
         """Note that the entry under `key` is taken."""
         turns = self._sessions.get(session)
         if turns:
             self._sessions[session] = tuple([one for one in turns if one.key != key])
-
-
-def _find_repeated(turns: tuple[StoredTurn, ...], prompt: Prompt) -> str | None:
-    """Return the key of the turn of which the prompt repeats most messages, at least half."""
-    found, most = None, 0
-    for turn in turns:
-        common = _common(turn, prompt)
-        if common >= most and 2 * common >= turn.size:
-            found, most = turn.key, common
-    return found
 
 
 def _common(turn: StoredTurn, prompt: Prompt) -> int:

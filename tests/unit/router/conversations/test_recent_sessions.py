@@ -56,6 +56,7 @@ def test_an_edited_history_changes_the_turn_of_which_it_repeats_at_least_half() 
     assert recent.find_other("c", prompt("a", "b", "c", "edited", "e")) == "long"
     assert recent.find_other("c", prompt("other", "b", "c", "d", "e")) is None
     assert recent.find_other("c", prompt("another")) is None
+    assert recent.find_other("c", prompt("a")) is None, "another chat may begin like this"
     assert recent.find_other("d", prompt("a", "b", "c", "d", "edited")) is None
 
 

@@ -113,6 +113,16 @@ async def test_a_turn_that_extends_the_last_one_reuses_all_of_it() -> None:
     assert verdict(await left(), chat(SYSTEM, FIRST, ANSWER, SECOND))[:2] == ("hit", "")
 
 
+async def test_a_cache_mark_that_moves_with_the_last_message_changes_nothing() -> None:
+    def marked(message: dict[str, Any]) -> dict[str, Any]:
+        mark = {"cache_control": {"type": "ephemeral"}}
+        part = {"type": "text", "text": message["content"], **mark}
+        return {"role": message["role"], "content": [part]}
+
+    entry = await left(body=chat({**SYSTEM, "cache_control": {}}, marked(FIRST)))
+    assert verdict(entry, chat(SYSTEM, FIRST, ANSWER, marked(SECOND)))[0] == "hit"
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -206,6 +206,7 @@ TITLE: list[Any] = [
     {"role": "system", "content": "Write a title."},
     {"role": "user", "content": "how are you? fine"},
 ]
+SYSTEM_AND_ASKED: list[Any] = [{"role": "system", "content": "Be kind."}, *ASKED]
 SUB_AGENT: list[Any] = [{"role": "user", "content": "look into the cellar"}]
 
 
@@ -251,14 +252,18 @@ async def test_a_chat_that_begins_otherwise_leaves_the_other_its_turn(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(AGAIN, AGAIN), (AGAIN, [*AGAIN[:2], {**AGAIN[2], "content": "when?"}]), (AGAIN, ASKED)],
+    ("begin", "after"),
+    [
+        (ASKED, AGAIN),
+        (ASKED, [*AGAIN[:2], {**AGAIN[2], "content": "when?"}]),
+        (SYSTEM_AND_ASKED, SYSTEM_AND_ASKED),
+    ],
     ids=["again", "last question edited", "first answer again"],
 )
 async def test_an_edited_chat_with_an_id_reuses_what_is_the_same(
-    router: Router, p: MockEngine, before: list[Any], after: list[Any]
+    router: Router, p: MockEngine, begin: list[Any], after: list[Any]
 ) -> None:
-    for messages in (ASKED, before, after):
+    for messages in (begin, [*begin, *AGAIN[1:]], after):
         await chat(router, messages)
     assert turns(router, "cut", "history") == 1
     assert offered(p)["remote_num_tokens"] == 576
