@@ -198,10 +198,15 @@ def select_prefiller(run: Run) -> Engine | None:
     """Return the next prefill engine, or None if no engine of the group is left.
 
     Engines that the group's decode engines can load from come first. The decode engine of a
-    conversation is kept, because it has a part of the prompt in its cache.
+    conversation is kept, because it has a part of the prompt in its cache. A decode engine without
+    a KV connector computes the prompt itself, so it has no prefill engine.
     """
     route = run.route
+    if route.decoders and not route.decoders[0].capabilities.kv.has_connector:
+        return None
     engine = _planned(run, route.prefillers)
+    if engine is not None and not engine.capabilities.kv.has_connector:
+        engine = None
     if engine is not None and route.decoders and _is_avoided(run, engine, route.decoders[0]):
         pair = (engine.name, route.decoders[0].name)
         pairs = run.gateway.fleet.unreachable_pairs
@@ -333,6 +338,8 @@ def _usable(run: Run, role: EngineRole) -> list[Engine]:
     order = route.prefillers if role is PREFILL else route.decoders
     known = (*order, *run.gateway.routes.others(run.request, route, role))
     fit = [engine for engine in known if engine.is_usable and engine.role.plays(role)]
+    if role is PREFILL:
+        fit = [engine for engine in fit if engine.capabilities.kv.has_connector]
     usable = [engine for engine in fit if engine not in run.failed]
     buffer = run.resume.continued
     if buffer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from router.fleet.engine import DECODE, PREFILL, EngineRole, Health
 from router.fleet.fleet import Fleet
 from router.fleet.readiness import Readiness, assess_readiness, describe_lack
 from router.fleet.views import build_fleet_view
+from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_consistency import fleet_of
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
-from tests.unit.router.harness import Router, eventually
+from tests.unit.router.harness import Router, eventually, running_router
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode, usual_prefill
 
 PAIR = ((PREFILL, "default"), (DECODE, "default"))
@@ -150,6 +152,29 @@ async def test_decode_engine_with_connector_is_preferred_to_one_without(
         for _ in range(4):
             assert (await router.complete()).status_code == 200
         assert (len(d.requests), len(other.requests), len(p2.requests)) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("lacking", ["prefill", "decode"])
+async def test_named_group_computes_no_prompt_twice_without_a_connector(
+    tmp_path: Path, p: MockEngine, d: MockEngine, lacking: str
+) -> None:
+    p.identity = NO_CONNECTOR_PAGE if lacking == "prefill" else page()
+    d.identity = NO_CONNECTOR_PAGE if lacking == "decode" else page()
+    lines = [
+        f"  - {{url: 'http://127.0.0.1:{engine.port}', role: {role}, group: blue}}"
+        for role, engine in (("prefill", p), ("decode", d))
+    ]
+    path = tmp_path / "engines.yaml"
+    path.write_text("\n".join(["engines:", *lines]))
+    settings = Settings(engines_file=path, health_interval=0.05)
+    async with running_router(settings) as router:
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
+        for _ in range(2):
+            assert (await router.complete()).status_code == 200
+        assert (len(p.requests), len(d.requests)) == (0, 2)
+        name = f"127.0.0.1:{(p if lacking == 'prefill' else d).port}"
+        reasons = (await ready(router))[1]["reasons"]
+        assert reasons[name] == "started without --kv-transfer-config"
 
 
 async def test_engine_that_gets_a_connector_becomes_a_partner(
