@@ -18,8 +18,7 @@ CHARTS_OWN = re.compile(
     r"|admin_(port|token.*)|ui(_.*)?|api_keys_file|tls_(certfile|keyfile)|metrics_(port|host)"
 )
 """What other values say: ports, the end of a pod, discovery, keys, TLS, admin, the page."""
-WITHOUT_REDIS = {"enum": ["memory", "off"]}
-"""Of conversation-store; with Redis, redis.url says it."""
+WITHOUT_REDIS = {"enum": ["memory", "off"]}  # of conversation-store; with Redis, redis.url says it
 KEPT = ("type", "enum", "pattern", "items", "minimum", "maximum", "exclusiveMinimum")
 
 

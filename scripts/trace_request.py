@@ -22,10 +22,6 @@ What is counted:
   server's ticks, the warm-up, the release of lost engines): the script first watches the router for
   some seconds without a request, and ignores each task and callback that it saw then. These
   figures repeat exactly, those of the whole router do not.
-
-For commit df9fb42 issue 32 names 42 files and 80 returns (unary), 40 and 82 (streamed), 51 and 127
-(second turn). This script counts there 40-42 and 80-81, 42-43 and 84-86, 53-56 and 129-173 for the
-whole router, and 38 and 67, 39 and 72, 50 and 116 for the request alone.
 """
 
 from __future__ import annotations

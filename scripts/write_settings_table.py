@@ -23,8 +23,6 @@ BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
 
 def main() -> None:
     text = README.read_text(encoding="utf-8")
-    if BEGIN not in text:
-        text = f"{text.rstrip()}\n\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}\n{settings_table()}\n{END}{after}", encoding="utf-8")

@@ -13,11 +13,6 @@ END = "<!-- End of what is written. -->\n"
 FEATURES = REQUIRED + PROMISED + TIER_2
 
 
-def main() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(with_table(text), encoding="utf-8")
-
-
 def with_table(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
@@ -30,7 +25,8 @@ def table() -> str:
     for feature in FEATURES:
         for symbol in feature.symbols:
             features.setdefault(symbol.why, {})[f"`{feature.name}`"] = None
-            objects.setdefault(symbol.why, {})[f"`{_short(symbol.at)}`"] = None
+            name = symbol.at.partition(":")[2] or symbol.at  # without its module
+            objects.setdefault(symbol.why, {})[f"`{name}`"] = None
     rows = ["| feature | names | used for | if the assumption fails |", "|---|---|---|---|"]
     for why, named in objects.items():
         use, _, loss = why.partition(". ")
@@ -39,11 +35,5 @@ def table() -> str:
     return f"vLLM's objects, each counted once: {number}.\n\n" + "\n".join(rows) + "\n"
 
 
-def _short(at: str) -> str:
-    """Return the object's name without its module; a module's own whole."""
-    module, _, path = at.partition(":")
-    return path or module
-
-
 if __name__ == "__main__":
-    main()
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

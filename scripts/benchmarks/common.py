@@ -30,6 +30,11 @@ def report_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"bench {name}", None, description, formatter_class=layout)
+
+
 def positive(text: str) -> int:
     """Parse an option's positive integer."""
     if not text.isdecimal() or not int(text[:9]) > 0:

@@ -19,6 +19,7 @@ from typing import Any
 
 from router.routing.policy import LoadBound
 from router.routing.route import POLICIES
+from scripts.benchmarks.common import bench_parser
 from scripts.benchmarks.fleet_simulation import (
     CACHE_TOKENS,
     SHAPES,
@@ -103,11 +104,7 @@ def _imbalance(engines: Sequence[Engine]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench fleet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("fleet", __doc__)
     add, engines, tokens = parser.add_argument, _whole(1, 1000), _whole(0, 10**8)
     policies: dict[str, Any] = {"nargs": "+", "choices": POLICIES, "metavar": "POLICY"}
     known = ", ".join(POLICIES)

@@ -1,12 +1,10 @@
 """Measure what a fleet that changes costs the event loop that serves requests.
 
-python scripts/bench.py reconcile                     a thousand engines, about half a minute
-python scripts/bench.py reconcile --engines 200       fewer
+python scripts/bench.py reconcile       a thousand engines, about half a minute
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import random
@@ -17,19 +15,17 @@ import uvloop
 
 from router.fleet.engine import EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
-from router.fleet.registry import EngineRegistry, find_changes
+from router.fleet.registry import EngineRegistry
 from router.fleet.sources.source import SourceReport
 from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
-from scripts.benchmarks.common import Sample, positive
+from scripts.benchmarks.common import Sample, bench_parser, positive
 
 LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=8, max_idle_s=4, max_head_bytes=65536)
-GC_THRESHOLDS = (50_000, 20, 50)
-"""As in a router that serves."""
+GC_THRESHOLDS = (50_000, 20, 50)  # as in a router that serves
 TICK_S = 0.001
-SETTLE_S = 1.2
-"""In which a change is applied and engines that left are removed."""
+SETTLE_S = 1.2  # a change is applied, and engines that left are removed
 
 
 class QueueSource:
@@ -69,18 +65,6 @@ class World:
         """Return from nearly none to nearly all engines."""
         share = self._rng.random()
         return tuple(one for one in self._all if self._rng.random() < share)
-
-
-def reconciled(count: int, times: int) -> list[float]:
-    """Return the milliseconds of deciding what changes."""
-    world, present, found = World(count, 1), dict[Address, EngineSpec](), []
-    for _ in range(times):
-        wanted = {one.address: one for one in world.some()}
-        began = time.thread_time()
-        find_changes(present, wanted)
-        found.append((time.thread_time() - began) * 1e3)
-        present = wanted
-    return found
 
 
 def applied(count: int, times: int) -> tuple[list[float], list[float]]:
@@ -135,18 +119,13 @@ def show(name: str, times: Sequence[float]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench reconcile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("reconcile", __doc__)
     parser.add_argument("--engines", type=positive, default=1000, metavar="N", help="at most")
     parser.add_argument("--times", type=positive, default=200, metavar="N", help="listings")
     options = parser.parse_args(arguments)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     print(f"{options.engines} engines, each there or not at random; CPU time of the loop's thread")
-    show("reconcile alone", reconciled(options.engines, options.times))
     applying, removing = applied(options.engines, options.times)
     show("a listing applied", applying)
     show("engines that left removed", removing)

@@ -40,6 +40,7 @@ from router.commands.bench.load import Client, LoadExchange, drive, request_byte
 from scripts.benchmarks.common import (
     BenchError,
     Sample,
+    bench_parser,
     describe,
     free_ports,
     plain_options,
@@ -483,11 +484,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench router",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("router", __doc__)
     names = list(cases())
     add = parser.add_argument
     add("--peer", choices=PEERS, help="the router to compare with")

@@ -17,7 +17,6 @@ its load, without prefix caching, so that vLLM hashes no blocks.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import logging
@@ -29,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import Sample, free_ports, positive
+from scripts.benchmarks.common import Sample, bench_parser, free_ports, positive
 
 BLOCK = 16
 LAYER = "model.layers.0.self_attn.attn"
@@ -179,11 +178,7 @@ def _compare(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="bench vllm-scheduler",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("vllm-scheduler", __doc__)
     parser.add_argument("--rounds", type=positive, default=15, help="of each figure (15)")
     parser.add_argument("--batch", type=positive, default=16, help="decoding requests (16)")
     parser.add_argument("--steps", type=positive, default=300, help="of one measurement (300)")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from scripts.benchmarks.common import (
     BenchError,
+    bench_parser,
     describe,
     plain_options,
     positive,
@@ -100,11 +101,7 @@ def _accelerator(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench transfer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("transfer", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
     add("--device", default="cpu", help="cpu, cuda or cuda:N: where the KV is")
