@@ -3,7 +3,9 @@
 Dialects allow what many templates refuse: several system messages, system messages between others,
 consecutive messages of one role, and messages between a tool call and its result. The templates
 want at most one system message, which comes first, then turns of alternating roles, in which each
-assistant's message with tool calls is followed directly by the results of these calls.
+assistant's message with tool calls is followed directly by the results of these calls. The results
+have the order of the calls, since many templates do not show the ids that connect them: agents send
+the results of parallel calls in the order in which they ended.
 
 The order of a conversation's beginning does not depend on what follows, except that a late tool
 result moves to its call. So the prompt of a turn begins with the prompt of the turn before, and
@@ -25,11 +27,16 @@ SEPARATOR = "\n\n"
 
 @dataclass(slots=True)
 class _Turn:
-    """Consecutive messages that become one message of `role`, and the results of their calls."""
+    """Consecutive messages that become one message of `role`, and the results of their calls.
+    `calls` has the place of each call by its id."""
 
     role: str
     messages: list[Json] = field(default_factory=list)
     results: list[Json] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def ordered_results(self) -> list[Json]:
+        return sorted(self.results, key=lambda one: self.calls.get(one["tool_call_id"], 0))
 
 
 def merge_messages(messages: Iterable[Json]) -> list[Json]:
@@ -37,8 +44,8 @@ def merge_messages(messages: Iterable[Json]) -> list[Json]:
 
     Leading system and developer messages become one system message; later ones become a part of the
     user's message beside them. Consecutive messages of the user or of the assistant become one,
-    whose tool calls come last. A tool's result follows the message that has its call. The given
-    messages are not changed.
+    whose tool calls come last. The results of tools follow the message that has their calls, in the
+    order of the calls. The given messages are not changed.
     """
     turns: list[_Turn] = []
     calling: dict[str, _Turn] = {}  # by the id of a tool call
@@ -58,7 +65,8 @@ def merge_messages(messages: Iterable[Json]) -> list[Json]:
         turns[-1].messages.append(message)
         for call in message.get("tool_calls") or ():
             calling[call["id"]] = turns[-1]
-    return [message for turn in turns for message in (*_merged(turn), *turn.results)]
+            turns[-1].calls.setdefault(call["id"], len(turns[-1].calls))
+    return [message for turn in turns for message in (*_merged(turn), *turn.ordered_results())]
 
 
 def _merged(turn: _Turn) -> list[Json]:

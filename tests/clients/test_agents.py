@@ -46,6 +46,9 @@ MODEL = "m"
 NOTES = {"note.txt": "KIWI-4711", "other.txt": "FIG-1507"}
 PROMPT = "Read the files note.txt and other.txt with shell commands and repeat their content."
 EXAMPLES = Path(__file__).parents[2] / "examples"
+CLAUDE_CODE = str(EXAMPLES / "claude_code.sh")
+CODEX = str(EXAMPLES / "codex.sh")
+OPENCODE = str(EXAMPLES / "opencode.sh")
 AGENT_TIMEOUT_S = 100
 
 
@@ -127,7 +130,7 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
         decoder = await open_ones.enter_async_context(running_engine(scripted_decode))
         logs = tmp_path / "logs"
         logs.mkdir()
-        starting = router(prefiller.port, decoder.port, logs)
+        starting = router(prefiller.port, decoder.port, logs, "--model-alias", f"claude-*={MODEL}")
         server = await asyncio.to_thread(starting.__enter__)
         home = tmp_path / "home"
         home.mkdir()
@@ -151,10 +154,9 @@ def installed(name: str) -> Path:
 
 
 async def run_agent(scripted: Scripted, name: str, *command: str, **variables: str) -> str:
-    """Run an agent with an example in an empty home folder and return what it printed. It must exit
-    with 0."""
+    """Run the command of an agent in an empty home folder and return what it printed. It must exit
+    with 0. `name` is that of its package."""
     folder = await asyncio.to_thread(installed, name)
-    example, *arguments = command
     given = {
         "HOME": str(scripted.home),
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -163,8 +165,7 @@ async def run_agent(scripted: Scripted, name: str, *command: str, **variables: s
         "MODEL": MODEL,
     }
     process = await asyncio.create_subprocess_exec(
-        str(EXAMPLES / example),
-        *arguments,
+        *command,
         cwd=scripted.home,
         env=given | variables,
         stdin=asyncio.subprocess.DEVNULL,
@@ -198,19 +199,29 @@ def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
 @pytest.mark.timeout(900)
 async def test_claude_code_runs_a_tool_loop(scripted: Scripted) -> None:
     options = ["-p", PROMPT, "--dangerously-skip-permissions"]
-    printed = await run_agent(scripted, "claude", "claude_code.sh", *options, IS_SANDBOX="1")
+    printed = await run_agent(scripted, "claude", CLAUDE_CODE, *options, IS_SANDBOX="1")
     assert_loop_was_whole(scripted, printed)
+
+
+@pytest.mark.timeout(900)
+async def test_claude_code_asks_for_its_own_models(scripted: Scripted) -> None:
+    """Only the URL and the key are set: the router's alias names the model."""
+    command = ["claude", "-p", PROMPT, "--dangerously-skip-permissions"]
+    url = {"ANTHROPIC_BASE_URL": scripted.router.url, "ANTHROPIC_AUTH_TOKEN": "x"}
+    printed = await run_agent(scripted, "claude", *command, IS_SANDBOX="1", **url)
+    assert_loop_was_whole(scripted, printed)
+    assert {request.json["model"] for request in scripted.decoder.requests} == {MODEL}
 
 
 @pytest.mark.timeout(900)
 async def test_codex_runs_a_tool_loop(scripted: Scripted) -> None:
     options = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    printed = await run_agent(scripted, "codex", "codex.sh", *options, PROMPT)
+    printed = await run_agent(scripted, "codex", CODEX, *options, PROMPT)
     assert_loop_was_whole(scripted, printed)
 
 
 @pytest.mark.timeout(900)
 async def test_opencode_runs_a_tool_loop(scripted: Scripted) -> None:
     offline = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    printed = await run_agent(scripted, "opencode", "opencode.sh", "run", PROMPT, **offline)
+    printed = await run_agent(scripted, "opencode", OPENCODE, "run", PROMPT, **offline)
     assert_loop_was_whole(scripted, printed)

@@ -74,6 +74,18 @@ def test_results_follow_their_calls_directly() -> None:
     ]  # fmt: skip
 
 
+def test_results_have_the_order_of_their_calls() -> None:
+    calls = [user("u"), assistant(None, "a"), assistant(None, "b", "c")]
+    merged = merge_messages([*calls, result("c"), result("b"), result("a"), result("b")])
+    assert merged[1:] == [
+        assistant(None, "a", "b", "c"),
+        result("a"),
+        result("b"),
+        result("b"),
+        result("c"),
+    ]
+
+
 def test_a_result_belongs_to_the_latest_call_with_its_id() -> None:
     chat = [assistant(None, "a"), result("a"), assistant(None, "a"), result("a")]
     assert merge_messages(chat) == chat
