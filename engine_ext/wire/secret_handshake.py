@@ -104,7 +104,9 @@ class HandshakeAnswers:
         self._place = place
         self._own_address = own_address
         self._challenges = Challenges()
-        self._for_stock = self._stock_payloads() if access.is_mixed else {}
+        self._for_stock = {
+            rank: as_stock(decode_payload(one)) for rank, one in payloads.items() if access.is_mixed
+        }
 
     def admit(self, address: str) -> bool:
         return self._access.peers.admit(address) or address == self._own_address
@@ -158,9 +160,6 @@ class HandshakeAnswers:
             if payload
             else _refuse(f"no worker of pipeline, tensor rank {rank}")
         )
-
-    def _stock_payloads(self) -> dict[Rank, HandshakePayload]:
-        return {rank: as_stock(decode_payload(one)) for rank, one in self._payloads.items()}
 
 
 class Prover:
