@@ -222,7 +222,7 @@ class LeaseCancel:
 class PushOffer:
     """P: this request's KV is ready for an engine that registers. A `LeaseGrant` comes with it.
 
-    The blocks cover token positions 0 to `num_tokens`. A draft is a partial offer while the request
+    The blocks cover token positions 0 to `num_tokens`. A partial offer is made while the request
     runs: `num_tokens` is what is computed, and `digest` covers the whole prompt.
     """
 
@@ -261,8 +261,8 @@ class StepMetadata:
     """P: requests a remote will read; nothing is leased yet."""
     transfer_names: tuple[tuple[str, str], ...] = ()
     """P in push mode: ids in `expects`, and the router's `transfer_id` of each."""
-    drafts: tuple[PushOffer, ...] = ()
-    """P in push mode: partial offers of requests that still run."""
+    partial_offers: tuple[PushOffer, ...] = ()
+    """P in push mode, of requests that still run."""
     cancels: tuple[LeaseCancel, ...] = ()
     grants: tuple[LeaseGrant, ...] = ()
     """Leases that start now. Each id is returned in `finished_sending` exactly once."""
@@ -293,8 +293,8 @@ class StepMetadata:
     """D: KV that is not needed after all, so the remote may free it. Nothing is returned."""
     fences: tuple[str, ...] = ()
     """D: requests that ended during their load. Each id is returned in `finished_sending` exactly
-    once, when no transfer of ours touches its blocks. P: requests that ended with a draft and
-    without KV."""
+    once, when no transfer of ours touches its blocks. P: requests that ended without KV after
+    a partial offer."""
     saves: tuple[SaveOrder, ...] = ()
     """Only with host buffers."""
     failures: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class Push:
     def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
         return {
             "transfer_names": lambda named, now: self._matcher.name(*named),
-            "drafts": self._matcher.draft,
+            "partial_offers": self._matcher.offer_partially,
             "inquiries": self._inquiries.ask,
             "offers": self._matcher.offer,
             "registrations": self._registrations.register,

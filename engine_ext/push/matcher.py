@@ -17,10 +17,10 @@ When one side gives up
     `failed` (P has no KV), `unwanted` (D does not want it), `missed` (the offer is gone, perhaps
     another attempt's). A D whose request never comes to P is refused after `UNKNOWN_SECONDS`.
 
-Drafts
-    While P computes a prompt, what it has so far is offered as a draft and written part by part.
-    Only the last part's notification reports the push to D. A draft that lapses or is preempted
-    starts again.
+Partial offers
+    While P computes a prompt, it offers the part that it has, and writes part by part. Only the
+    last part's notification reports the push to D. If D does not repeat its registration in time,
+    or P preempts the request, the whole prompt is written again.
 
 Ranks
     Where D has more ranks than P, several of them register for one offer, each for its own blocks.
@@ -99,9 +99,9 @@ class PushMatcher:
         """Requests that will be offered, or cancelled."""
         self._offers: dict[str, HeldOffer] = {}
         self._offer_names: NameTable[str] = NameTable()
-        self._drafts: dict[str, HeldOffer] = {}
-        """Of requests that run yet; they are offered, or cancelled."""
-        self._draft_names: NameTable[str] = NameTable()
+        self._partial_offers: dict[str, HeldOffer] = {}
+        """Of requests that still run; they will be offered, or cancelled."""
+        self._partial_offer_names: NameTable[str] = NameTable()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(context.config.push_deadline)
         self._unwanted = Tombstones(context.config.push_deadline)
@@ -129,9 +129,9 @@ class PushMatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Offers and registrations without their counterpart, drafts, and inquiries."""
+        """Offers and registrations without their counterpart, partial offers, and inquiries."""
         num_registrations = len(self._registrations) + len(self._checks)
-        num_prompts = len(self._offers) + len(self._drafts)
+        num_prompts = len(self._offers) + len(self._partial_offers)
         return num_prompts + num_registrations + len(self._inquiries)
 
     def expect(self, request_id: str) -> None:
@@ -141,17 +141,17 @@ class PushMatcher:
         if self._prefilling.has((whole_id(request_id),)):
             self._prefilling.add(request_id, names_of(request_id, transfer_id))
 
-    def draft(self, draft: PushOffer, now: float) -> None:
-        """P has computed so much of a prompt. A D that waits for it is written that."""
-        names = names_of(draft.request_id, draft.transfer_id)
-        held = self._drafts.get(draft.request_id)
+    def offer_partially(self, offer: PushOffer, now: float) -> None:
+        """P has computed a part of a prompt: write it to a D that waits for the prompt."""
+        names = names_of(offer.request_id, offer.transfer_id)
+        held = self._partial_offers.get(offer.request_id)
         if held is None:
-            held = self._drafts[draft.request_id] = HeldOffer(draft, is_draft=True)
-            self._draft_names.add(draft.request_id, names)
-        held.offer = draft
+            held = self._partial_offers[offer.request_id] = HeldOffer(offer, is_partial=True)
+            self._partial_offer_names.add(offer.request_id, names)
+        held.offer = offer
         if held.request is not None:
             return
-        waiting = self._registrations.named(names, draft.transfer_id)
+        waiting = self._registrations.named(names, offer.transfer_id)
         fitting = next((one for one in waiting if all(map(held.may_serve, one))), [])
         for registered in self._registrations.pop_all(fitting):
             self._match(held, registered, now)
@@ -166,7 +166,7 @@ class PushMatcher:
         for inquiry in self._inquiries.named(names):
             if _is_answer(offer, inquiry):
                 self._inquiries.answer(inquiry)
-        if self._finish_draft(offer, now):
+        if self._complete_partial_offer(offer, now):
             return
         waiting = self._registrations.named(names, offer.transfer_id)
         fitting = next((one for one in waiting if all(rank.fits(offer) for rank in one)), [])
@@ -180,24 +180,24 @@ class PushMatcher:
         for registered in self._registrations.pop_all(fitting):
             self._match(held, registered, now)
 
-    def _finish_draft(self, offer: PushOffer, now: float) -> bool:
-        """Return whether a draft of it is being written, and this completes it."""
-        held = self._pop_draft(offer.request_id)
+    def _complete_partial_offer(self, offer: PushOffer, now: float) -> bool:
+        """Return whether its partial offer is being written, and this completes it."""
+        held = self._pop_partial_offer(offer.request_id)
         if held is None or held.request is None:
             return False
         if held.offer.digest != offer.digest or not self._leases.take(offer.request_id):
             self._abandon(held, DIFFERENT, now)
             return False
-        held.offer, held.is_draft = offer, False
+        held.offer, held.is_partial = offer, False
         held.deadline = now + self._config.transfer_timeout
         if not held.is_complete:
             self._offers[offer.request_id] = held
             self._offer_names.add(offer.request_id, names_of(offer.request_id, offer.transfer_id))
         return True
 
-    def _pop_draft(self, request_id: str) -> HeldOffer | None:
-        self._draft_names.remove(request_id)
-        return self._drafts.pop(request_id, None)
+    def _pop_partial_offer(self, request_id: str) -> HeldOffer | None:
+        self._partial_offer_names.remove(request_id)
+        return self._partial_offers.pop(request_id, None)
 
     def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
         self._fail_missing(held, now)
@@ -217,8 +217,9 @@ class PushMatcher:
 
     def _welcome(self, registered: Registered, now: float) -> None:
         offers = self._offers_named(registered.names)
-        drafts = [self._drafts[name] for name in self._draft_names.find(registered.names)]
-        held = next((one for one in (*offers, *drafts) if one.may_serve(registered)), None)
+        named = self._partial_offer_names.find(registered.names)
+        partial = [self._partial_offers[request_id] for request_id in named]
+        held = next((one for one in (*offers, *partial) if one.may_serve(registered)), None)
         if self._failed.take((whole_id(registered.message.request_id),), now):
             self._refuse_ranks([registered], GIVEN_UP, now)
         elif self._hopeless.has((_of_sender(registered.sender, registered.message),), now):
@@ -290,7 +291,7 @@ class PushMatcher:
                 self._answer_hopeless(inquiry, now)
 
     def _knows(self, names: tuple[str, ...]) -> bool:
-        return self._prefilling.has(names) or self._draft_names.has(names)
+        return self._prefilling.has(names) or self._partial_offer_names.has(names)
 
     def leave(self, now: float) -> None:
         for registered in self._registrations.pop_everything():
@@ -332,9 +333,9 @@ class PushMatcher:
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:
         """P has no KV of this request, or its lease has ended: refuse its registrations."""
-        draft, held = self._pop_draft(request_id), self._offers.get(request_id)
-        if draft is not None and draft.request is not None:
-            self._abandon(draft, GIVEN_UP, now)
+        partial, held = self._pop_partial_offer(request_id), self._offers.get(request_id)
+        if partial is not None and partial.request is not None:
+            self._abandon(partial, GIVEN_UP, now)
             self.forget(request_id)
             return
         if held is not None:
@@ -407,12 +408,12 @@ class PushMatcher:
             return
         held.senders.add(registered.sender)
         held.num_writing += 1
-        if held.is_complete and not held.is_draft:
+        if held.is_complete and not held.is_partial:
             self.forget(held.offer.request_id)
         self._writes.begin(held, registered)
 
     def _begin(self, held: HeldOffer, registered: Registered, now: float) -> bool:
-        if not held.is_draft and not self._leases.take(held.offer.request_id):
+        if not held.is_partial and not self._leases.take(held.offer.request_id):
             self.forget(held.offer.request_id)
             self._replies.refuse(registered, LEASE_ENDED)
             return False
@@ -454,9 +455,9 @@ class PushMatcher:
         writing.is_released = True
         held = writing.held
         held.num_writing -= 1
-        if not held.is_draft:
+        if not held.is_partial:
             self._end_if_last(held)
-        elif self._drafts.get(held.offer.request_id) is held:
+        elif self._partial_offers.get(held.offer.request_id) is held:
             self._unmatch_if_last(held)
 
     def _lapsed(self, writing: ActiveWrite) -> None:
@@ -469,7 +470,7 @@ class PushMatcher:
             self._replies.return_blocks(writing.registered.key)
 
     def _unmatch_if_last(self, held: HeldOffer) -> None:
-        """Unless another D registers in time, the draft's offer is freed as soon as it comes."""
+        """Unless another D registers in time, the prompt is freed as soon as it is complete."""
         if held.num_writing or held.request is None:
             return
         now = self._clock()

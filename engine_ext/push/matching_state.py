@@ -114,11 +114,11 @@ def are_different(transfer_id: str | None, other: str | None) -> bool:
 
 @dataclass(slots=True)
 class HeldOffer:
-    """An offer, or the draft of one. From the first match of an offer on, its blocks stay until the
-    end is reported. A draft's blocks are those of the running request."""
+    """An offer. From its first match on, its blocks stay until the end is reported. The blocks of a
+    partial offer are those of the running request."""
 
     offer: PushOffer
-    is_draft: bool = False
+    is_partial: bool = False
     request: RequestKey | None = None
     """The request of D that it is written to, once one rank of D has registered."""
     senders: set[str] = field(default_factory=set)
@@ -134,7 +134,7 @@ class HeldOffer:
 
     def may_serve(self, registered: Registered) -> bool:
         if self.request is None:
-            is_known = registered.message.disagg is not None or not self.is_draft
+            is_known = registered.message.disagg is not None or not self.is_partial
             return is_known and self.may_be_meant(registered) and registered.fits(self.offer)
         return self.request == registered.request and registered.sender not in self.senders
 

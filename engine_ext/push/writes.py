@@ -5,9 +5,9 @@
                   |  +---------+
                   +--------------------> (ended, with a problem)
 
-A draft is written part by part while P computes the rest; only the last part's notification reports
-the push to D. If P's request loses its blocks (preemption), its prompt is written again from the
-start, after NIXL has ended the part that was read from the old blocks.
+A partial offer is written part by part while P computes the rest; only the last part's notification
+reports the push to D. If P's request loses its blocks (preemption), its prompt is written again
+from the start, after NIXL has ended the part that was read from the old blocks.
 
 Deadlines: D keeps its blocks for as long as P may write. P begins no WRITE after the time, by P's
 clock, that D gave with the registration. A WRITE that has begun is polled until NIXL has ended it.
@@ -99,14 +99,14 @@ class Writes:
 
     @property
     def youngest_began(self) -> float | None:
-        """Nothing waits for a part of a draft while P computes the rest."""
+        """No request waits for a part while P computes the rest."""
         return max(
             (
                 one.began
                 for one in self._writing.values()
                 if one.in_flight is not None
                 and one.in_flight.problem is None
-                and not one.held.is_draft
+                and not one.held.is_partial
             ),
             default=None,
         )
@@ -154,10 +154,11 @@ class Writes:
         return writing is not None
 
     def return_blocks(self, key: RegistrationKey) -> bool:
-        """Return whether it is among these; then it is answered when it ends. A draft ends with the
-        part in flight. A whole prompt is written: that takes no longer, and frees our blocks."""
+        """Return whether it is among these; then it is answered when it ends. A partial offer ends
+        with the part in flight. A whole prompt is written: that takes no longer, and frees our
+        blocks."""
         writing = self._writing.get(key)
-        if writing is not None and writing.held.is_draft:
+        if writing is not None and writing.held.is_partial:
             writing.is_asked_back = True
             if writing.in_flight is None:
                 self._lapse(writing)
@@ -204,17 +205,17 @@ class Writes:
             writing.in_flight = writing.peer = None
             if writing.stopped is not None:
                 self._end(writing, writing.stopped)
-            elif writing.is_asked_back and writing.held.is_draft:
+            elif writing.is_asked_back and writing.held.is_partial:
                 self._lapse(writing)
 
     def _write_next_part(self, writing: ActiveWrite, now: float) -> None:
         held, registered = writing.held, writing.registered
-        if held.is_draft and registered.deadline <= now:
+        if held.is_partial and registered.deadline <= now:
             self._lapse(writing)
             return
         if writing.attempt != held.offer.attempt:
             writing.attempt, writing.part = held.offer.attempt, WHOLE
-        until = held.offer.num_tokens if held.is_draft else None
+        until = held.offer.num_tokens if held.is_partial else None
         if until is not None and until <= writing.part.since:
             return
         peer = self._connect(writing, now)

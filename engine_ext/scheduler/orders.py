@@ -27,7 +27,7 @@ class Orders:
 
     expects: list[str] = field(default_factory=list)
     transfer_names: list[tuple[str, str]] = field(default_factory=list)
-    drafts: list[PushOffer] = field(default_factory=list)
+    partial_offers: list[PushOffer] = field(default_factory=list)
     cancels: list[LeaseCancel] = field(default_factory=list)
     grants: list[LeaseGrant] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)

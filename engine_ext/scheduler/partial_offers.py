@@ -94,4 +94,4 @@ class PartialOffers:
             prompt.transfer_id,
             prompt.attempt,
         )
-        self._orders.drafts.append(prompt.last)
+        self._orders.partial_offers.append(prompt.last)

@@ -416,7 +416,7 @@ class TransferLoop:
                 self._agent.notify(sender, encode_extension(Read(remote_id)))
 
     def _free(self, request_id: str) -> None:
-        """Its lease has ended; a part of a draft may be under way all the same."""
+        """Its lease has ended; a part of the prompt may be under way all the same."""
         if self._checksums is not None:
             self._checksums.forget(request_id)
         if self._touches(request_id):

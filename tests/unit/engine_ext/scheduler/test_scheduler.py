@@ -961,8 +961,8 @@ def test_who_is_told_of_a_prompt_that_is_being_computed(
     prefiller.on_new_request(Request("r", {"do_remote_decode": True}))
     assert prefiller.wants_steps_of("r") is is_early
     prefiller.on_step("r", BLOCKS * len(windows), 48, 16)
-    drafts = prefiller.build_connector_meta().drafts
-    assert [draft.num_tokens for draft in drafts] == ([48] if is_early else [])
+    offers = prefiller.build_connector_meta().partial_offers
+    assert [offer.num_tokens for offer in offers] == ([48] if is_early else [])
 
 
 def test_an_engine_that_may_not_be_dialled_is_named_as_one_of_a_pair_that_fails() -> None:

@@ -578,15 +578,15 @@ def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Lau
     assert rank.results.take() == SENT
 
 
-def draft(rank: Rank) -> None:
+def offer_partially(rank: Rank) -> None:
     """The first of its two blocks is computed."""
-    rank.apply(StepMetadata(drafts=(PushOffer("p-1", ((1,),), 16, b"x"),)))
+    rank.apply(StepMetadata(partial_offers=(PushOffer("p-1", ((1,),), 16, b"x"),)))
 
 
 def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -> None:
     rank = launch(1, 2)
     register(rank, 0)
-    draft(rank)
+    offer_partially(rank)
     rank.step_until(lambda: len(rank.agent.transfers) == 1)
     register(rank, 1)
     rank.step_until(lambda: len(rank.agent.transfers) == 2)
@@ -605,7 +605,7 @@ def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: 
     rank = launch(1, 2)
     register(rank, 0)
     register(rank, 1)
-    draft(rank)
+    offer_partially(rank)
     rank.step_until(lambda: len(rank.agent.transfers) == 2)
     for their_rank in (0, 1):
         rank.hears(wire.ReturnBlocks("d-1", 1), their_rank)
@@ -615,7 +615,7 @@ def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: 
     assert refusals(rank, 2) == ["agent-0", "agent-1"]
     for their_rank in (0, 1):
         rank.hears(wire.AwaitPrompt("d-1", b"x", "p-1"), their_rank)
-    rank.apply(StepMetadata(drafts=(PushOffer("p-1", ((1, 2),), 32, b"x"),)))
+    rank.apply(StepMetadata(partial_offers=(PushOffer("p-1", ((1, 2),), 32, b"x"),)))
     rank.step()
     assert not [one for _, one in rank.sent() if isinstance(one, wire.PromptReady)]
     offer(rank)
@@ -632,7 +632,7 @@ def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: 
 def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launch: Launch) -> None:
     rank = launch(1, 2)
     register(rank, 0)
-    draft(rank)
+    offer_partially(rank)
     rank.step_until(lambda: len(rank.agent.transfers) == 1)
     offer(rank)
     finish(rank, DONE)
@@ -646,7 +646,7 @@ def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launc
 def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Launch) -> None:
     rank = launch(1, 2)
     register(rank, 0)
-    draft(rank)
+    offer_partially(rank)
     rank.step_until(lambda: rank.agent.transfers)
     rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),), fences=("p-1",)))
     rank.step()
@@ -661,7 +661,7 @@ def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Lau
 def test_ranks_that_withdraw_halfway_leave_nothing_to_wait_for(launch: Launch) -> None:
     rank = launch(1, 2)
     register(rank, 0)
-    draft(rank)
+    offer_partially(rank)
     rank.step_until(lambda: rank.agent.transfers)
     for their_rank in (0, 1):
         rank.hears(wire.Withdraw("d-1", 1, "p-1"), their_rank)

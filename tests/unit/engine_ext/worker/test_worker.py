@@ -51,7 +51,7 @@ from tests.unit.engine_ext.scheduler.fakes import (
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 PUSH_ORDERS = {
     "transfer_names",
-    "drafts",
+    "partial_offers",
     "inquiries",
     "offers",
     "registrations",
