@@ -97,7 +97,7 @@ class Push:
             case Withdraw():
                 self._matcher.withdrawn(message, sender, now)
             case ReturnBlocks():
-                self._matcher.asked_back(message, sender)
+                self._matcher.reclaimed(message, sender)
             case AwaitPrompt():
                 self._matcher.awaited(message, sender, now)
             case PushDone():

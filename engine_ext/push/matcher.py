@@ -261,7 +261,7 @@ class PushMatcher:
         self._checks.discard(key)
         self._registrations.discard(key)
 
-    def asked_back(self, message: ReturnBlocks, sender: str) -> None:
+    def reclaimed(self, message: ReturnBlocks, sender: str) -> None:
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
         if self._writes.return_blocks(key) or self._replies.repeat(key):
             return
@@ -449,7 +449,7 @@ class PushMatcher:
         self._release(writing)
 
     def _release(self, writing: ActiveWrite) -> None:
-        """Once."""
+        """Stop keeping P's blocks for this write. A second call changes nothing."""
         if writing.is_released:
             return
         writing.is_released = True
@@ -466,7 +466,7 @@ class PushMatcher:
         held.senders.discard(writing.registered.sender)
         if not held.senders:
             held.request = None
-        if writing.is_asked_back:
+        if writing.is_reclaimed:
             self._replies.return_blocks(writing.registered.key)
 
     def _unmatch_if_last(self, held: HeldOffer) -> None:

@@ -48,7 +48,7 @@ class ActiveWrite:
     """P's attempt (`PushOffer.attempt`) whose blocks were written so far."""
     stopped: str | None = None
     """Why no further part is written."""
-    is_asked_back: bool = False
+    is_reclaimed: bool = False
     """D needs its blocks for another request, and registers again when P holds the prompt."""
     is_released: bool = False
     """P's blocks are not kept for it any more."""
@@ -159,7 +159,7 @@ class Writes:
         blocks."""
         writing = self._writing.get(key)
         if writing is not None and writing.held.is_partial:
-            writing.is_asked_back = True
+            writing.is_reclaimed = True
             if writing.in_flight is None:
                 self._lapse(writing)
         return writing is not None
@@ -205,7 +205,7 @@ class Writes:
             writing.in_flight = writing.peer = None
             if writing.stopped is not None:
                 self._end(writing, writing.stopped)
-            elif writing.is_asked_back and writing.held.is_partial:
+            elif writing.is_reclaimed and writing.held.is_partial:
                 self._lapse(writing)
 
     def _write_next_part(self, writing: ActiveWrite, now: float) -> None:
