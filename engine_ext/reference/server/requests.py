@@ -17,14 +17,8 @@ from engine_ext.common.load_failure import KEY
 from engine_ext.scheduler.admission import parse_threshold
 
 INT64 = 2**63
-MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKENS = 1024
 MAX_REPORTED_ERRORS = 3
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion by default; a chat continues to the end of the context."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -104,7 +98,7 @@ class GenerationBody(_Body):
 
     id_prefix: ClassVar[str]
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
@@ -112,11 +106,11 @@ class GenerationBody(_Body):
     top_k: int = Field(0, ge=-1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        list[Annotated[str, Field(min_length=1, max_length=1024)]],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        Field(max_length=MAX_STOPS),
+        Field(max_length=64),
     ] = []
-    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKENS)
+    stop_token_ids: list[int] = Field([], max_length=1024)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -134,7 +128,7 @@ class CompletionBody(GenerationBody):
     id_prefix = "cmpl"
 
     prompt: Any = None
-    max_tokens: int | None = COMPLETION_TOKENS
+    max_tokens: int | None = 16  # A chat continues to the end of the context.
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
