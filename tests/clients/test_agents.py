@@ -22,13 +22,13 @@ import pytest
 
 from tests.clients.conftest import router
 from tests.integration.processes import Server
+from tests.unit.router.conversations.engines import KEPT, PROOF, delta, prefilling, sse
 from tests.unit.router.mock_engine import (
     DONE,
     MockEngine,
     Peer,
     Received,
     running_engine,
-    usual_prefill,
 )
 from tests.unit.router.openai.chats import chunk, usage, whole
 
@@ -43,6 +43,7 @@ PACKAGES = {
 }
 PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere")).parent / "agents"
 MODEL = "m"
+RETAINED = {**KEPT, "prefix_proof": PROOF}
 NOTES = {"note.txt": "KIWI-4711", "other.txt": "FIG-1507"}
 PROMPT = "Read the files note.txt and other.txt with shell commands and repeat their content."
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -108,17 +109,19 @@ def shell_calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 async def answer(request: Received, peer: Peer, deltas: list[dict[str, Any]], finish: str) -> None:
     if request.json.get("stream"):
         head = chunk({"role": "assistant", "content": ""})
-        await peer.stream(head, *map(chunk, deltas), chunk({}, finish), usage(), DONE)
+        end = sse(delta({}, finish, kv_transfer_params=RETAINED))
+        await peer.stream(head, *map(chunk, deltas), end, usage(), DONE)
         return
     message: dict[str, Any] = {}
-    for delta in deltas:
-        message |= delta
-    await peer.answer(whole(message, finish))
+    for one in deltas:
+        message |= one
+    await peer.answer(whole(message, finish) | {"kv_transfer_params": RETAINED})
 
 
 @dataclass(frozen=True)
 class Scripted:
     router: Server
+    prefiller: MockEngine
     decoder: MockEngine
     home: Path
 
@@ -126,7 +129,9 @@ class Scripted:
 @pytest.fixture
 async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
     async with AsyncExitStack() as open_ones:
-        prefiller = await open_ones.enter_async_context(running_engine(usual_prefill))
+        prefiller = await open_ones.enter_async_context(
+            running_engine(prefilling(prefix_proof=PROOF))
+        )
         decoder = await open_ones.enter_async_context(running_engine(scripted_decode))
         logs = tmp_path / "logs"
         logs.mkdir()
@@ -137,7 +142,7 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
         for name, content in NOTES.items():
             (home / name).write_text(f"{content}\n")
         try:
-            yield Scripted(server, decoder, home)
+            yield Scripted(server, prefiller, decoder, home)
         finally:
             await asyncio.to_thread(starting.__exit__, None, None, None)
 
@@ -184,7 +189,8 @@ async def run_agent(scripted: Scripted, name: str, *command: str, **variables: s
 
 
 def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
-    """The agent ran both tools, sent their results, and printed the answer."""
+    """The agent ran both tools, sent their results, and printed the answer. The prompt with the
+    results reused the KV of the turn that called the tools, although a title may share its id."""
     bodies = [request.json for request in scripted.decoder.requests]
     results = [
         [text_of(message["content"]) for message in body["messages"] if message["role"] == "tool"]
@@ -194,6 +200,12 @@ def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
         len(found) == 2 and all(map(str.__contains__, found, NOTES.values())) for found in results
     )
     assert all(content in printed for content in NOTES.values())
+    (reusing,) = [
+        request.json
+        for request in scripted.prefiller.requests
+        if request.json["kv_transfer_params"]["remote_block_ids"]
+    ]
+    assert any(message["role"] == "tool" for message in reusing["messages"])
 
 
 @pytest.mark.timeout(900)
