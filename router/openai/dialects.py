@@ -511,8 +511,19 @@ def _pieces(message: Json) -> Iterator[tuple[AnswerBlock, str]]:
             piece = AnswerBlock(
                 BlockKind.TOOL_CALL, index, _text(call, "id"), _text(function, "name")
             )
-            if (arguments := _text(function, "arguments")) or piece.id or piece.name:
+            if (arguments := _arguments_in(function)) or piece.id or piece.name:
                 yield piece, arguments
+
+
+def _arguments_in(function: object) -> str:
+    """Return the text of a call's arguments; some engines send an object instead of its text."""
+    given = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(given, dict):
+        return _text(function, "arguments")
+    try:
+        return dumps(given).decode()
+    except orjson.JSONEncodeError:  # nested beyond 250 levels
+        return ""
 
 
 def _usage(given: object) -> AnswerUsage | None:

@@ -199,6 +199,13 @@ def test_a_call_without_arguments_has_an_empty_object(calls_of: Any, arguments: 
     assert calls_of(chunks_of(pieces, "tool_calls")) == [("a", "f", {}), ("b", "g", {})]
 
 
+@pytest.mark.parametrize("calls_of", [calls_of_message, calls_of_response])
+def test_arguments_may_be_an_object_instead_of_its_text(calls_of: Any) -> None:
+    piece = call_piece(0, id="a", name="f")
+    piece["function"]["arguments"] = {"x": {"y": "é"}}
+    assert calls_of(chunks_of([piece], "tool_calls")) == [("a", "f", {"x": {"y": "é"}})]
+
+
 def test_calls_without_ids_get_different_ones() -> None:
     pieces = [call_piece(0, name="f", arguments="{}"), call_piece(1, name="f", arguments="{}")]
     first, second = calls_of_message(chunks_of(pieces, "tool_calls"))
