@@ -349,6 +349,31 @@ async def test_a_tool_loop_of_messages_is_recognised_although_its_client_rewrite
         loop += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
 
 
+@pytest.mark.parametrize("has_previous", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"prompt_cache_key": "c"}, {"instructions": "Be kind."}])
+async def test_a_response_reuses_the_one_before_it(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    has_previous: bool,
+    fields: dict[str, Any],
+) -> None:
+    proven = {**KEPT, "prefix_proof": PROOF}
+    p.usual, d.usual = prefilling(prefix_proof=PROOF), decoding(kept=proven)
+    router = await recognising(start_router, p, d)
+    history: list[Any] = list(ASKED)
+    previous: dict[str, Any] = {}
+    for number in range(3):
+        given = ASKED if has_previous else history
+        body = {"model": "m", "input": given, **previous, **fields}
+        answer = await router.client.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        assert offered(p) == (proven if number else None)
+        if has_previous:
+            previous = {"previous_response_id": answer.json()["id"]}
+        history += [*answer.json()["output"], *ASKED]
+
+
 async def test_a_chat_without_an_id_is_not_reused_unverified(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
