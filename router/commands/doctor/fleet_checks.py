@@ -28,7 +28,12 @@ from router.routing.route import Route
 from router.server.app import build
 from router.server.router_state import RouterState, state_of
 from router.settings import Settings
-from router.ui.engine_polling import LEASES_PATH, MAX_ANSWER_BYTES
+from router.ui.engine_polling import (
+    LEASES_PATH,
+    MAX_ANSWER_BYTES,
+    METRICS_PATH,
+    parse_metrics,
+)
 from router.ui.transfers import Transfer, hash_request_id, parse_transfers
 
 DISCOVERY_TIMEOUT_S = 5.0
@@ -229,6 +234,7 @@ async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> l
     else:
         route = Route(pair.prefiller.group, (pair.prefiller,), (pair.decoder,))
         found.ok("transfer mode", str(choose_mode(route, mode)))
+    before = None if d.has_page else await _transferred_bytes(pair.decoder)
     try:
         async with asyncio.timeout(timeout_s):
             answer = await send_test_request(gateway, *pair, Random(), PROMPT_TOKENS)
@@ -239,11 +245,14 @@ async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> l
         cure = "look at the decode engine's log: can it reach the side channel and UCX port above?"
         found.fail("KV moved", f"no: {' '.join(str(error).split())[:300]}", cure)
     else:
-        await _check_moved(found, pair, answer)
+        await _check_moved(found, pair, answer, before)
     return found.checks
 
 
-async def _check_moved(found: Findings, pair: CheckedPair, answer: PairAnswer) -> None:
+async def _check_moved(
+    found: Findings, pair: CheckedPair, answer: PairAnswer, before: float | None
+) -> None:
+    """`before` are the bytes that a stock decode engine had transferred before the request."""
     if not answer.offers_kv:
         text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
         found.fail("KV moved", text, "start it with --kv-transfer-config (docs/engine.md)")
@@ -255,9 +264,33 @@ async def _check_moved(found: Findings, pair: CheckedPair, answer: PairAnswer) -
     elif tells:
         text = f"no: {pair.decoder.name} has computed the prompt itself"
         found.fail("KV moved", text, "look at its log for the reason")
+    elif before is None:
+        text = "answered, but the engines do not report transfers: no page /disagg/leases, nor "
+        found.skip("KV moved", text + "vLLM's metrics of NIXL, which need --kv-transfer-config")
+    elif moved_bytes := await _wait_for_bytes(pair.decoder, before):
+        found.ok("KV moved", f"yes, {moved_bytes / 1024:.0f} KiB")
     else:
-        text = "answered, but the engines do not report transfers (no page /disagg/leases)"
-        found.skip("KV moved", text)
+        text = "answered, but vllm:nixl_bytes_transferred has not grown at the decode engine: it "
+        found.skip("KV moved", text + "may have computed the prompt itself")
+
+
+async def _wait_for_bytes(engine: Engine, before: float) -> float:
+    """Return how many bytes more a stock engine counts; 0 if none in time."""
+    latest = now() + REPORT_TIMEOUT_S
+    while True:
+        more = (await _transferred_bytes(engine) or 0.0) - before
+        if more > 0 or now() >= latest:
+            return max(more, 0.0)
+        await asyncio.sleep(REPORT_POLL_S)
+
+
+async def _transferred_bytes(engine: Engine) -> float | None:
+    """Return the KV bytes that a stock engine counts, None if it has no such metric."""
+    try:
+        answer = await engine.get(METRICS_PATH, now() + PAGE_TIMEOUT_S, MAX_ANSWER_BYTES)
+    except UpstreamError:
+        return None
+    return parse_metrics(answer.body)[1] if answer.status == 200 else None
 
 
 async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Transfer | None, bool]:

@@ -140,6 +140,34 @@ async def test_each_reason_why_no_kv_moved_is_told(p: MockEngine, d: MockEngine)
     assert "no: " in failed(await examine(settings_of([p], [d])))["KV moved"]
 
 
+@pytest.mark.parametrize(
+    ("more", "state", "text"),
+    [(4096, State.OK, "yes, 4 KiB"), (0, State.SKIPPED, "may have computed the prompt itself")],
+)
+async def test_stock_decode_engine_shows_by_its_metrics_whether_kv_moved(
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    more: int,
+    state: State,
+    text: str,
+) -> None:
+    monkeypatch.setattr("router.commands.doctor.fleet_checks.REPORT_TIMEOUT_S", 0.3)
+
+    def count(transferred: int) -> None:
+        d.pages["/metrics"] = b'vllm:nixl_bytes_transferred_sum{engine="0"} %d\n' % transferred
+
+    async def decode(request: Received, peer: Peer) -> None:
+        count(1000 + more)
+        await usual_decode(request, peer)
+
+    count(1000)
+    d.usual = decode
+    check = found(await examine(settings_of([p], [d])), "KV moved")
+    assert check.state is state
+    assert text in check.text
+
+
 async def test_engine_that_cannot_be_reached_is_one_line_and_others_are_checked(
     p: MockEngine, d: MockEngine
 ) -> None:

@@ -156,13 +156,20 @@ def _leaves(kind: type[Exception]) -> list[type[Exception]]:
     return [kind, *[leaf for sub in below for leaf in _leaves(sub)]]
 
 
+ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
+    errors.RejectedMidStreamError: ("why", 400),
+    errors.UpgradeRequiredError: (),
+}
+"""Of errors that are not made with a message alone."""
+
+
 @pytest.mark.parametrize(
     "kind",
     [k for k in _leaves(upstream.UpstreamError) + _leaves(errors.RequestError)
      if k not in (errors.EngineRejectedError, errors.OperatorError, errors.RequestError)],
 )  # fmt: skip
 def test_every_failure_has_a_status_of_its_own_and_a_body(kind: type[Exception]) -> None:
-    error = kind("why")
+    error = kind(*ARGUMENTS.get(kind, ("why",)))
     shape = errors.shape_of(error)
     assert 400 <= shape.status < 600
     assert shape.status != 500
