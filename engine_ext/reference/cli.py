@@ -25,23 +25,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
-_ENGINE_OPTIONS = {
-    "device": "cpu, cuda or cuda:N",
-    "dtype": "float32, float16, bfloat16 or auto: float32 on a CPU, else the checkpoint's",
-    "block_size": "tokens per KV block; vLLM on CPU wants multiples of 32",
-    "num_blocks": "KV blocks; the default is as many as kv-cache-memory-mib holds",
-    "kv_cache_memory_mib": "size of the KV cache",
-    "max_model_len": "most tokens of prompt and answer; the default is what fits",
-    "max_num_seqs": "most requests in one batch",
-    "max_num_batched_tokens": "most tokens in one step; longer prompts go in chunks; the default "
-    "is 256 on a CPU, 2048 elsewhere",
-    "seed": "for requests without a seed of their own",
-    "num_threads": "threads of a forward pass on a CPU; the default is torch's",
-    "global_cache_hit_threshold": "share of a prompt that must be cached or announced, else the "
-    "request is rejected",
-}
 _OPTION_TYPES = {"device": str, "dtype": str, "global_cache_hit_threshold": float}
-"""All others are integers."""
+"""Of the engine's options; all others are integers."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -164,10 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="0.0.0.0", help="default %(default)s")
     add("--port", type=_port, default=8100, help="default %(default)s; 0: any")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for name, text in _ENGINE_OPTIONS.items():
-        shown = "" if defaults[name] is None else f"; default {defaults[name]}"
-        add(f"--{name.replace('_', '-')}", type=_OPTION_TYPES.get(name, int), help=text + shown)
+    for field in fields(EngineConfig):
+        if text := field.metadata.get("help"):
+            text += "" if field.default is None else f"; default {field.default}"
+            kind = _OPTION_TYPES.get(field.name, int)
+            add(f"--{field.name.replace('_', '-')}", type=kind, help=text)
     add(
         "--kv-transfer-config",
         metavar="JSON",

@@ -1,10 +1,16 @@
 """What an operator decides about one engine. Frozen, checked once, passed down; free of torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.scheduler.admission import parse_threshold
+
+
+def _option(default: Any, text: str) -> Any:
+    """A field that is an option of the command line, too."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,28 +19,26 @@ class EngineConfig:
 
     model: Path
     """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
-    device: str = "cpu"
-    dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own elsewhere."""
-    block_size: int = 32
-    """Tokens per KV block. vLLM on CPU wants multiples of 32."""
-    num_blocks: int | None = None
-    """Blocks per layer; block 0 is never handed out, as in vLLM. None: what fits into
-    `kv_cache_memory_mib`."""
-    kv_cache_memory_mib: int = 512
-    max_model_len: int | None = None
-    """Prompt and answer together, in tokens. None: what the model and the cache allow."""
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    """Most tokens one step runs through the model; longer prompts are computed in chunks, and
-    requests that decode wait no longer than a chunk takes. None: 256 on a CPU, elsewhere 2048."""
+    device: str = _option("cpu", "cpu, cuda or cuda:N")
+    dtype: str = _option(
+        "auto", "float32, float16, bfloat16, or auto: float32 on a CPU, else the checkpoint's"
+    )
+    block_size: int = _option(32, "tokens per KV block; vLLM on CPU wants multiples of 32")
+    num_blocks: int | None = _option(None, "KV blocks, the first is never used; default: what fits")
+    kv_cache_memory_mib: int = _option(512, "size of the KV cache without num-blocks")
+    max_model_len: int | None = _option(
+        None, "most tokens of prompt and answer; default: what fits"
+    )
+    max_num_seqs: int = _option(64, "most requests in one batch")
+    max_num_batched_tokens: int | None = _option(
+        None, "most tokens of a step, longer prompts go in chunks; default 256, on a GPU 2048"
+    )
+    num_threads: int | None = _option(None, "threads of a forward pass on a CPU; default: torch's")
+    seed: int = _option(0, "for requests without a seed of their own")
+    global_cache_hit_threshold: float = _option(
+        0.0, "share of a prompt that must be cached or announced, else the request is rejected"
+    )
     enable_prefix_caching: bool = True
-    num_threads: int | None = None
-    """Threads of a CPU forward pass. None: torch decides."""
-    seed: int = 0
-    """For sampled requests that bring no seed of their own."""
-    global_cache_hit_threshold: float = 0.0
-    """Share of a request's tokens whose KV must be at hand, if the request does not say."""
     hand_back: bool = False
     """Whether a request that does not say is handed back rather than preempted."""
 
