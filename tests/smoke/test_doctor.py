@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,9 +77,14 @@ def test_decode_engine_without_connector_is_named_by_doctor_router_and_log(
 
 
 def test_router_that_loses_its_prefill_engine_stays_ready_and_answers(
-    launcher: Launcher, fleet: SmokeFleet, tmp_path: Path
+    launcher: Launcher,
 ) -> None:
-    with launcher.engine("killed") as killed, launcher.router([killed], [fleet.d]) as router:
+    # Not the decode engine of all tests, which computes no prompt.
+    with (
+        launcher.engine("killed") as killed,
+        launcher.engine("left") as left,
+        launcher.router([killed], [left]) as router,
+    ):
         killed.kill()
         wait_for(lambda: "prefill" in router.get("/ready").json().get("reasons", {}), "it is lost")
         ready = router.get("/ready")

@@ -41,11 +41,11 @@ BOTH_LEGS = ("--decode-first-turns", "0")
 def test_pull_gives_the_answers_of_one_engine(launcher: Launcher, fleet: SmokeFleet) -> None:
     prompts = [text_of(length, 10 + length) for length in LENGTHS]
     expected = complete_all(fleet.alone, prompts)
-    fetched = metric(fleet.d, FETCHED)
+    fetched, computed = metric(fleet.d, FETCHED), metric(fleet.d, COMPUTED)
     with launcher.router([fleet.p], [fleet.d]) as router:
         assert differences(expected, complete_all(router, prompts, at_once=4)) == []
         assert differences(expected[-1:], [streamed(router, prompts[-1], 12)]) == []
-    assert metric(fleet.d, COMPUTED) == 0, "the decode engine computes no prompt"
+    assert metric(fleet.d, COMPUTED) == computed, "the decode engine computes no prompt"
     assert metric(fleet.d, FETCHED) - fetched >= sum(LENGTHS)
     wait_for(lambda: metric(fleet.p, LEASES) == 0, "the decode engine has released every lease")
     assert metric(fleet.p, "disagg_engine_kv_leases_expired_total") == 0
