@@ -15,7 +15,12 @@ from tests.conftest import find_free_ports
 from tests.integration.processes import Server, serving
 from tests.k8s.chart import Manifest, only, pods, rendered
 
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 8,
+    "ignore_eos": True,
+}
 
 
 def test_the_demo_answers(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from tests.unit.router.processes import RouterProcess, router_process, serving_r
 
 FAMILY = ("--workers=2", "--conversation-store=off", "--port=0", "--health-interval=0.1")
 CHAT = [{"role": "user", "content": "how are you?"}]
+NEXT_TURN = [*CHAT, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "good"}]
 BODY = {"model": "m", "prompt": "x"}
 
 
@@ -182,8 +183,9 @@ async def test_workers_reuse_each_others_turns_with_a_key_and_without(
         store.append(f"--conversation-store-password={redis.password}")
         async with family(p, d, *store, *key) as (router, _):
             for number in range(16):
-                body = {"model": "m", "messages": CHAT, "conversation_id": str(number)}
-                for _ in range(2):
+                body = {"model": "m", "conversation_id": str(number)}
+                for messages in (CHAT, NEXT_TURN):
+                    body |= {"messages": messages}
                     async with httpx.AsyncClient(base_url=router.url, timeout=20) as client:
                         answer = await client.post("/v1/chat/completions", json=body)
                         assert answer.status_code == 200
@@ -192,7 +194,7 @@ async def test_workers_reuse_each_others_turns_with_a_key_and_without(
             warned = [line for line in router.lines if "no --conversation-store-key" in line]
     turns = "disagg_router_conversation_turns_total"
     assert f'{turns}{{outcome="new",reason=""}} 16.0' in text
-    assert f'{turns}{{outcome="cut",reason="history"}} 16.0' in text
+    assert f'{turns}{{outcome="hit",reason=""}} 16.0' in text
     assert len(warned) == (0 if key else 1)
     assert len({request.connection for request in d.requests}) >= 2, "both workers had a share"
 

@@ -103,6 +103,7 @@ async def test_engines_are_told_with_all_that_is_known(p: MockEngine, d: MockEng
             "weight": 1.0,
             "health": "healthy",
             "reason": "",
+            "degraded": "",
             "intent": "serving",
             "cold": False,
             "cooling": False,
