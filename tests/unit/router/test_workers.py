@@ -183,7 +183,7 @@ async def test_workers_reuse_each_others_turns_with_a_key_and_without(
         store.append(f"--conversation-store-password={redis.password}")
         async with family(p, d, *store, *key) as (router, _):
             for number in range(16):
-                body = {"model": "m", "conversation_id": str(number)}
+                body: dict[str, object] = {"model": "m", "conversation_id": str(number)}
                 for messages in (CHAT, NEXT_TURN):
                     body |= {"messages": messages}
                     async with httpx.AsyncClient(base_url=router.url, timeout=20) as client:
