@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import shutil
 import subprocess
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import litellm
 import pytest
 from langchain_openai import ChatOpenAI
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
 
 from tests.clients.conftest import CLIENTS, MODEL, Acted, Stack
 
@@ -54,6 +61,50 @@ async def test_langchain_chats(stack: Stack, responses: bool) -> None:
     said = [chunk async for chunk in model.astream("Say something.")]
     assert whole.text
     assert "".join(chunk.text for chunk in said) == whole.text
+
+
+async def litellm_pieces(stack: Stack) -> AsyncGenerator[Any]:
+    stream = await litellm.acompletion(
+        model=f"openai/{MODEL}", messages=HI, max_tokens=2000, stream=True,
+        extra_body={"ignore_eos": True}, api_base=stack.openai, api_key="k",
+    )  # fmt: skip
+    async for piece in stream:
+        yield piece
+
+
+async def langchain_pieces(stack: Stack) -> AsyncGenerator[Any]:
+    model = ChatOpenAI(
+        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=2000,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    await model.ainvoke("The first call imports much, and the engine is fast.", max_tokens=8)
+    async for piece in model.astream("Say something."):
+        yield piece
+
+
+async def llamaindex_pieces(stack: Stack) -> AsyncGenerator[Any]:
+    llm = OpenAILike(
+        api_base=stack.openai, api_key="k", model=MODEL, is_chat_model=True, max_tokens=2000,
+        additional_kwargs={"extra_body": {"ignore_eos": True}},
+    )  # fmt: skip
+    async for piece in await llm.astream_chat([ChatMessage(role="user", content="Say something.")]):
+        yield piece
+
+
+@pytest.mark.parametrize("pieces", [litellm_pieces, langchain_pieces, llamaindex_pieces])
+async def test_a_closed_stream_ends_in_the_engines(
+    stack: Stack, pieces: Callable[[Stack], AsyncGenerator[Any]]
+) -> None:
+    left = stack.left()
+
+    async def read_one() -> None:
+        async with contextlib.aclosing(pieces(stack)) as stream:
+            async for _ in stream:
+                break
+
+    await asyncio.wait_for(read_one(), 60)
+    gc.collect()  # some clients close their connection only when the stream is collected
+    await asyncio.to_thread(stack.wait_for_one_to_leave, left)
 
 
 @pytest.mark.parametrize("responses", [False, True])

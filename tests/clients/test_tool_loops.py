@@ -16,7 +16,7 @@ import pytest
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
@@ -202,9 +202,11 @@ async def test_langchain(scripted: Scripted, api: str) -> None:
     ]
     assert (await with_tools.ainvoke(turns)).text == ANSWER
     scripted.check_last_turn()
-    if api != "messages":
-        structured = model.with_structured_output(Verdict, method="json_schema")
-        assert await structured.ainvoke("Is it?") == Verdict(ok=True)
+    structured = model.with_structured_output(Verdict, method="json_schema")
+    assert await structured.ainvoke("Is it?") == Verdict(ok=True)
+    thoughts = [block for block in message.content_blocks if block["type"] == "reasoning"]
+    if api == "messages":  # ChatOpenAI shows summaries of reasoning only
+        assert "".join(block["reasoning"] for block in thoughts) == THOUGHT
     look = [
         {"type": "text", "text": "What is it?"},
         {"type": "image", "base64": PIXEL, "mime_type": "image/png"},
@@ -235,6 +237,11 @@ async def test_llamaindex(scripted: Scripted) -> None:
     ]
     final = await llm.achat_with_tools(tools, chat_history=turns)
     assert final.message.content == ANSWER
+    structured = await llm.as_structured_llm(Verdict).achat(turns[:1])
+    assert structured.raw == Verdict(ok=True)
+    look = [TextBlock(text="What is it?"), ImageBlock(image=PIXEL.encode())]
+    seen = await llm.achat([ChatMessage(role="user", blocks=look)])
+    assert seen.message.content.replace(" ", "") == "1pictures"
 
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
@@ -259,6 +266,16 @@ async def test_litellm(scripted: Scripted, api: str) -> None:
     ]
     final = await litellm.acompletion(messages=turns, **asked)
     assert final.choices[0].message.content == ANSWER
+    assert final.choices[0].message.reasoning_content == THOUGHT
+    del asked["tools"]
+    parsed = await litellm.acompletion(messages=[ASK], response_format=Verdict, **asked)
+    assert Verdict.model_validate_json(parsed.choices[0].message.content) == Verdict(ok=True)
+    look = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": PICTURE}},
+    ]
+    seen = await litellm.acompletion(messages=[{"role": "user", "content": look}], **asked)
+    assert seen.choices[0].message.content.replace(" ", "") == "1pictures"
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="Node is not installed")

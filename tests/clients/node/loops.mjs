@@ -18,6 +18,7 @@ const results = { weather: "sunny", clock: "noon" };
 const expected = [["weather", { city: "Oslo" }], ["clock", {}]];
 const answer = "The tools say: sunny, noon.";
 const ask = { role: "user", content: "How is the weather, and how late is it?" };
+const pixels = "data:image/png;base64,";
 const pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==";
 
 async function openaiChat() {
@@ -30,6 +31,13 @@ async function openaiChat() {
   const said = message.tool_calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: results[call.function.name] }));
   const final = await client.chat.completions.create({ model: "m", messages: [ask, message, ...said], tools });
   assert.equal(final.choices[0].message.content, answer);
+  assert.equal(final.choices[0].message.reasoning, "Let me see.");
+  const response_format = { type: "json_schema", json_schema: { name: "verdict", schema: verdict, strict: true } };
+  const parsed = await client.chat.completions.parse({ model: "m", messages: [ask], response_format });
+  assert.deepEqual(parsed.choices[0].message.parsed, { ok: true });
+  const look = [{ type: "text", text: "What is it?" }, { type: "image_url", image_url: { url: pixels + pixel } }];
+  const seen = await client.chat.completions.create({ model: "m", messages: [{ role: "user", content: look }] });
+  assert.equal(seen.choices[0].message.content.replace(" ", ""), "1pictures");
 }
 
 async function openaiResponses() {
@@ -42,6 +50,13 @@ async function openaiResponses() {
   const input = calls.map((call) => ({ type: "function_call_output", call_id: call.call_id, output: results[call.name] }));
   const final = await client.responses.create({ model: "m", input, tools, previous_response_id: first.id });
   assert.equal(final.output_text, answer);
+  assert.equal(first.output.find((item) => item.type === "reasoning").content[0].text, "Let me see.");
+  const text = { format: { type: "json_schema", name: "verdict", schema: verdict, strict: true } };
+  const parsed = await client.responses.parse({ model: "m", input: [ask], text });
+  assert.deepEqual(parsed.output_parsed, { ok: true });
+  const look = [{ type: "input_text", text: "What is it?" }, { type: "input_image", image_url: pixels + pixel, detail: "auto" }];
+  const seen = await client.responses.create({ model: "m", input: [{ role: "user", content: look }] });
+  assert.equal(seen.output_text.replace(" ", ""), "1pictures");
 }
 
 async function anthropic() {
@@ -55,6 +70,14 @@ async function anthropic() {
   const messages = [ask, { role: "assistant", content: message.content }, { role: "user", content: said }];
   const final = await client.messages.create({ ...asked, messages });
   assert.equal(final.content.at(-1).text, answer);
+  assert.equal(message.content[0].thinking, "Let me see.");
+  const format = { type: "json_schema", schema: verdict };
+  const parsed = await client.messages.create({ model: "m", max_tokens: 50, messages: [ask], output_config: { format } });
+  assert.deepEqual(JSON.parse(parsed.content.at(-1).text), { ok: true });
+  const source = { type: "base64", media_type: "image/png", data: pixel };
+  const look = [{ type: "text", text: "What is it?" }, { type: "image", source }];
+  const seen = await client.messages.create({ model: "m", max_tokens: 50, messages: [{ role: "user", content: look }] });
+  assert.equal(seen.content.at(-1).text.replace(" ", ""), "1pictures");
 }
 
 async function aiSdk(model, thought) {
