@@ -14,8 +14,6 @@ from typing import Any
 import litellm
 import pytest
 from langchain_openai import ChatOpenAI
-from llama_index.core.llms import ChatMessage
-from llama_index.llms.openai_like import OpenAILike
 
 from tests.clients.conftest import CLIENTS, MODEL, Acted, Stack
 
@@ -65,7 +63,7 @@ async def test_langchain_chats(stack: Stack, responses: bool) -> None:
 
 async def litellm_pieces(stack: Stack) -> AsyncGenerator[Any]:
     stream = await litellm.acompletion(
-        model=f"openai/{MODEL}", messages=HI, max_tokens=2000, stream=True,
+        model=f"openai/{MODEL}", messages=HI, max_tokens=7000, stream=True,
         extra_body={"ignore_eos": True}, api_base=stack.openai, api_key="k",
     )  # fmt: skip
     async for piece in stream:
@@ -74,7 +72,7 @@ async def litellm_pieces(stack: Stack) -> AsyncGenerator[Any]:
 
 async def langchain_pieces(stack: Stack) -> AsyncGenerator[Any]:
     model = ChatOpenAI(
-        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=2000,
+        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=7000,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     await model.ainvoke("The first call imports much, and the engine is fast.", max_tokens=8)
@@ -82,19 +80,11 @@ async def langchain_pieces(stack: Stack) -> AsyncGenerator[Any]:
         yield piece
 
 
-async def llamaindex_pieces(stack: Stack) -> AsyncGenerator[Any]:
-    llm = OpenAILike(
-        api_base=stack.openai, api_key="k", model=MODEL, is_chat_model=True, max_tokens=2000,
-        additional_kwargs={"extra_body": {"ignore_eos": True}},
-    )  # fmt: skip
-    async for piece in await llm.astream_chat([ChatMessage(role="user", content="Say something.")]):
-        yield piece
-
-
-@pytest.mark.parametrize("pieces", [litellm_pieces, langchain_pieces, llamaindex_pieces])
+@pytest.mark.parametrize("pieces", [litellm_pieces, langchain_pieces])
 async def test_a_closed_stream_ends_in_the_engines(
     stack: Stack, pieces: Callable[[Stack], AsyncGenerator[Any]]
 ) -> None:
+    """LlamaIndex is missing: it does not close the connection of a stream that its caller left."""
     left = stack.left()
 
     async def read_one() -> None:
