@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -144,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"{PROGRAM} {version('disagg-router')}")
     add("--model", required=True, metavar="DIR", help="Hugging Face directory")
     add("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
     add("--host", default="0.0.0.0", help="default %(default)s")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +107,13 @@ def test_what_is_left_open_has_vllms_defaults(model: Path) -> None:
     assert (settings.side_channel.host, settings.side_channel.port) == ("localhost", 5600)
     assert settings.served_model_names == (str(model),)
     assert settings.engine.enable_prefix_caching
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read_settings(["--version"], {})
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"disagg-engine {version('disagg-router')}\n"
 
 
 def test_the_command_line_is_read_without_torch_or_nixl() -> None:
