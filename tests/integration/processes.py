@@ -21,6 +21,8 @@ from tests.integration.fork_server import Forked, ForkServer
 T = TypeVar("T")
 
 START_SECONDS = 120
+# A killed vLLM server with two ranks has taken more than ten seconds until the kernel freed it.
+KILL_TIMEOUT_S = 60
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 
@@ -129,7 +131,7 @@ class Server:
         for pid in family(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=KILL_TIMEOUT_S)
 
 
 @contextmanager
