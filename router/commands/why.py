@@ -25,7 +25,7 @@ TOKEN, TOKEN_FILE = variable_of("ui_token"), variable_of("ui_token_file")
 DESCRIPTION = f"""\
 Shows where a request spent its time, which engines served it, what failed, and how much of its
 prompt came from a cache. REQUEST_ID is the response header x-request-id, or the id in the access
-log. The router must serve the dashboard (--ui), and keeps its last 1000 requests.
+log. The router must serve the dashboard (--ui), and keeps the last 1000 requests that have ended.
 
 If the dashboard has a token, {TOKEN} has it, or {TOKEN_FILE} names its file.
 """
@@ -46,11 +46,10 @@ FLOWS = {
 
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router why", DESCRIPTION)
-    parser.add_argument("request_id", metavar="REQUEST_ID")
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, help=f"of the router (default: {DEFAULT_URL})"
-    )
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add = parser.add_argument
+    add("request_id", metavar="REQUEST_ID")
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    add("--json", action="store_true", help="Print one JSON object.")
     options = parser.parse_args(argv)
 
     def show() -> int:
@@ -137,26 +136,37 @@ def story(request: dict[str, Any]) -> Iterator[str]:
 
 
 def _timeline(request: dict[str, Any], ms: dict[str, float | None]) -> Iterator[str]:
-    """Yield a line for each phase: its start after the arrival, and how long it took."""
-    end = ms["ended"]
-    phases = (
+    """Yield a line for each phase: its start after the arrival, and how long it took.
+
+    The router knows the legs that were sent last. Where another engine continued the answer, these
+    legs began after the answer's first byte.
+    """
+    end, first_byte = ms["ended"], ms["first_byte"]
+    began = ms["decode_started"]
+    is_resumed = first_byte is not None and began is not None and began > first_byte
+    until_first_byte = "the rest of the answer" if is_resumed else "until its first byte"
+    phases: list[tuple[str, float | None, float | None]] = [
         ("waited for a slot at an engine", ms["queued"], _first(ms["admitted"], end)),
         (
             f"prefill on {request['prefiller']}",
             ms["prefill_started"],
-            _first(ms["prefill_done"], ms["decode_started"], end),
+            _first(ms["prefill_done"], began, end),
         ),
         (
-            f"decode on {request['decoder']}, until its first byte",
-            ms["decode_started"],
-            _first(ms["first_byte"], end),
+            f"decode on {request['decoder']}, {until_first_byte}",
+            began,
+            end if is_resumed else _first(first_byte, end),
         ),
-        ("rest of the answer", ms["first_byte"], end),
-    )
-    for what, start, stop in phases:
-        if start is not None:
-            took = "still running" if stop is None else f"{stop - start:,.1f} ms"
-            yield f"  {start:>9,.1f} ms  {what}: {took}"
+        (
+            "first part of the answer, from another engine" if is_resumed else "rest of the answer",
+            first_byte,
+            _first(ms["prefill_started"], began) if is_resumed else end,
+        ),
+    ]
+    known = [(start, stop, what) for what, start, stop in phases if start is not None]
+    for start, stop, what in sorted(known, key=lambda phase: phase[0]):
+        took = "still running" if stop is None else f"{stop - start:,.1f} ms"
+        yield f"  {start:>9,.1f} ms  {what}: {took}"
     if end is not None:
         yield f"  {end:>9,.1f} ms  ended"
 
@@ -173,6 +183,6 @@ def _tokens(request: dict[str, Any], ms: dict[str, float | None]) -> Iterator[st
     count, begin, end = request["completion_tokens"], ms["first_byte"], ms["ended"]
     if count is not None:
         pace = ""
-        if count > 1 and begin is not None and end is not None:
-            pace = f", one in {(end - begin) / (count - 1):.1f} ms"
+        if count > 1 and begin is not None and end is not None and end - begin >= count / 10:
+            pace = f", one in {(end - begin) / (count - 1):.1f} ms"  # a whole answer comes at once
         yield f"  answer: {count} tokens{pace}"

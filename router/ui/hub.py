@@ -111,8 +111,8 @@ class DashboardHub:
         """Return the error for a request id that this process does not know."""
         where = "" if self.other_workers is None else "this worker process of "
         return (
-            f"{where}the router has no request {request_id[:100]!r} among its last {MAX_RECENT}: "
-            "the id is in the response header x-request-id and in the access log"
+            f"{where}the router has no request {request_id[:100]!r} among the last {MAX_RECENT} "
+            "that ended: the id is in the response header x-request-id and in the access log"
         )
 
     @contextlib.contextmanager

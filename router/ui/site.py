@@ -75,7 +75,7 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
             raise OperatorError(503, f"the dashboard has {MAX_VIEWERS} viewers already")
         return DashboardFeed(hub)
 
-    @router.get("/ui/requests/{request_id}", summary="One running or recently ended request")
+    @router.get("/ui/requests/{request_id}", summary="One recently ended request")
     async def one_request(request: Request, request_id: str) -> Response:
         _check_access(request.headers, token)
         found = hub.source.find(request_id)

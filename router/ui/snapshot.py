@@ -110,10 +110,9 @@ class SnapshotSource:
                 self._gateway.watch, self._live = None, LiveRequests()
 
     def find(self, request_id: str) -> RequestSummary | None:
-        """Return the running or recently ended request with this id."""
+        """Return the recently ended request with this id."""
         self._gateway.records.flush()
-        running = (one for one in self._live.running if one.request_id == request_id)
-        record = self._recent.find(request_id) or next(running, None)
+        record = self._recent.find(request_id)
         if record is None:
             return None
         return summarize_request(record, str(os.getpid()), time.time() - now())

@@ -219,8 +219,8 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
     survives = ""
     if sum(one.name.startswith("decode") for one in engines) > 1:
         survives = (
-            "Kill a decode engine while it streams: another one continues the answer, and the demo "
-            "starts the killed engine again.\n\n"
+            "Kill a decode engine while it streams a long answer (max_tokens 2000, ignore_eos "
+            "true): another one continues it, and the demo starts the killed engine again.\n\n"
         )
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     first = _curl(url, "-N", QUESTION, **stream)

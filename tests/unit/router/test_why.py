@@ -60,6 +60,23 @@ def test_the_story_has_each_phase_with_its_duration() -> None:
         assert part in text
 
 
+def test_a_resumed_answer_has_its_phases_in_order() -> None:
+    moments = {"queued": None, "admitted": None, "prefill_started": 2138.0, "prefill_done": 2242.5,
+               "decode_started": 2242.7, "first_byte": 7.9, "ended": 8735.3}  # fmt: skip
+    lines = [line.strip() for line in story(REQUEST | {"ms": moments}) if " ms  " in line]
+    assert lines == [
+        "7.9 ms  first part of the answer, from another engine: 2,130.1 ms",
+        "2,138.0 ms  prefill on p:1: 104.5 ms",
+        "2,242.7 ms  decode on d:2, the rest of the answer: 6,492.6 ms",
+        "8,735.3 ms  ended",
+    ]
+
+
+def test_an_answer_that_comes_as_a_whole_has_no_pace() -> None:
+    moments = REQUEST["ms"] | {"first_byte": 325.7}
+    assert "one in" not in "\n".join(story(REQUEST | {"ms": moments}))
+
+
 def test_a_running_request_is_a_story_without_an_end() -> None:
     moments = REQUEST["ms"] | {"first_byte": None, "ended": None}
     text = "\n".join(story(REQUEST | {"ms": moments, "outcome": "running", "status": 0}))
@@ -91,7 +108,7 @@ async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
     answer = await router.complete()
     request_id = answer.headers["x-request-id"]
     monkeypatch.setenv(TOKEN, "a-token-of-16-bytes")
-    command = ["why", request_id, "--url", router.url]
+    command = ["why", request_id, router.url]
     assert await asyncio.to_thread(main, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["id"], found["flow"]) == (request_id, "pull")
@@ -108,15 +125,15 @@ async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
     assert await asyncio.to_thread(main, command) == 1
     assert "token" in capsys.readouterr().err
     monkeypatch.setenv(TOKEN, "a-token-of-16-bytes")
-    assert await asyncio.to_thread(main, ["why", "unknown", "--url", router.url]) == 1
-    assert "no request 'unknown' among its last 1000" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["why", "unknown", router.url]) == 1
+    assert "no request 'unknown' among the last 1000 that ended" in capsys.readouterr().err
 
 
 async def test_why_says_that_the_router_keeps_no_requests(
     start_router: StartRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     router = await start_router()
-    assert await asyncio.to_thread(main, ["why", "x", "--url", router.url]) == 1
+    assert await asyncio.to_thread(main, ["why", "x", router.url]) == 1
     assert "start it with --ui" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["why", "a b"])
