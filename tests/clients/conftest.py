@@ -9,14 +9,14 @@ import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.integration.processes import Server, metric, serving, wait_for
-from tests.unit.router.mock_engine import MockEngine, running_engine, usual_prefill
+from tests.unit.router.mock_engine import MockEngine, Script, running_engine, usual_prefill
 from tests.unit.router.openai.chats import thinks_and_calls
 
 # Of the project's environment; not resolved, or it would be another one.
@@ -126,14 +126,23 @@ class Acted:
     decoder: MockEngine
 
 
-@pytest.fixture
-async def acted(tmp_path: Path) -> AsyncIterator[Acted]:
+@asynccontextmanager
+async def scripted_stack(
+    prefill: Script, decode: Script, folder: Path, *flags: str
+) -> AsyncIterator[tuple[Server, MockEngine, MockEngine]]:
+    """Run a router before two engines that answer with these scripts."""
     async with AsyncExitStack() as open_ones:
-        prefiller = await open_ones.enter_async_context(running_engine(usual_prefill))
-        decoder = await open_ones.enter_async_context(running_engine(thinks_and_calls))
-        starting = router(prefiller.port, decoder.port, tmp_path)
+        prefiller = await open_ones.enter_async_context(running_engine(prefill))
+        decoder = await open_ones.enter_async_context(running_engine(decode))
+        starting = router(prefiller.port, decoder.port, folder, *flags)
         server = await asyncio.to_thread(starting.__enter__)
         try:
-            yield Acted(server, decoder)
+            yield server, prefiller, decoder
         finally:
             await asyncio.to_thread(starting.__exit__, None, None, None)
+
+
+@pytest.fixture
+async def acted(tmp_path: Path) -> AsyncIterator[Acted]:
+    async with scripted_stack(usual_prefill, thinks_and_calls, tmp_path) as (server, _, decoder):
+        yield Acted(server, decoder)

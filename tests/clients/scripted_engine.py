@@ -11,24 +11,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.conftest import router
+from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
 from tests.unit.router.mock_engine import (
     DONE,
     MockEngine,
     Peer,
     Received,
-    running_engine,
     usual_prefill,
 )
 from tests.unit.router.openai.chats import chunk, usage, whole
@@ -142,12 +139,5 @@ class Scripted:
 
 @pytest.fixture
 async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
-    async with AsyncExitStack() as open_ones:
-        prefiller = await open_ones.enter_async_context(running_engine(usual_prefill))
-        decoder = await open_ones.enter_async_context(running_engine(plays_a_model))
-        starting = router(prefiller.port, decoder.port, tmp_path)
-        server = await asyncio.to_thread(starting.__enter__)
-        try:
-            yield Scripted(server, decoder)
-        finally:
-            await asyncio.to_thread(starting.__exit__, None, None, None)
+    async with scripted_stack(usual_prefill, plays_a_model, tmp_path) as (server, _, decoder):
+        yield Scripted(server, decoder)

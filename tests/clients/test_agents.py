@@ -13,14 +13,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.conftest import router
+from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
 from tests.unit.router.conversations.engines import KEPT, PROOF, delta, prefilling, sse
 from tests.unit.router.mock_engine import (
@@ -28,7 +27,6 @@ from tests.unit.router.mock_engine import (
     MockEngine,
     Peer,
     Received,
-    running_engine,
 )
 from tests.unit.router.openai.chats import chunk, usage, whole
 
@@ -128,23 +126,14 @@ class Scripted:
 
 @pytest.fixture
 async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
-    async with AsyncExitStack() as open_ones:
-        prefiller = await open_ones.enter_async_context(
-            running_engine(prefilling(prefix_proof=PROOF))
-        )
-        decoder = await open_ones.enter_async_context(running_engine(scripted_decode))
-        logs = tmp_path / "logs"
-        logs.mkdir()
-        starting = router(prefiller.port, decoder.port, logs, "--model-alias", f"claude-*={MODEL}")
-        server = await asyncio.to_thread(starting.__enter__)
-        home = tmp_path / "home"
-        home.mkdir()
-        for name, content in NOTES.items():
-            (home / name).write_text(f"{content}\n")
-        try:
-            yield Scripted(server, prefiller, decoder, home)
-        finally:
-            await asyncio.to_thread(starting.__exit__, None, None, None)
+    logs, home = tmp_path / "logs", tmp_path / "home"
+    logs.mkdir()
+    home.mkdir()
+    for name, content in NOTES.items():
+        (home / name).write_text(f"{content}\n")
+    prefill, alias = prefilling(prefix_proof=PROOF), f"claude-*={MODEL}"
+    async with scripted_stack(prefill, scripted_decode, logs, "--model-alias", alias) as stack:
+        yield Scripted(*stack, home)
 
 
 def installed(name: str) -> Path:
