@@ -10,13 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
-from router.commands.router_client import ask_router, http_url, with_scheme
+from router.commands.router_client import ask_router, http_url, read_token, with_scheme
 from router.fleet.sources.file import address_of
 from router.openai.answers import parse_object
 from router.settings import ADMIN_URL, variable_of
@@ -70,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     if not 0 < options.timeout <= 1e7:
         raise UsageError("--timeout: not a number of seconds above 0")
     urls = options.admin or os.environ.get(ADMIN_URL, "").replace(",", " ").split()
-    token = _token(os.environ)
+    token = read_token("admin_token", os.environ)
     admins = [AdminClient(url, token) for url in urls or [DEFAULT_ADMIN]]
     end = time.monotonic() + options.timeout
     with TerminalLine(sys.stdout) as progress:
@@ -189,17 +188,3 @@ def _engine_name(given: str) -> str:
     except ValueError:
         pass
     raise UsageError(f"{given!r} is not an engine: give http://host:port, or host:port")
-
-
-def _token(variables: Mapping[str, str]) -> str | None:
-    token = variables.get(TOKEN)
-    if token is None and TOKEN_FILE in variables:
-        path = Path(variables[TOKEN_FILE])
-        try:
-            token = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise UsageError(f"{TOKEN_FILE} {path}: {reason}") from None
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise UsageError(f"{TOKEN} is not a token: ASCII without line breaks")
-    return token

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import cache, partial
+from pathlib import Path
 
 import httpx
 
-from router.commands.console import CommandError
+from router.commands.console import CommandError, UsageError
+from router.settings import variable_of
 
 ANSWER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -77,3 +79,20 @@ def http_url(text: str) -> httpx.URL | None:
     except httpx.InvalidURL:
         return None
     return url if url.scheme in ("http", "https") and url.host else None
+
+
+def read_token(setting: str, variables: Mapping[str, str]) -> str | None:
+    """Return the token from the variable of a setting, or from the file that its -file variable
+    names; None if neither is set. Raises UsageError."""
+    variable, file_variable = variable_of(setting), variable_of(f"{setting}_file")
+    token = variables.get(variable)
+    if token is None and file_variable in variables:
+        path = Path(variables[file_variable])
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise UsageError(f"{file_variable} {path}: {reason}") from None
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise UsageError(f"{variable} is not a token: ASCII without line breaks")
+    return token

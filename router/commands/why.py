@@ -12,12 +12,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from router.commands.console import CommandError, CommandParser, UsageError
-from router.commands.router_client import ask_router, http_url, with_scheme
+from router.commands.router_client import ask_router, http_url, read_token, with_scheme
 from router.settings import variable_of
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -69,7 +68,8 @@ def _find(url: str, request_id: str) -> dict[str, Any]:
         raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}")
     if not REQUEST_ID.fullmatch(request_id):
         raise UsageError("REQUEST_ID is not the id of a request: see the header x-request-id")
-    headers = {} if (token := _token()) is None else {"authorization": f"Bearer {token}"}
+    token = read_token("ui_token", os.environ)
+    headers = {} if token is None else {"authorization": f"Bearer {token}"}
     for _ in range(MAX_TRIES):
         page = f"{url.rstrip('/')}/ui/requests/{quote(request_id, safe='')}"
         answer = ask_router("GET", page, headers)
@@ -81,16 +81,6 @@ def _find(url: str, request_id: str) -> dict[str, Any]:
     if answer.status_code == 404 and "has no request" not in message:
         message = "the router does not keep requests: start it with --ui"
     raise CommandError(message or f"{url} answers {answer.status_code}")
-
-
-def _token() -> str | None:
-    """Raises UsageError."""
-    if TOKEN not in os.environ and TOKEN_FILE in os.environ:
-        try:
-            return Path(os.environ[TOKEN_FILE]).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{TOKEN_FILE}: {error}") from None
-    return os.environ.get(TOKEN)
 
 
 def _parsed(content: bytes, url: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from router.http_client.errors import (
     UpstreamError,
 )
 from router.http_client.pool import CompleteAnswer
+from router.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("disagg_router.fleet")
 
@@ -79,8 +80,8 @@ class Prober:
         self._probes: dict[Engine, EngineProbe] = {}
         # Since when an engine refuses connections and sends nothing, and its reads until then.
         self._refusing: dict[Engine, tuple[float, int]] = {}
-        # When an error of the router's own was logged last, and the number of errors since.
-        self._local_errors: dict[Engine, tuple[float, int]] = {}
+        # The router's own errors, by the engine that it could not probe.
+        self._throttles: dict[Engine, LogThrottle] = {}
         self._failure = ""
 
     async def run(self) -> None:
@@ -118,7 +119,8 @@ class Prober:
         except LocalError as error:
             # A problem of the router's own is no evidence about an engine, but an engine that was
             # never reached cannot be used.
-            self._log_local_error(engine, error)
+            throttle = self._throttles.setdefault(engine, LogThrottle(logger, LOG_INTERVAL_S))
+            throttle.warn(f"{engine.role} engine {engine.name} was not probed", str(error))
             if engine.health is Health.UNKNOWN:
                 self._fleet.note_unreachable(engine, f"not probed: {error}")
         except (SilenceError, ConnectTimeoutError) as error:
@@ -139,18 +141,6 @@ class Prober:
             else:
                 self._fleet.note_probe_failed(engine, f"/health returned {answer.status}")
         return False
-
-    def _log_local_error(self, engine: Engine, error: LocalError) -> None:
-        """Log the first error at once, and then one in LOG_INTERVAL_S with the number of errors."""
-        moment = now()
-        logged_at, count = self._local_errors.get(engine, (-math.inf, 0))
-        if moment - logged_at < LOG_INTERVAL_S:
-            self._local_errors[engine] = logged_at, count + 1
-            return
-        times = f" ({count + 1} times)" if count else ""
-        text = "%s engine %s was not probed%s: %s"
-        logger.warning(text, engine.role, engine.name, times, error)
-        self._local_errors[engine] = moment, 0
 
     def _note_refusal(self, engine: Engine) -> None:
         moment, reads = now(), engine.pool.reads
@@ -198,7 +188,7 @@ class Prober:
 
     def _stop(self, engine: Engine) -> None:
         self._refusing.pop(engine, None)
-        self._local_errors.pop(engine, None)
+        self._throttles.pop(engine, None)
         if (task := self._probes.pop(engine).task) is not None:
             task.cancel()
 

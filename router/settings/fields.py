@@ -211,10 +211,10 @@ def _check_heartbeat(seconds: float) -> float:
     return seconds
 
 
-def _parse_weights(value: object) -> object:
-    """A YAML file may also have a mapping."""
+def _parse_pairs(value: object) -> object:
+    """Parse a list of NAME=VALUE; a YAML file may also have a mapping."""
     if isinstance(value, dict):
-        value = [f"{group}={weight}" for group, weight in value.items()]
+        value = [f"{name}={each}" for name, each in value.items()]
     return _parse_list(value)
 
 
@@ -228,13 +228,6 @@ def _parse_weight(value: object) -> object:
     if not GROUP_NAME.fullmatch(group) or not 0 <= weight <= MAX_GROUP_WEIGHT:
         raise ValueError(f"not as in blue=9: a group, and a number from 0 to {MAX_GROUP_WEIGHT:g}")
     return text
-
-
-def _parse_aliases(value: object) -> object:
-    """A YAML file may also have a mapping."""
-    if isinstance(value, dict):
-        value = [f"{pattern}={name}" for pattern, name in value.items()]
-    return _parse_list(value)
 
 
 def _parse_alias(value: object) -> object:
@@ -302,9 +295,9 @@ Heartbeat = Annotated[Delay, AfterValidator(_check_heartbeat)]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 Weight = Annotated[str, BeforeValidator(_parse_weight), "GROUP=WEIGHT"]
-Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_weights)]
+Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_pairs)]
 ModelAliasText = Annotated[str, BeforeValidator(_parse_alias), "PATTERN=NAME"]
-ModelAliasTexts = Annotated[tuple[ModelAliasText, ...], BeforeValidator(_parse_aliases)]
+ModelAliasTexts = Annotated[tuple[ModelAliasText, ...], BeforeValidator(_parse_pairs)]
 Policy = Annotated[
     Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower
 ]
