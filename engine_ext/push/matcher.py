@@ -100,7 +100,7 @@ class PushMatcher:
         self._offers: dict[str, HeldOffer] = {}
         self._offer_names: NameTable[str] = NameTable()
         self._partial_offers: dict[str, HeldOffer] = {}
-        """Of requests that still run; they will be offered, or cancelled."""
+        """The requests that still run. P will offer or cancel their blocks."""
         self._partial_offer_names: NameTable[str] = NameTable()
         self._registrations = RegistrationTable()
         self._failed = Tombstones(context.config.push_deadline)

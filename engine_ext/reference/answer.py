@@ -183,7 +183,7 @@ class ResumedAnswer:
     text: str
     """The text of the other tokens."""
     logprobs: tuple[TokenLogprob, ...]
-    """Of the unsent tokens, if the request asks for them."""
+    """The log-probabilities of the unsent tokens, if the request asks for them."""
     answer: GeneratedAnswer
     constraint: Grammar | None
     finish: Finish | None
@@ -239,7 +239,7 @@ def resume_answer(
 
 
 def hands_over(params: object) -> bool:
-    """Whether these `kv_transfer_params` ask a prefill for its first token, for another engine."""
+    """Return True if these `kv_transfer_params` ask for the first token, for another engine."""
     return isinstance(params, dict) and prefills(params) and params.get(wire.HAND_OVER) is True
 
 

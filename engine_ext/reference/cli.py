@@ -27,7 +27,7 @@ HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 _OPTION_TYPES = {"device": str, "dtype": str, "global_cache_hit_threshold": float}
-"""Of the engine's options; all others are integers."""
+"""Types of the engine's options that are not integers."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -133,7 +133,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do anything, or is to look whether a transfer has ended."""
+        """True if a step could do something, or must check whether a transfer has ended."""
         at = self.scheduler
         if at.running or at.loaded or at.waiting or at.parked or at.orphaned or at.delayed:
             return True

@@ -1,4 +1,4 @@
-"""What the connector counts on its way to vLLM's `/metrics`, under the reference engine's names.
+"""The connector's counts on their way to vLLM's `/metrics`, under the reference engine's names.
 
 Workers count, vLLM's API server shows: what travels with each step is the change since the last
 one. Changes add up, over ranks and over steps, for gauges as for counters and for the buckets of a
@@ -74,7 +74,7 @@ class DisaggStats(KVConnectorStats):
 
 
 class MetricDeltas:
-    """What one half has counted since the last call; None for nothing."""
+    """Return the counts of one half since the last call; None if there are none."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}

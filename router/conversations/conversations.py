@@ -16,8 +16,8 @@ credential nor id nor messages.
     first turn   system, user                       kept under (system, user)
     next turn    system, user, assistant, user      takes (system, user), kept under all four
 
-Where the messages were edited, no entry has that key. Then `RecentSessions` may know which turn of
-the id the request changes. `ReturnTracker` finds out which ids and tenants never continue a
+If the client edited the messages, no entry has that key. Then `RecentSessions` may know which turn
+of the id the request changes. `ReturnTracker` finds out which ids and tenants never continue a
 conversation; engines need not retain anything for these.
 """
 
@@ -55,7 +55,7 @@ HEADER_MARK = "header:"
 NAME = itemgetter(0)
 # So many conversations in a row may be left before the next ones are expected to be left as well.
 MAX_LEFT_SESSIONS, MAX_LEFT_CHATS = 64, 32
-# Of ids that many clients make anew for each request.
+# The same limit for ids that many clients make anew for each request.
 MAX_LEFT_REQUEST_IDS = 4
 REQUEST_IDS = frozenset(("x-correlation-id", "x-request-id"))
 # Single questions with one system prompt, as of a batch, are distinguished from chats by so much.
@@ -87,8 +87,8 @@ class Turn(Struct, eq=False):
     unless the request `is_named`. `recall` sets `recalled`, and `entry` to what the last turn left
     for this one.
 
-    `is_implicit`: nobody asked for it, so only verified KV may be reused. `retains`: a next turn is
-    expected. `sources` are the keys of this conversation in `ReturnTracker`.
+    `is_implicit`: the client sent no id, so only verified KV may be reused. `retains`: a next turn
+    is expected. `sources` are the keys of this conversation in `ReturnTracker`.
     """
 
     session: str
@@ -116,7 +116,7 @@ class KeepOutcome(Struct, frozen=True):
 
 
 class IdName(NamedTuple):
-    """Where an id may be: in a header, in a field of the body, or in either."""
+    """The header, the field of the body, or both, that may have an id."""
 
     header: bytes | None
     field: str | None

@@ -96,7 +96,7 @@ class Prompt(Struct, frozen=True):
     reasoning trace. `rewrites_history`: the template may render a past answer differently from its
     tokens.
 
-    Of a chat, the answer follows the first `asked` messages, of which the last one is not the
+    In a chat, the answer follows the first `asked` messages, of which the last one is not the
     assistant's. The last turn's answer follows the first `asked_before` and ends the first
     `answered`, both 0 in a first turn; `answer_before` is its `digest_answer`. The first `opening`
     messages are the system's and one more.

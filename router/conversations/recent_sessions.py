@@ -1,7 +1,7 @@
-"""What this process remembers of recent requests: which ids came back, and the turns of each id.
+"""Recent requests of this process: the ids that came back, and the turns of each id.
 
-Both are hints: without them the router reuses less, or asks engines to retain KV that nobody reads.
-They are not shared with other processes.
+Both are hints: without them the router reuses less, or asks engines to retain KV that no request
+reads. They are not shared with other processes.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class EngineCapabilities:
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
     kv: KvFacts = field(default_factory=KvFacts)
-    """What is compared with other engines."""
+    """The facts that are compared with those of other engines."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 

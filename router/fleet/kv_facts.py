@@ -1,4 +1,4 @@
-"""What an engine's identity page (`GET /disagg/identity`) says about KV transfers, and the first
+"""The facts of an engine's identity page (`GET /disagg/identity`) about KV transfers, and the first
 fact in which the pages of two engines differ. Pure functions.
 
 An engine without the page, such as a stock engine, is not compared: it fits every other.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Of a page, the most factors and the longest text that are kept.
+# The most factors of a page that are kept, and the longest text in characters.
 MAX_FACTORS = 64
 MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12
@@ -20,15 +20,15 @@ SECRET_REQUIRED, SECRET_OPTIONAL, SECRET_NONE = "required", "mixed", "none"
 
 @dataclass(frozen=True, slots=True)
 class KvFacts:
-    """What an identity page says about KV transfers. Hashable, because a large fleet has few
-    different values. Empty texts, None and 0 stand for what the page does not say."""
+    """The facts of an identity page about KV transfers. Hashable, because a large fleet has few
+    different values. Empty texts, None and 0 stand for facts that the page lacks."""
 
     has_page: bool = False
     has_connector: bool = True
     modes: tuple[str, ...] = ()
     compatibility_hash: str = ""
     factors: tuple[tuple[str, str], ...] = ()
-    """What the hash is made of, in the order of the page."""
+    """The inputs of the hash, in the order of the page."""
     extension: str = ""
     """The version of our extension of the protocol."""
     block_size: int = 0

@@ -68,7 +68,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What was found in a fleet; `reasons` has, by engine, why no KV moves to or from it."""
+    """The findings about a fleet. `reasons` maps engines to why no KV moves to or from them."""
 
     findings: Sequence[Finding] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)

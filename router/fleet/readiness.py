@@ -1,4 +1,4 @@
-"""Whether a request would be answered, and in words what a fleet lacks."""
+"""Decides if the router is ready, and describes what a fleet lacks."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ MAX_NAMED_KINDS = 16
 MAX_ANSWER_CHARS = 16 * 1024 * 1024
 # How much memory one byte of JSON takes where objects are as small as log-probabilities.
 MEMORY_PER_JSON_BYTE = 8
-# What a block counts for beside its text, in characters and bytes.
+# The size of a block without its text, in characters and bytes.
 BLOCK_SIZE = 512
-# What matters for the depth of JSON text; a backslash alone is one at the end of a piece.
+# The tokens that change the depth of JSON text; a lone backslash ends a piece.
 JSON_TOKENS = re.compile(r'\\.|\\\Z|["{}\[\]]', re.DOTALL)
 
 

@@ -90,7 +90,7 @@ class CompletionDialect(AnswerFormat):
         super().__init__(job, tokenizer)
         sent = job.resumed.token_ids[: job.num_sent] if job.resumed else ()
         self._offsets = [sum(len(self._name(token)) for token in sent)] * len(job.requests)
-        """Where the next token of each choice begins, in characters of token names."""
+        """The offset of the next token of each choice, in characters of token names."""
 
     def chunk_choice(self, choice: int, output: RequestOutput, *, first: bool) -> dict[str, Any]:
         return {
@@ -244,7 +244,7 @@ def _check(output: RequestOutput) -> None:
 
 
 class AnswerProgress:
-    """What a job's choices have output so far, for `usage` and for the end of the answer."""
+    """The output of a job's choices so far, for `usage` and for the end of the answer."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -284,7 +284,7 @@ class AnswerProgress:
         }
 
     def last_fields(self) -> dict[str, Any]:
-        """Of the last chunk of a stream."""
+        """The `kv_transfer_params` of the last chunk of a stream."""
         params = self.kv_transfer_params
         return {} if params is None else {"kv_transfer_params": params}
 

@@ -22,7 +22,7 @@ TokenIds = tuple[int, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     names: tuple[str, ...]
-    """What clients may call it. The first is the one in answers."""
+    """The model names that clients may use. Answers contain the first one."""
     vocab_size: int
     """Token ids below this are the model's; the tokenizer may know fewer."""
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""What the bodies of the OpenAI endpoints may hold, field by field, and how a wrong one is refused.
+"""The fields of the OpenAI endpoints' bodies, and the errors for invalid ones.
 
 Unknown fields are ignored. Known ones that would change the answer and that this engine does not
 have are refused, unless they ask for what happens anyway.

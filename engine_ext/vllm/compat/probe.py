@@ -35,7 +35,7 @@ class Symbol:
     values: tuple[object, ...] = ()
     """The object is one of these."""
     why: str = ""
-    """What it is used for, and what breaks if the assumption fails; for docs/development.md."""
+    """The use of the name, and what breaks if the assumption fails, for docs/development.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

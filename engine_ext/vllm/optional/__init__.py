@@ -72,7 +72,7 @@ EARLY_EXIT = Feature(
     "an engine that leaves or pauses waits for turns that nobody reads, until they expire",
     _ENGINE_LOOP
     + symbols(f"""
-        - pause and sleep. They wait for turns that nobody may read, until these expire
+        - pause and sleep. Both wait until retained turns expire, even if no engine reads them
         {SCHEDULER_CLASS}.set_pause_state takes self pause_state
     """),
     modules=("optional.patch_engine_loop",),

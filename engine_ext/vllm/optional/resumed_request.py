@@ -84,7 +84,7 @@ def _field(sampling_params: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeLimits:
-    """What this engine, and the rest of the request, allow."""
+    """The limits that this engine and the request set."""
 
     vocab_size: int
     max_model_len: int

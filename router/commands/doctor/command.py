@@ -132,7 +132,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Progress:
-    """What is checked at present."""
+    """The check that runs at present."""
 
     def __init__(self) -> None:
         self.text = "starting"

@@ -46,7 +46,7 @@ PAGE_TIMEOUT_S = 2.0
 MAX_CONCURRENT_ENGINES = 64
 MAX_CONCURRENT_REQUESTS = 4
 MAX_PAIRS = 16
-# What does not matter for the checks, or is checked on its own.
+# Settings that do not matter for the checks, or that have a check of their own.
 QUIET = {
     "access_log": False,
     "warm_up": "off",

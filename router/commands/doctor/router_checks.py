@@ -33,7 +33,7 @@ class RouterChecker:
     headers: Mapping[str, str]
     found: Findings = field(init=False)
     status: RouterStatus | None = None
-    """What its metrics show."""
+    """The router's status, from its metrics."""
     is_router: bool = False
 
     def __post_init__(self) -> None:

@@ -160,7 +160,7 @@ ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
     errors.RejectedMidStreamError: ("why", 400),
     errors.UpgradeRequiredError: (),
 }
-"""Of errors that are not made with a message alone."""
+"""The arguments of errors that need more than a message."""
 
 
 @pytest.mark.parametrize(
