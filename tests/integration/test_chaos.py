@@ -1,6 +1,6 @@
 """Engines die, freeze and talk nonsense under load, and clients see no more of it than they may.
 
-The short form of `make chaos`; docs/reliability.md says what is measured and how.
+The short form of `make chaos`; docs/failures.md says what is measured and how.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md tells people to type."""
+"""The commands in docs/kubernetes.md and docs/upgrades.md work as they are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import yaml
 from tests.k8s.chart import CHART, EXAMPLES, ROOT, helm
 from tests.k8s.dockerfile import stages
 
-TEXT = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+TEXT = "".join(
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("kubernetes.md", "upgrades.md")
+)
 COMMANDS = [
     " ".join(line.split())
     for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
