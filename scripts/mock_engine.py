@@ -411,7 +411,7 @@ class PacedEngine:
     is_decoder: bool
     is_resumable: bool = False
     """Like our own engines it reports the token IDs of its streams, and continues what another
-    decoder has begun (docs/mid-answer.md)."""
+    decoder has begun (docs/wire-protocol.md)."""
     is_drill: bool = False
     rng: random.Random = field(default_factory=random.Random)
     fault: Fault = Fault.NONE

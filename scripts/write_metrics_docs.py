@@ -33,7 +33,7 @@ after a request's end. Tokens are those that engines tell.
 
 Alerts (`charts/disagg-router/files/alerts.yaml`) and a
 Grafana dashboard (`charts/disagg-router/files/dashboard.json`) use them. The engines' own metrics
-are in [engine.md](engine.md#metrics).
+are in [engine-configuration.md](engine-configuration.md#metrics).
 """
 
 

@@ -1,7 +1,7 @@
 """The clock of leases and bounds. It continues while the machine is suspended, as the clocks of
 peers do.
 
-A virtual machine that its host stops has no such clock: see docs/engine.md, Leases.
+A virtual machine that its host stops has no such clock: see docs/engine-half.md, "Leases".
 """
 
 import time

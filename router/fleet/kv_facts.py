@@ -104,7 +104,8 @@ def find_kv_difference(p: KvFacts, d: KvFacts) -> Difference | None:
         return None
     if not (p.has_connector and d.has_connector):
         return Difference(
-            NO_CONNECTOR, "start the engine with --kv-transfer-config (docs/engine.md)"
+            NO_CONNECTOR,
+            "start the engine with --kv-transfer-config (docs/engine-configuration.md)",
         )
     if p.modes and d.modes and not set(p.modes) & set(d.modes):
         modes = f"transfer modes {' '.join(p.modes)} and {' '.join(d.modes)}"

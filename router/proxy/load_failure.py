@@ -1,7 +1,7 @@
 """Read a decode engine's report that it could not load a prompt's KV.
 
 Decode engines with the capability `load_failures` send the report in one of three places
-(docs/engine.md): in the error object of a failed answer, in the `kv_transfer_params` of a
+(docs/wire-protocol.md): in the error object of a failed answer, in the `kv_transfer_params` of a
 non-streamed answer that they computed themselves, or in a comment of a stream. The router removes
 the report from what it sends to the client.
 """

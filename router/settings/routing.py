@@ -72,7 +72,7 @@ class SelectionSettings(SettingsGroup):
         engines are configured.
     first_token: Which engine's first token the client gets. auto: the token that the prefill engine
         samples, if both engines support the hand-over; the decode engine then continues with the
-        second token (docs/mid-answer.md). decoder: the decode engine samples it again.
+        second token (docs/wire-protocol.md). decoder: the decode engine samples it again.
     max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
         and how often after a preemption return, if the engines support it. 0: never.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a

@@ -1,6 +1,6 @@
 """Requests and messages that end stock vLLM 0.32, or hang it, or make it answer wrong.
 
-R1 to R14 as in docs/engine-tests.md; R2 and R3 are push mode's, R9 is in test_queue.py, R13 in
+R1 to R14 as in docs/test-inventory.md; R2 and R3 are push mode's, R9 is in test_queue.py, R13 in
 test_answers.py.
 """
 

@@ -250,7 +250,9 @@ class EngineChecker:
             )
         elif not kv.has_connector:
             text = "started without --kv-transfer-config, so no KV moves"
-            self.found.fail("identity", text, "add --kv-transfer-config (docs/engine.md)")
+            self.found.fail(
+                "identity", text, "add --kv-transfer-config (docs/engine-configuration.md)"
+            )
         else:
             modes = " and ".join(kv.modes) or "unknown"
             self.found.ok("identity", f"transfers by {modes}, {len(kv.factors)} facts to compare")

@@ -255,7 +255,9 @@ async def _check_moved(
     """`before` are the bytes that a stock decode engine had transferred before the request."""
     if not answer.offers_kv:
         text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
-        found.fail("KV moved", text, "start it with --kv-transfer-config (docs/engine.md)")
+        found.fail(
+            "KV moved", text, "start it with --kv-transfer-config (docs/engine-configuration.md)"
+        )
         return
     moved, tells = await find_transfer(pair, answer.request_id)
     if moved is not None:

@@ -12,7 +12,7 @@ from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK
 from engine_ext.reference.server.metrics import EngineCollector
 from tests.unit.reference.server.fake_engine import FakeEngine
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "engine.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "engine-configuration.md"
 
 
 def idle_engine() -> FakeEngine:

@@ -189,7 +189,7 @@ def test_the_operator_can_turn_a_feature_off(other_vllm: Path, name: str) -> Non
 
 
 def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
-    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "engine-configuration.md").read_text(encoding="utf-8")
     section = text.partition("## Versions of vLLM")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
     assert named == [each.name for each in OPTIONAL]
