@@ -13,7 +13,7 @@
 # make soak           thousands of requests while engines are killed and frozen
 # make chaos          4 min: failure drills under load, and what clients see of each
 # make check          30 s: lint, types, layers
-# make docs           10 s: the documentation as a site (build/site), strictly
+# make docs           1 min: the documentation as a site (build/site); its links, language and shell blocks
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -92,6 +92,8 @@ check: $(STAMP)
 docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/codespell docs *.md router engine_ext charts examples
+	@VENV="$(VENV)" scripts/test tests/docs -q $(ARGS)
 	@echo "build/site/index.html"
 
 clean:
