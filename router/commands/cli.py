@@ -168,7 +168,10 @@ def _serve(flags: dict[str, Any]) -> int:
         logger = logging.getLogger("disagg_router")
         for line in deprecation_warnings(settings, flags):
             logger.warning("%s", line)
-        for line in unknown_variables(os.environ):
+        unknown = unknown_variables(os.environ)
+        if only_check and unknown:
+            raise SettingsError(unknown)
+        for line in unknown:
             logger.warning("%s", line)
         check_sources(settings)
         # Report unreadable secrets and files before the router listens.

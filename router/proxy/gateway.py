@@ -48,8 +48,15 @@ class RouteFinder:
     may know of models that are not theirs.
     """
 
-    def __init__(self, settings: Settings, fleet: Fleet, names_models: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        names_models: bool = True,
+        aliases: ModelAliases | None = None,
+    ) -> None:
         self._names_models = names_models
+        self._aliases = aliases
         self.load_bound = LoadBound(settings.affinity_load_factor, settings.affinity_load_floor)
         floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
@@ -106,6 +113,8 @@ class RouteFinder:
             for model in self._fleet.snapshot.by_model
             if caller is None or caller.allows_model(model)
         ]
+        if self._aliases is not None:
+            served += [alias for alias, _ in self._aliases.names_for({*served})]
         raise UnknownModelError(request.requested_model, served)
 
     def lack_of(self, role: EngineRole, model: object, addition: str = "") -> NoEngineError:
@@ -276,8 +285,10 @@ class Gateway:
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         # What other dialects than chat completions cannot translate and leave out.
         self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))
-        self.routes = RouteFinder(settings, fleet, names_models=authenticator is None)
         self.aliases = ModelAliases(settings.model_alias, fleet) if settings.model_alias else None
+        self.routes = RouteFinder(
+            settings, fleet, names_models=authenticator is None, aliases=self.aliases
+        )
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
         self.budget = RetryBudget()

@@ -54,6 +54,8 @@ def test_fleet_that_is_well_has_no_failed_check_and_moves_kv(
         assert failed(checks) == []
         (moved,) = texts(checks, "KV moved")
         assert moved.startswith("yes, ")
+        back = texts(checks, "KV moved back")
+        assert [text[:5] for text in back] == (["yes, "] if p is fleet.p else [])
     with launcher.router([fleet.p], [fleet.d]) as router:
         _, checks = doctor(router.url)
         assert failed(checks) == []

@@ -22,7 +22,7 @@ from router.fleet.probes import json_of
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.gateway import Gateway
-from router.proxy.plan import choose_mode
+from router.proxy.plan import PULL, choose_mode
 from router.proxy.warmup import PairAnswer, send_test_request
 from router.routing.route import Route
 from router.server.app import build
@@ -227,53 +227,68 @@ async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> l
         without = " and ".join(e.name for e in pair if not e.capabilities.kv.has_page)
         found.skip("engines agree", f"{without} cannot be compared")
     mode = gateway.limits.transfer_mode
+    route = Route(pair.prefiller.group, (pair.prefiller,), (pair.decoder,))
     modes = {"push" if e.capabilities.supports_push else "pull" for e in pair}
     if mode != "auto" and p.modes and d.modes and mode not in modes:
         cure = "set --transfer-mode auto, or the engines' kv_connector"
         found.fail("transfer mode", f"--transfer-mode {mode}, but the engines {modes.pop()}", cure)
     else:
-        route = Route(pair.prefiller.group, (pair.prefiller,), (pair.decoder,))
         found.ok("transfer mode", str(choose_mode(route, mode)))
-    before = None if d.has_page else await _transferred_bytes(pair.decoder)
+    moved = await _check_moves(gateway, found, "KV moved", pair, timeout_s)
+    if moved and p.has_page and d.has_page and choose_mode(route, mode) is PULL:
+        # In the next turn of a conversation, the prefill engine reads from the decode engine.
+        back = CheckedPair(pair.decoder, pair.prefiller)
+        await _check_moves(gateway, found, "KV moved back", back, timeout_s)
+    return found.checks
+
+
+async def _check_moves(
+    gateway: Gateway, found: Findings, name: str, pair: CheckedPair, timeout_s: float
+) -> bool:
+    """Send a request through a pair, and report whether KV moved. Return whether it did."""
+    has_page = pair.decoder.capabilities.kv.has_page
+    before = None if has_page else await _transferred_bytes(pair.decoder)
     try:
         async with asyncio.timeout(timeout_s):
             answer = await send_test_request(gateway, *pair, Random(), PROMPT_TOKENS)
     except TimeoutError:
         cure = "look at the logs of both engines, or set --timeout"
-        found.fail("KV moved", f"no answer within {timeout_s:g} s", cure)
+        found.fail(name, f"no answer within {timeout_s:g} s", cure)
     except (UpstreamError, EngineError, RequestError) as error:
-        cure = "look at the decode engine's log: can it reach the side channel and UCX port above?"
-        found.fail("KV moved", f"no: {' '.join(str(error).split())[:300]}", cure)
+        cure = f"look at the log of {pair.decoder.name}: can it reach the side channel and UCX "
+        cure += f"port of {pair.prefiller.name}?"
+        found.fail(name, f"no: {' '.join(str(error).split())[:300]}", cure)
     else:
-        await _check_moved(found, pair, answer, before)
-    return found.checks
+        return await _check_moved(found, name, pair, answer, before)
+    return False
 
 
 async def _check_moved(
-    found: Findings, pair: CheckedPair, answer: PairAnswer, before: float | None
-) -> None:
+    found: Findings, name: str, pair: CheckedPair, answer: PairAnswer, before: float | None
+) -> bool:
     """`before` are the bytes that a stock decode engine had transferred before the request."""
     if not answer.offers_kv:
         text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
-        found.fail(
-            "KV moved", text, "start it with --kv-transfer-config (docs/engine-configuration.md)"
-        )
-        return
+        found.fail(name, text, "start it with --kv-transfer-config (docs/engine-configuration.md)")
+        return False
     moved, tells = await find_transfer(pair, answer.request_id)
     if moved is not None:
         blocks = f"{moved.blocks} block{'' if moved.blocks == 1 else 's'}"
-        found.ok("KV moved", f"yes, {blocks} in {moved.seconds * 1000:.1f} ms")
-    elif tells:
+        found.ok(name, f"yes, {blocks} in {moved.seconds * 1000:.1f} ms")
+        return True
+    if tells:
         text = f"no: {pair.decoder.name} has computed the prompt itself"
-        found.fail("KV moved", text, "look at its log for the reason")
+        found.fail(name, text, "look at its log for the reason")
     elif before is None:
         text = "answered, but the engines do not report transfers: no page /disagg/leases, nor "
-        found.skip("KV moved", text + "vLLM's metrics of NIXL, which need --kv-transfer-config")
+        found.skip(name, text + "vLLM's metrics of NIXL, which need --kv-transfer-config")
     elif moved_bytes := await _wait_for_bytes(pair.decoder, before):
-        found.ok("KV moved", f"yes, {moved_bytes / 1024:.0f} KiB")
+        found.ok(name, f"yes, {moved_bytes / 1024:.0f} KiB")
+        return True
     else:
         text = "answered, but vllm:nixl_bytes_transferred has not grown at the decode engine: it "
-        found.skip("KV moved", text + "may have computed the prompt itself")
+        found.skip(name, text + "may have computed the prompt itself")
+    return False
 
 
 async def _wait_for_bytes(engine: Engine, before: float) -> float:

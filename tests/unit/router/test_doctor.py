@@ -38,9 +38,12 @@ OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 
 
 def moves_kv(engine: MockEngine) -> None:
-    """The engine reports a READ of four blocks for each request that it answers."""
+    """The engine plays both roles, and reports a READ of four blocks for each request that it
+    decodes."""
 
     async def decode(request: Received, peer: Peer) -> None:
+        if request.json["kv_transfer_params"].get("do_remote_decode"):
+            return await usual_prefill(request, peer)
         found = OWN_ID.search(request.header("x-request-id") or "")
         moved = {"what": "READ", "engine_id": "p", "blocks": 4, "bytes": 9, "seconds": 0.0031}
         moved |= {"found_by": hash_request_id(found[0] if found else ""), "age_seconds": 0}
@@ -82,15 +85,37 @@ def found(checks: Sequence[Check], name: str) -> Check:
 
 async def test_fleet_that_is_well_moves_kv(p: MockEngine, d: MockEngine) -> None:
     p.identity, d.identity = at(p.port), at(d.port)
+    moves_kv(p)
     moves_kv(d)
     checks = await examine(settings_of([p], [d]))
     assert not failed(checks)
     assert found(checks, "KV moved").text == "yes, 4 blocks in 3.1 ms"
+    assert found(checks, "KV moved back").text == "yes, 4 blocks in 3.1 ms"
     assert found(checks, "engines agree").text == "3 facts are equal"
     assert found(checks, "transfer mode").text == "pull"
     assert found(checks, "leases").text == "all last 30 s"
     assert found(checks, "secret").state is State.SKIPPED
     assert len(p.requests[0].json["prompt"]) == PROMPT_TOKENS == 64
+
+
+async def test_prefill_engine_that_cannot_read_from_the_decode_engine_is_named(
+    p: MockEngine, d: MockEngine
+) -> None:
+    p.identity, d.identity = at(p.port), at(d.port)
+    moves_kv(p)
+    moves_kv(d)
+    p.pages["/disagg/leases"] = b'{"ranks": []}'
+    prefill = p.usual
+
+    async def computes(request: Received, peer: Peer) -> None:
+        await prefill(request, peer)
+        p.pages["/disagg/leases"] = b'{"ranks": []}'
+
+    p.usual = computes
+    checks = await examine(settings_of([p], [d]))
+    assert found(checks, "KV moved").state is State.OK
+    text = f"no: 127.0.0.1:{p.port} has computed the prompt itself"
+    assert failed(checks) == {"KV moved back": text}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +318,7 @@ async def test_exit_status_and_json(
     p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p.identity = d.identity = page()
+    moves_kv(p)
     moves_kv(d)
     engines = ["--prefill", f"127.0.0.1:{p.port}", "--decode", f"127.0.0.1:{d.port}"]
     assert await doctor(*engines) == 0
@@ -333,13 +359,14 @@ async def test_running_router_is_checked_by_its_url(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     p.identity = d.identity = page()
+    moves_kv(p)
     moves_kv(d)
     router = await start_router()
     await router.knows_its_engines()
     assert await doctor(router.url) == 0, capsys.readouterr().out
     output = capsys.readouterr().out
     assert "requests are answered" in output
-    assert output.count("yes, 4 blocks") == 2, "directly, and through the router"
+    assert output.count("yes, 4 blocks") == 3, "through the router, directly and back"
 
 
 async def test_fault_that_a_running_router_reports_is_shown(

@@ -269,6 +269,14 @@ def test_check_reports_problems_and_starts_nothing(
     assert problems(capsys, *FLAGS, "--check", "--api-keys-file", str(tmp_path / "none"))
 
 
+def test_check_refuses_a_misspelt_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISAGG_ROUTER_REQUEST_TIMOUT", "5")
+    (line,) = problems(capsys, *FLAGS, "--check")
+    assert "REQUEST_TIMOUT is not a setting; did you mean DISAGG_ROUTER_REQUEST_TIMEOUT?" in line
+
+
 def test_the_printed_configuration_sets_the_same_settings_and_shows_no_secret(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

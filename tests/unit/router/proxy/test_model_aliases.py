@@ -94,9 +94,9 @@ async def test_models_list_aliases(start_router: StartRouter, p: MockEngine, d: 
 async def test_unknown_model_is_answered_with_the_served_ones(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(start_router, p, d, model_alias=("lost=none",))
+    router = await start(start_router, p, d, model_alias=("lost=none", "gpt-4o=m"))
     for model in ("gpt-5", "lost"):
-        expected = f"The model `{model}` does not exist. Models that are served: m, n."
+        expected = f"The model `{model}` does not exist. Models that are served: gpt-4o, m, n."
         answers = [
             await router.complete(model=model),
             await router.client.get(f"/v1/models/{model}"),
@@ -145,7 +145,8 @@ async def test_a_key_sees_only_its_own_models(
     allowed = " Models that this API key may use: gone, n."
     assert await message("gpt-x") == refused.format("gpt-x") + allowed
     assert await message("m") == refused.format("m") + allowed
-    assert await message("gone") == "The model `gone` does not exist. Models that are served: n."
+    unserved = "The model `gone` does not exist. Models that are served: claude-*, n."
+    assert await message("gone") == unserved
     listed = (await router.client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed] == ["n", "claude-*"]
 
