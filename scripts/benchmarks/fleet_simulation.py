@@ -79,7 +79,7 @@ class Uniform(_Shape):
         return self.job([], self.length(1000, 0.8, 16_000), self.length(200, 0.6, 2000))
 
 
-class Mooncake(_Shape):
+class Documents(_Shape):
     """Questions about long documents, half of them about a document of recent questions.
 
     All prompts of a service begin with the same text; a few services have most of the users.
@@ -134,8 +134,8 @@ class Chat(_Shape):
         return job
 
 
-SHAPES: dict[str, type[Uniform | Mooncake | Chat]] = {
-    "mooncake": Mooncake,
+SHAPES: dict[str, type[Uniform | Documents | Chat]] = {
+    "documents": Documents,
     "chat": Chat,
     "uniform": Uniform,
 }
