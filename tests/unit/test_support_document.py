@@ -1,50 +1,58 @@
-"""docs/support.md says of nothing that it is tested unless it names the tests, and where they are
-run; README.md says no more."""
+"""docs/support.toml calls nothing tested unless it names the tests; docs/support.md is written from it.
+
+`python -m tests.unit.test_support_document` writes the tables. README.md may repeat rows of them.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TABLE, _, LIST = TEXT.partition("## The tests")
-STATES = re.compile(
-    r"tested(?: \([^)]*\))?: (?P<tested>\w)"
-    r"|refused[^:|]*: (?P<refused>\w)"
-    r"|\*untested\*"
-    r"|no such (?:model|thing)|no ranks"
-)
-NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
-NOT_IN_CI = "`make test-nightly`"
+PAGE = ROOT / "docs" / "support.md"
+README = ROOT / "README.md"
+FEATURES: list[dict[str, Any]] = tomllib.loads(
+    (ROOT / "docs" / "support.toml").read_text(encoding="utf-8")
+)["feature"]
+COLUMNS = {"reference": "reference engine", "vllm-0.32": "vLLM 0.32", "vllm-0.33": "vLLM 0.33"}
+NEWEST, BUILD = "vllm-0.33", "vllm-0.32"
+BEGIN = "<!-- Written by python -m tests.unit.test_support_document from support.toml. -->\n"
+END = "<!-- End of what is written. -->\n"
 IN_NEXT = re.compile(r"tests/vllm/test_(?:next_\w+|releases|layouts)\.py|tests/unit/")
 """Tests of the newest release that CI runs."""
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: others for name, *others in cells}
+def cell_of(feature: dict[str, Any], column: str) -> dict[str, Any]:
+    """Return the entry of a column, with the tests of the build before where it says "same"."""
+    entry = feature.get(column, {})
+    if entry == "same":
+        assert column == NEWEST
+        return {key: each for key, each in feature[BUILD].items() if key in ("refused", "tests")}
+    return {"untested": True} if entry == "untested" else entry
 
 
-def named() -> dict[str, list[tuple[str, str]]]:
-    """The tests of each letter."""
-    lines = LIST.strip().splitlines()
-    found = {line[2]: NAMED.findall(line) for line in lines if line[:2] + line[3:5] == "* : "}
-    assert len(found) == len(lines)
-    return found
+def state_of(feature: dict[str, Any], column: str) -> str:
+    """Return tested, nightly, untested, n/a, or how the engine refuses the feature."""
+    cell = cell_of(feature, column)
+    if not cell:
+        return "n/a"
+    if "untested" in cell:
+        return "untested"
+    tests = [tuple(each.split("::")) for each in cell["tests"]]
+    nightly = cell.get("nightly", False) or any(is_nightly(path, name) for path, name in tests)
+    nightly |= column == NEWEST and not all(IN_NEXT.match(path) for path, _ in tests)
+    if "refused" in cell:
+        return f"refused {cell['refused']}{' (nightly)' if nightly else ''}"
+    return "nightly" if nightly else "tested"
 
 
-def letter_in(cell: str) -> str | None:
-    match = STATES.fullmatch(cell)
-    assert match, cell
-    return match["tested"] or match["refused"]
-
-
-def is_left_to_all(path: str, name: str) -> bool:
-    """Marked `more`, by itself or with all of its file."""
+def is_nightly(path: str, name: str) -> bool:
+    """Return whether CI leaves the test out: it, or all of its file, has the mark `nightly`."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for node in tree.body:
         of_file = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
@@ -55,37 +63,68 @@ def is_left_to_all(path: str, name: str) -> bool:
     return False
 
 
-def test_each_cell_says_what_is_known() -> None:
-    cells = [cell for others in rows(TABLE).values() for cell in others]
-    assert len(cells) > 60
-    assert {letter_in(cell) for cell in cells} - {None} == set(named())
+def tables() -> str:
+    parts: list[str] = []
+    for group in dict.fromkeys(each["group"] for each in FEATURES):
+        parts += [f"\n### {group}\n", f"| | {' | '.join(COLUMNS.values())} |", "|---|---|---|---|"]
+        for feature in (each for each in FEATURES if each["group"] == group):
+            cells = (text_of(feature, column) for column in COLUMNS)
+            parts.append(f"| {feature['name']} | {' | '.join(cells)} |")
+    parts += ["\n### Messages of refusals\n", "| | message |", "|---|---|"]
+    for feature in FEATURES:
+        cells_of = (feature.get(column, {}) for column in COLUMNS)
+        for message in (m for cell in cells_of if "messages" in cell for m in cell["messages"]):
+            parts.append(f"| {feature['name']} | `{message}` |")
+    return "\n".join(parts) + "\n\n"
 
 
-def test_what_is_said_to_be_tested_names_tests_that_are_there() -> None:
-    for letter, tests in named().items():
-        assert tests, letter
-        for path, name in tests:
+def text_of(feature: dict[str, Any], column: str) -> str:
+    note = cell_of(feature, column).get("note")
+    return state_of(feature, column) + (f" ({note})" if note else "")
+
+
+def with_tables(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}"
+
+
+def test_the_page_is_written_from_the_data() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text == with_tables(text), "run python -m tests.unit.test_support_document"
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda each: each["name"])
+def test_each_cell_is_a_known_state_and_names_tests_that_exist(feature: dict[str, Any]) -> None:
+    assert feature.keys() <= {"group", "name", *COLUMNS}
+    assert any(column in feature for column in COLUMNS)
+    for column in COLUMNS:
+        cell = cell_of(feature, column)
+        assert cell.keys() <= {"refused", "messages", "nightly", "note", "tests", "untested"}
+        assert bool(cell.get("tests")) != ("untested" in cell or not cell)
+        for path, name in (each.split("::") for each in cell.get("tests", ())):
             source = (ROOT / path).read_text(encoding="utf-8")
-            # Where it is collected: defined there, or taken over from another file.
+            # A test is collected from the file that defines it, or that imports it.
             there = rf"^(?:async )?def {name}\(|^    {name},$"
             assert re.search(there, source, re.MULTILINE), name
 
 
-def test_a_cell_says_whether_ci_runs_its_tests() -> None:
-    tests = named()
-    for name, (_, build, newest) in rows(TABLE).items():
-        for cell, is_newest in ((build, False), (newest, True)):
-            its = tests.get(letter_in(cell) or "", [])
-            is_left = any(is_left_to_all(*test) for test in its)
-            is_left |= is_newest and not all(IN_NEXT.match(path) for path, _ in its)
-            assert NOT_IN_CI in cell or not is_left, f"{name}: {cell}"
+def test_no_feature_is_listed_twice() -> None:
+    assert len(FEATURES) > 50
+    assert len({each["name"] for each in FEATURES}) == len(FEATURES)
 
 
-def test_the_readme_says_what_the_document_says() -> None:
-    _, _, rest = README.partition("### What is supported\n")
-    said = rows(rest.partition("\n## ")[0])
-    assert len(said) > 15
-    documented = rows(TABLE)
-    for name, cells in said.items():
-        for cell, full in zip(cells, documented[name], strict=True):
-            assert re.split(r" \(|:", full)[0].strip("*") == cell, name
+def test_the_readme_repeats_the_states_of_the_data() -> None:
+    table = README.read_text(encoding="utf-8").partition("| reference engine | vLLM 0.32 |")[2]
+    lines = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(lines) > 4
+    by_name = {each["name"]: each for each in FEATURES}
+    for line in lines:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell, column in zip(cells, COLUMNS, strict=True):
+            state = state_of(by_name[name], column).partition(" (")[0]
+            assert cell == state.replace("nightly", "tested"), name
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
