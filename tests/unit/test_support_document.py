@@ -1,4 +1,4 @@
-"""docs/support.toml calls nothing tested unless it names the tests; docs/support.md is written from it.
+"""docs/support.toml calls nothing tested unless it names the tests, and docs/support.md follows it.
 
 `python -m tests.unit.test_support_document` writes the tables. README.md may repeat rows of them.
 """
