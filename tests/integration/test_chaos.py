@@ -1,6 +1,6 @@
 """Engines die, freeze and talk nonsense under load, and clients see no more of it than they may.
 
-The short form of `make chaos`; docs/failures.md says what is measured and how.
+The short form of `make chaos`; it breaks engines in every way that docs/failures.md lists.
 """
 
 import json
