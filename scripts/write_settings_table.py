@@ -16,7 +16,7 @@ HEAD = """\
 Each one is a flag of `disagg-router`, a variable, or a line of the YAML file that `--config` names,
 with the flag's name. A flag wins over a variable, a variable over the file. `--check` validates
 them, `--print-config` prints those in force. SIGHUP and `POST /admin/reload` read those again that
-may change at run time ([by hand](discovery.md#by-hand-the-admin-api)).
+may change at run time ([by hand](discovery.md#admin-api)).
 """
 BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
 
