@@ -197,6 +197,7 @@ class ResumeState(Struct, eq=False):
 
     def note_move(self, error: LegError) -> None:
         """Record that another engine continues. A stream's move is counted when it continues."""
+        self._request.record.resumes += 1
         started = self._request.exchange.started
         if self.buffer is not None:
             is_free = isinstance(error, PreemptedError)

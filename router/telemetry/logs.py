@@ -197,6 +197,8 @@ class AccessFields(Struct, omit_defaults=True):
     prefiller: str = ""
     decoder: str = ""
     without_transfer: str = ""
+    retries: int = 0
+    resumes: int = 0
     prefill_ms: int | None = None
     first_byte_ms: int | None = None
     total_ms: int | None = None
@@ -242,6 +244,8 @@ class AccessLine(Struct, frozen=True):
             r.prefiller,
             r.decoder,
             r.without_transfer,
+            r.retries,
+            r.resumes,
             _milliseconds(r, r.prefill_done),
             _milliseconds(r, r.first_byte),
             _milliseconds(r, r.ended),
@@ -264,6 +268,8 @@ def _short(r: Record) -> str:
     if r.first_byte is not None and r.ended is not None:
         parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
     parts += filter(None, (_engines(r), _offered(r), _reused(prompt, cached, r.conversation)))
+    if r.resumes:
+        parts.append(f"resumed {'once' if r.resumes == 1 else f'{r.resumes} times'}")
     if r.outcome != "ok":
         parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
     if r.error:

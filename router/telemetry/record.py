@@ -159,6 +159,8 @@ class Record(Struct, eq=False):
     request is one for a single engine anyway."""
     streamed: bool = False
     retries: int = 0
+    resumes: int = 0
+    """How often another engine had to continue the answer."""
     queued: float | None = None
     """When the request began to wait for a slot at an engine."""
     admitted: float | None = None

@@ -173,8 +173,15 @@ HOWS = ["reset", "half", "error", "abort", "ends", "frozen", "large"]
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, number: int, how: str
+    start: Start,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    number: int,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", logger="disagg_router.access")
     router = await start(stream_idle_timeout=0.5 if how == "frozen" else 60)
     d.scripts = d2.scripts = [dies_after(number, how)]  # whoever is asked first
     answer = await router.stream(seed=3)
@@ -200,6 +207,10 @@ async def test_another_decoder_goes_on(
     assert router.metric("resumes_total", kind=kind or "status_5xx", outcome="resumed") == 1
     assert router.metric("requests_total", **_ended(router)) == 1
     assert router.gateway.memory.resume_buffers.size == 0
+    router.gateway.records.flush()
+    (line,) = (line for one in caplog.records for line in getattr(one, "lines", []))
+    assert line.content()["retries"] == line.content()["resumes"] == 1
+    assert "resumed once" in line.short()
 
 
 async def test_a_request_that_is_wrong_is_refused_once(
