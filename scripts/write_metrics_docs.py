@@ -1,6 +1,7 @@
 """Writes docs/metrics.md: every metric of the router, as its definition says.
 
-The advice for operators ("When it moves") is written by hand in the document, and stays there.
+The advice for operators, the last paragraph of each metric, is written by hand in the document, and
+so is all that follows the router's metrics.
 """
 
 from __future__ import annotations
@@ -13,27 +14,26 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER, MetricDescription
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
-ADVICE = re.compile(
-    r"^## `(\w+)`\n.*?\*\*When it moves:\*\* (.*?)\n(?:\n|\Z)", re.DOTALL | re.MULTILINE
-)
+ADVICE = re.compile(r"^### `(\w+)`\n\n[^#]*\n\n([^#]+?)\n(?=\n#|\Z)", re.MULTILINE)
+TAIL = "\n## Engine metrics\n"
 HEAD = f"""\
-# The router's metrics
+# Metrics
 
-Written by `scripts/write_metrics_docs.py` from the code, except the advice ("When it moves"). A
-test keeps it true.
+The router serves Prometheus metrics at `GET /metrics`, on its port and on the liveness port, or on
+`--metrics-port` alone. With `--workers` the figures are those of all workers together. Times are in
+seconds, tokens are as engines report them.
 
-`GET /metrics` on the router's port, and on the liveness port, which answers while the router is
-busy. With `--workers` both tell the figures of all workers as one. Times are in seconds. A
-histogram `X` is scraped as `X_bucket`, `X_sum` and `X_count`.
+The router bounds its labels: `model` is a name that the fleet serves, or `{OTHER}` beyond
+{MAX_LABEL_PAIRS} pairs of model and group in a process's life. Metrics by model appear a tenth of a
+second after a request's end.
 
-Labels are bounded: engines, groups and sources are those there are. `model` is a name that the
-fleet serves, at most {MAX_LABEL_PAIRS} pairs of a model and a group in a process's life; everything
-else, made-up names included, is `{OTHER}`. What is counted by model appears a tenth of a second
-after a request's end. Tokens are those that engines tell.
+The chart has alerts (`charts/disagg-router/files/alerts.yaml`) and a Grafana dashboard
+(`charts/disagg-router/files/dashboard.json`) for these metrics. Engines have [their
+own](#engine-metrics).
 
-Alerts (`charts/disagg-router/files/alerts.yaml`) and a
-Grafana dashboard (`charts/disagg-router/files/dashboard.json`) use them. The engines' own metrics
-are in [engine-configuration.md](engine-configuration.md#metrics).
+## Router metrics
+
+`scripts/write_metrics_docs.py` writes this part from the code.
 """
 
 
@@ -42,23 +42,18 @@ def main() -> None:
 
 
 def document() -> str:
-    described = Metrics().described
-    parts = [HEAD, "| metric | type | labels |", "|---|---|---|"]
-    parts += [_row(one) for one in described]
-    advice = dict(ADVICE.findall(DOCUMENT.read_text(encoding="utf-8")))
-    parts += [_section(one, advice.get(one.name, "TODO")) for one in described]
-    return "\n".join(parts) + "\n"
-
-
-def _row(one: MetricDescription) -> str:
-    labels = ", ".join(f"`{label}`" for label in one.labels)
-    return f"| [`{one.name}`](#{one.name}) | {one.kind} | {labels} |"
+    before, tail, after = DOCUMENT.read_text(encoding="utf-8").partition(TAIL)
+    advice = dict(ADVICE.findall(before))
+    sections = [_section(one, advice.get(one.name, "TODO")) for one in Metrics().described]
+    return "\n".join([HEAD, *sections]) + tail + after
 
 
 def _section(one: MetricDescription, advice: str) -> str:
-    text = textwrap.fill(one.text, 100)
-    advice = textwrap.fill(f"**When it moves:** {' '.join(advice.split())}", 100)
-    return f"\n## `{one.name}`\n\n{text}\n\n{advice}"
+    labels = ", ".join(f"`{label}`" for label in one.labels)
+    kind = f"*{one.kind}*, by {labels}" if labels else f"*{one.kind}*"
+    paragraphs = (f"{kind}. {one.text}", " ".join(advice.split()))
+    text = "\n\n".join(textwrap.fill(each, 100, break_on_hyphens=False) for each in paragraphs)
+    return f"### `{one.name}`\n\n{text}\n"
 
 
 if __name__ == "__main__":

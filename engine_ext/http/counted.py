@@ -1,7 +1,7 @@
 """The names of the connector's counters in `/metrics`, the same in every engine.
 
 Each counter has a name of ours. Counters that stock vLLM's NIXL connector has as well appear under
-its names too, so that dashboards made for it work. docs/engine-configuration.md lists all of them.
+its names too, so that dashboards made for it work. docs/metrics.md lists all of them.
 """
 
 from dataclasses import fields

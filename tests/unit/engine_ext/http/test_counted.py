@@ -12,7 +12,7 @@ from engine_ext.http.counted import COUNTED, DISTRIBUTED, STOCK
 from engine_ext.reference.server.metrics import EngineCollector
 from tests.unit.reference.server.fake_engine import FakeEngine
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "engine-configuration.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "metrics.md"
 
 
 def idle_engine() -> FakeEngine:
@@ -33,7 +33,7 @@ def test_every_field_is_told_once_and_every_sum_is_of_counters() -> None:
 
 
 def test_the_document_names_exactly_the_metrics_that_exist_with_their_types() -> None:
-    section = DOCUMENT.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    section = DOCUMENT.read_text().partition("\n## Engine metrics\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| \S", section, re.MULTILINE)
     exist = re.findall(r"^# TYPE (\S+) (\w+)$", told(idle_engine()), re.MULTILINE)
     assert sorted(rows) == sorted(exist)
