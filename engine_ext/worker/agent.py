@@ -276,7 +276,7 @@ class NixlAgent:
         return self._start("WRITE", peer, local, remote, notification)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See docs/engine-half.md, "What stops a transfer", for what is an end."""
+        """See docs/engine-half.md, "End of a transfer", for what is an end."""
         with _errors("poll a transfer"):
             try:
                 state = self._nixl.check_xfer_state(transfer.handle)

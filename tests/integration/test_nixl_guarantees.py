@@ -1,5 +1,5 @@
 """What NIXL and UCX do with a transfer that somebody no longer wants: facts that our rules about
-blocks rest on and that our simulator imitates (docs/engine-half.md, "What stops a transfer").
+blocks rest on and that our simulator imitates (docs/engine-half.md, "End of a transfer").
 
 Each test's name is a fact about the NIXL that is installed. One that fails after an upgrade is
 news, not a regression: read the section again.
