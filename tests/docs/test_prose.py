@@ -12,6 +12,7 @@ from tests.docs.prose import check_markdown, check_page, check_product
 CLEAN = {
     "docs/architecture.md",
     "docs/do-i-need-this.md",
+    "docs/endpoints.md",
     "docs/engine-configuration.md",
     "docs/engine-half.md",
     "docs/kubernetes-start.md",
