@@ -17,6 +17,7 @@ CLEAN = {
     "docs/engine-half.md",
     "docs/kubernetes-start.md",
     "docs/metrics.md",
+    "docs/performance.md",
     "docs/settings.md",
     "docs/support.md",
     "docs/wire-protocol.md",
