@@ -69,8 +69,10 @@ class ChildProcesses:
         logged: bool = True,
         shown: bool = False,
         environment: Mapping[str, str] | None = None,
+        cores: Sequence[int] = (),
     ) -> ChildProcess:
-        """Start a process. With `shown`, only its standard error is logged, the rest is shown."""
+        """Start a process. With `shown`, only its standard error is logged, the rest is shown.
+        With `cores`, it runs on these alone."""
         log = self.directory / f"{name.replace(' ', '-')}.log" if logged else None
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -83,7 +85,7 @@ class ChildProcesses:
                     stderr=output,
                     env={**os.environ, **(environment or {})},
                     start_new_session=True,
-                    preexec_fn=die_with(os.getpid()),
+                    preexec_fn=die_with(os.getpid(), cores),
                 )
 
         child = ChildProcess(name, spawn, log, url)
@@ -109,14 +111,17 @@ def _signal(child: ChildProcess, number: signal.Signals) -> None:
         os.killpg(child.process.pid, number)
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """Return a function to run in the child, which then dies with its parent, even by SIGKILL."""
+def die_with(parent: int, cores: Sequence[int] = ()) -> Callable[[], None]:
+    """Return a function to run in the child, which then dies with its parent, even by SIGKILL, and
+    runs on `cores` alone, if there are any."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        if cores:
+            os.sched_setaffinity(0, cores)
 
     return prepare
 

@@ -5,6 +5,7 @@ The chats have several turns of random words, the same for a seed. Figures need 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
@@ -36,7 +37,7 @@ Message = Mapping[str, str]
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """The chats to send. `words` is the length of a question, about as many tokens; `tokens` is the
-    length of an answer."""
+    length of an answer. `fields` are further fields of each request."""
 
     model: str
     requests: int
@@ -44,6 +45,7 @@ class LoadPlan:
     words: int
     tokens: int
     seed: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Chat(NamedTuple):
@@ -77,6 +79,11 @@ class Sample:
             self._kept.append(value)
         elif (place := self._random.randrange(self.count)) < self._max_size:
             self._kept[place] = value
+
+    def add_all(self, other: Sample) -> None:
+        """Add another sample, which has kept all its values."""
+        for value in other._kept:
+            self.add(value)
 
     def quantiles(self) -> Mapping[str, float] | None:
         """Return quantiles by nearest rank, or None for an empty sample."""
@@ -112,6 +119,21 @@ class Figures:
     @property
     def ended(self) -> int:
         return self.answered + self.failed
+
+    def add(self, other: Figures) -> None:
+        """Add what another load has counted."""
+        self.answered += other.answered
+        self.failed += other.failed
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.cached_tokens += other.cached_tokens
+        self.problems.update(other.problems)
+        for own, more in (
+            (self.first, other.first),
+            (self.gaps, other.gaps),
+            (self.whole, other.whole),
+        ):
+            own.add_all(more)
 
     def content(self, seconds: float) -> dict[str, Any]:
         """Return the JSON report of a load that took `seconds`."""
@@ -163,6 +185,28 @@ class ChatLoad:
             for client in clients:
                 client.close()
 
+    async def run_at(self, moments: Sequence[float], run: str) -> float:
+        """Begin the chats at these moments, in seconds from now, whatever has been answered.
+
+        Return by how many seconds the latest of them was late.
+        """
+        started = time.monotonic()
+
+        async def begin(moment: float, chat: Chat) -> float:
+            await asyncio.sleep(started + moment - time.monotonic())
+            late = time.monotonic() - started - moment
+            client = Client(self.target.host, self.target.port)
+            try:
+                await self._hold(client, chat)
+            finally:
+                client.close()
+            return late
+
+        async with asyncio.TaskGroup() as group:
+            jobs = zip(moments, chats(self.plan, run), strict=True)
+            tasks = [group.create_task(begin(*job)) for job in jobs]
+        return max(task.result() for task in tasks)
+
     async def _hold(self, client: Client, chat: Chat) -> None:
         history: list[Message] = []
         for question in chat.questions:
@@ -185,6 +229,7 @@ class ChatLoad:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.plan.fields,
         }
         request = request_bytes(PATH, orjson.dumps(body), headers, f"{host}:{target.port}")
         error = bytearray()

@@ -1,6 +1,7 @@
 """disagg-router demo: starts engines and a router on this machine, and stops them at the end.
 
-Exit code 0: stopped by a signal. 1: failed. 2: wrong usage, or something is not installed.
+Exit code 0: stopped by a signal, or compared. 1: failed. 2: wrong usage, or something is not
+installed. 130: a signal stopped the comparison.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import httpx
-
 from router.commands.console import CommandError, CommandParser
+from router.commands.demo.compare import SIGNALS, CompareOptions, compare
 from router.commands.demo.engines import (
     ENGINES,
     TINY,
@@ -33,6 +32,12 @@ from router.commands.demo.engines import (
     threads_of,
     write_secret,
 )
+from router.commands.demo.starting import (
+    free_ports,
+    print_now,
+    router_command,
+    wait_until_ready,
+)
 from router.common.child_processes import (
     ChildEndedError,
     ChildProcess,
@@ -41,12 +46,17 @@ from router.common.child_processes import (
 )
 
 PROGRAM = "disagg-router demo"
-ROUTER = [sys.executable, "-m", "router.commands.cli"]
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CHECK_INTERVAL_S = 0.5
-START_TIMEOUT_S = 600.0
-REPORT_INTERVAL_S = 5.0
-READY_POLL_S = 0.1
+INTERRUPTED = 130
+ROUNDS = 3
+DEFAULTS = {"prefillers": 1, "decoders": 2, "host": "127.0.0.1", "port": 8000}
+# Options that the comparison decides.
+NOT_COMPARED = (*DEFAULTS, "vllm")
+DESCRIPTION = """\
+Starts prefill and decode engines and a router on this machine. With --compare, it measures instead
+whether short chats are answered faster while long prompts arrive, if another engine computes the
+prompts.
+"""
 # An engine that ends more often than this is broken.
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
@@ -55,26 +65,36 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 NEXT_QUESTION = "Which river flows through it?"
 PATH = "/v1/chat/completions"
-_say = partial(print, flush=True)
 
 
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
     parser = _parser()
-    options = DemoOptions(**vars(parser.parse_args(argv)))
+    options, comparison = _read(parser, argv)
     with handling_signals(SIGNALS, _interrupt):
-        return parser.run(lambda: _run(options, engines))
+        return parser.run(lambda: _run(options, engines, comparison))
 
 
-def _run(options: DemoOptions, engines: EngineCommands) -> int:
-    """Run until a signal raises KeyboardInterrupt, or the router ends. Raises CommandError."""
+def _run(
+    options: DemoOptions, engines: EngineCommands, comparison: CompareOptions | None = None
+) -> int:
+    """Run until a signal raises KeyboardInterrupt, the router ends or the comparison is complete.
+
+    Raises CommandError and UsageError.
+    """
     engines.check(options)
-    _check_port(options.host, options.port)
+    if comparison is None:
+        _check_port(options.host, options.port)
+    else:
+        comparison.check()
     with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
         processes = ChildProcesses(Path(directory))
         try:
             model = choose_model(processes, options, engines)
+            if comparison is not None:
+                compare(processes, options, engines, model, comparison)
+                return 0
             _start_all(processes, options, engines, model)
-            _say(_invitation(options.url, model, processes.children))
+            print_now(_invitation(options.url, model, processes.children))
             restarts = EngineRestarts()
             while True:
                 *started, router = processes.children
@@ -82,15 +102,16 @@ def _run(options: DemoOptions, engines: EngineCommands) -> int:
                 restarts.restart_ended(started)
                 time.sleep(CHECK_INTERVAL_S)
         except KeyboardInterrupt:
-            return 0
+            return 0 if comparison is None else INTERRUPTED
         except ChildEndedError as error:
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
             return 1
         finally:
             # Stopping takes a bounded time.
             with handling_signals(SIGNALS, signal.SIG_IGN):
-                with contextlib.suppress(OSError):  # the output may be closed
-                    _say("Stopping.")
+                if comparison is None:
+                    with contextlib.suppress(OSError):  # the output may be closed
+                        print_now("Stopping.")
                 # The router stops first: it would report engines that stop before it as failed.
                 processes.stop(processes.children[-1:])
                 processes.stop()
@@ -116,7 +137,9 @@ class EngineRestarts:
                 engine.check()
             times.append(self._clock())
             engine.restart()
-            _say(f"{engine.name} ended with status {status}, and starts again: {_kill(engine)}")
+            print_now(
+                f"{engine.name} ended with status {status}, and starts again: {_kill(engine)}"
+            )
 
 
 def _kill(engine: ChildProcess) -> str:
@@ -129,8 +152,8 @@ def _start_all(
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
     threads = threads_of(len(names))
-    _say(_beginning(options, model, threads))
-    ports = _free_ports(2 * len(names))
+    print_now(_beginning(options, model, threads))
+    ports = free_ports(2 * len(names))
     secret = write_secret(processes.directory)
     builder = EngineBuilder(engines, options, model, threads, secret)
     started = []
@@ -139,36 +162,11 @@ def _start_all(
         command, variables = builder.build(port, next(ports))
         url = f"http://127.0.0.1:{port}"
         started.append(processes.start(name, command, url, environment=variables))
-    _wait_until_ready(started, "/health", started)
+    wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
-    command = _router_command(options, prefillers, decoders)
+    command = [*router_command(options.host, options.port, prefillers, decoders), "--ui"]
     router = processes.start("router", command, options.url, logged=False)
-    _wait_until_ready([router], "/ready", [*started, router])
-
-
-def _wait_until_ready(
-    waiting: Sequence[ChildProcess], path: str, alive: Sequence[ChildProcess]
-) -> None:
-    """Wait until these answer, while all of `alive` run.
-
-    Raises ChildEndedError, or CommandError after a timeout.
-    """
-    left = list(waiting)
-    started = reported = time.monotonic()
-    with httpx.Client(trust_env=False, timeout=2.0) as client:
-        while left:
-            _check(alive)
-            now = time.monotonic()
-            for child in [child for child in left if _answers(client, child.url + path)]:
-                left.remove(child)
-                _say(f"{child.name} is ready on {child.url} ({now - started:.0f} s)")
-            names = ", ".join(child.name for child in left)
-            if left and now - reported > REPORT_INTERVAL_S:
-                reported = now
-                _say(f"waiting for {names} ({now - started:.0f} s)")
-            if left and now - started > START_TIMEOUT_S:
-                raise CommandError(f"not ready after {START_TIMEOUT_S:.0f} s: {names}")
-            time.sleep(READY_POLL_S)
+    wait_until_ready([router], "/ready", [*started, router])
 
 
 def _check_port(host: str, port: int) -> None:
@@ -178,21 +176,6 @@ def _check_port(host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"cannot listen on {host}:{port}: {reason}") from error
-
-
-def _free_ports(count: int) -> Iterator[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in held:
-            sock.bind(("127.0.0.1", 0))
-        return iter([sock.getsockname()[1] for sock in held])
-
-
-def _answers(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _beginning(options: DemoOptions, model: DemoModel, threads: int) -> str:
@@ -252,22 +235,6 @@ def _curl(url: str, option: str, *texts: str, **more: object) -> str:
     return f"  curl {option} {url}{PATH} {JSON} -d '{json.dumps(body)}'"
 
 
-def _router_command(
-    options: DemoOptions, prefillers: Sequence[ChildProcess], decoders: Sequence[ChildProcess]
-) -> list[str]:
-    command = [*ROUTER, "--host", options.host, "--port", str(options.port)]
-    command += ["--shutdown-delay", "0", "--shutdown-timeout", "2", "--ui"]
-    for role, children in (("prefiller", prefillers), ("decoder", decoders)):
-        ports = [child.url.rpartition(":")[2] for child in children]
-        command += [f"--{role}-hosts", *["127.0.0.1"] * len(children), f"--{role}-ports", *ports]
-    return command
-
-
-def _check(children: Sequence[ChildProcess]) -> None:
-    for child in children:
-        child.check()
-
-
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -288,15 +255,34 @@ def _model(text: str) -> Path | str:
     return path
 
 
+def _rounds(text: str) -> int:
+    number = int(text)
+    if not 2 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not from 2 to 100")
+    return number
+
+
+def _read(parser: CommandParser, argv: Sequence[str]) -> tuple[DemoOptions, CompareOptions | None]:
+    given = vars(parser.parse_args(argv))
+    compares = given.pop("compare")
+    for name in ("rounds", "json", "svg") if not compares else NOT_COMPARED:
+        if given[name] not in (None, False):
+            why = "cannot be used with --compare" if compares else "needs --compare"
+            parser.error(f"--{name} {why}")
+    if compares and given["device"] != "cpu":
+        parser.error("--compare measures engines on the CPU: leave --device out")
+    wanted = CompareOptions(given.pop("rounds") or ROUNDS, given.pop("json"), given.pop("svg"))
+    defaults = {name: value for name, value in DEFAULTS.items() if given[name] is None}
+    return DemoOptions(**given | defaults), wanted if compares else None
+
+
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        PROGRAM, "Starts prefill and decode engines and a router on this machine."
-    )
+    parser = CommandParser(PROGRAM, DESCRIPTION)
     add = parser.add_argument
-    add("--prefillers", type=_count, default=1, metavar="N", help="prefill engines (default: 1)")
-    add("--decoders", type=_count, default=2, metavar="M", help="decode engines (default: 2)")
-    add("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="port of the router (default: 8000)")
+    add("--prefillers", type=_count, metavar="N", help="prefill engines (default: 1)")
+    add("--decoders", type=_count, metavar="M", help="decode engines (default: 2)")
+    add("--host", help="address of the router (default: 127.0.0.1)")
+    add("--port", type=int, help="port of the router (default: 8000)")
     devices = ("cpu", "cuda")
     add("--device", choices=devices, default="cpu", help="of the engines (default: cpu)")
     add(
@@ -309,4 +295,14 @@ def _parser() -> CommandParser:
     add(
         "--vllm", action="store_true", help="vLLM engines with our connector, where it is installed"
     )
+    add = parser.add_argument_group("measuring").add_argument
+    add(
+        "--compare",
+        action="store_true",
+        help="measure one engine and 1 prefill + 1 decode engine with equal CPU (about two "
+        "minutes), print the latencies, and end",
+    )
+    add("--rounds", type=_rounds, metavar="N", help=f"rounds of --compare (default: {ROUNDS})")
+    add("--json", type=Path, metavar="PATH", help="write the figures of --compare as JSON")
+    add("--svg", type=Path, metavar="PATH", help="write the chart of --compare as SVG")
     return parser

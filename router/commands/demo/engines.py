@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,6 +19,8 @@ from router.common.child_processes import ChildProcess, ChildProcesses
 MODULE = (sys.executable, "-m")
 # Modules that the extra `engine` installs.
 NEEDED = ("torch", "nixl", "numpy", "safetensors", "tokenizers", "jinja2")
+# The time on a CPU of a container: microseconds in each period, and the period.
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # More threads make a small model slower.
 MAX_THREADS = 8
 CONTEXT_TOKENS = 4096
@@ -93,10 +96,23 @@ class EngineCommands:
 ENGINES = EngineCommands()
 
 
+def usable_cores(quota_file: Path = CPU_QUOTA) -> tuple[int, Sequence[int]]:
+    """Return how many cores this process may use, and which; () where a process cannot be pinned.
+
+    A container may have less time than its cores have.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    count = len(cores) or os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, quota_file.read_text().split())  # "max" is no quota
+        count = min(count, max(1, quota // period))
+    return count, cores[:count]
+
+
 def threads_of(engines: int) -> int:
     """Return the threads of each engine: together not more than there are cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(MAX_THREADS, cores // engines))
+    count, _ = usable_cores()
+    return max(1, min(MAX_THREADS, count // engines))
 
 
 def write_secret(directory: Path) -> Path:
@@ -135,6 +151,8 @@ class EngineBuilder:
     model: DemoModel
     threads: int
     secret: Path
+    is_alone: bool = False
+    """The engine exchanges no KV, so it needs no connector."""
 
     def build(self, port: int, side_channel: int) -> tuple[list[str], dict[str, str]]:
         """Return the command and the variables of an engine. Raises NotInstalledError."""
@@ -158,7 +176,8 @@ class EngineBuilder:
             command = self._vllm_command()
         else:
             command = self._reference_command()
-        command += ["--kv-transfer-config", json.dumps(config)]
+        if not self.is_alone:
+            command += ["--kv-transfer-config", json.dumps(config)]
         return [*command, "--host", "127.0.0.1", "--port", str(port)], variables
 
     def _reference_command(self) -> list[str]:

@@ -1,8 +1,9 @@
 """The demo with an engine that serves nothing but its part: run as a script by test_demo.
 
 As an engine: `fake_demo.py engine MODE --port N ...`, where MODE is good, stubborn (ignores
-SIGTERM), dying, or offline (whose chat model cannot be had). As a maker of models: `fake_demo.py
-tiny DIR` and `fake_demo.py chat MODE DIR`. Else: `fake_demo.py demo PORT MODE FLAG...`.
+SIGTERM), dying, failing (each request), or offline (whose chat model cannot be had). As a maker of
+models: `fake_demo.py tiny DIR` and `fake_demo.py chat MODE DIR`. Else: `fake_demo.py demo PORT MODE
+FLAG...`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from router.commands.demo.command import main as demo
 from router.commands.demo.engines import EngineCommands
@@ -29,14 +31,35 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if body.get("stream") and sys.argv[2] != "failing":
+            self._stream(body)
+            return
+        if sys.argv[2] == "failing":
+            self._answer({"error": {"message": "no room"}}, 500)
+            return
         side_channel = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
         self._answer(
             {"got": body, "choices": [{}], "kv_transfer_params": {"remote_port": side_channel}}
         )
 
-    def _answer(self, content: object) -> None:
-        data = json.dumps(content).encode()
+    def _stream(self, body: dict[str, Any]) -> None:
+        """Answer with as many words as are asked for; the prompt's words count as tokens."""
+        words = sum(len(one["content"].split()) for one in body["messages"])
+        number = body["max_tokens"]
+        usage = {"prompt_tokens": words, "completion_tokens": number}
+        chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "word "}}]})
+        last = json.dumps({"choices": [], "usage": usage})
+        events = [f"data: {one}\n\n".encode() for one in [*[chunk] * number, last, "[DONE]"]]
         self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(sum(map(len, events))))
+        self.end_headers()
+        for event in events:
+            self.wfile.write(event)
+
+    def _answer(self, content: object, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -53,8 +76,9 @@ def engine(mode: str, arguments: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     port = int(arguments[arguments.index("--port") + 1])
     assert Path(arguments[arguments.index("--model") + 1]).is_dir()
-    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
+    if "--kv-transfer-config" in arguments:  # an engine alone has none
+        transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        assert transfer["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
@@ -79,7 +103,7 @@ def main(role: str, *arguments: str) -> int:
             find_vllm=lambda: sys.executable,
         )
         sized = ["--port", port, "--prefillers", "2", "--decoders", "1"]
-        return demo([*sized, *flags], engines)
+        return demo(flags if "--compare" in flags else [*sized, *flags], engines)
     return 0
 
 
