@@ -20,6 +20,7 @@ CLEAN = {
     "docs/performance.md",
     "docs/settings.md",
     "docs/support.md",
+    "docs/test-inventory.md",
     "docs/wire-protocol.md",
     "docs/with-vllm.md",
 }
