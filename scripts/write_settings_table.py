@@ -1,5 +1,5 @@
-"""Writes what is made of the settings: README's table, between its markers, the same as a page of
-the documentation, and the part of the chart's values.schema.json that says which there are."""
+"""Writes what is made of the settings: their page in the documentation, and their part of the
+chart's values.schema.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.settings import Settings, default_of, description_of, flag_of, varia
 from scripts.chart_schema import SCHEMA, with_settings
 
 ROOT = Path(__file__).parents[1]
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "settings.md"
+PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
@@ -18,14 +18,9 @@ with the flag's name. A flag wins over a variable, a variable over the file. `--
 them, `--print-config` prints those in force. SIGHUP and `POST /admin/reload` read those again that
 may change at run time ([by hand](discovery.md#admin-api)).
 """
-BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{settings_table()}\n{END}{after}", encoding="utf-8")
     PAGE.write_text(settings_page(), encoding="utf-8")
     SCHEMA.write_text(with_settings(SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -1,24 +1,12 @@
-"""What is made of the model of settings is up to date: README's table, the chart's schema."""
+"""What is made of the settings is up to date: their page, and the chart's schema."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from scripts.chart_schema import SCHEMA, settings_schema, with_settings
-from scripts.write_settings_table import PAGE, settings_page, settings_table
-
-README = Path(__file__).parents[3] / "README.md"
+from scripts.write_settings_table import PAGE, settings_page
 
 
-def test_the_readme_has_the_table_of_the_model() -> None:
-    text = README.read_text(encoding="utf-8")
-    _, _, rest = text.partition("<!-- settings:begin -->")
-    block, end, _ = rest.partition("<!-- settings:end -->")
-    assert end, "README.md has lost the markers of the settings table"
-    assert block.strip() == settings_table(), "run scripts/write_settings_table.py"
-
-
-def test_the_documentation_has_it_as_a_page() -> None:
+def test_the_documentations_page_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == settings_page(), "run scripts/write_settings_table.py"
 
