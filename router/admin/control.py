@@ -153,7 +153,9 @@ class Control:
             address = address_of(engine.url)
             if OVERRIDES_SOURCE not in engine.sources:
                 listed = _listed_by(engine) if engine.sources else "not listed any more"
-                raise OperatorError(409, f"{engine.name} was not added here: it is {listed}")
+                raise OperatorError(
+                    409, f"{engine.name} was not added by the admin API: it is {listed}"
+                )
             overrides = self.state.overrides.without_engine(address)
             if engine.sources == [OVERRIDES_SOURCE]:
                 overrides = overrides.without_drain(address)
@@ -180,7 +182,7 @@ class Control:
     async def unweigh(self, group: str) -> None:
         async with self._lock:
             if group not in self.state.overrides.weights:
-                raise OperatorError(404, f"the admin API gave group {group} no weight")
+                raise OperatorError(404, f"the admin API has set no weight for group {group}")
             await self._override(self.state.overrides.without_weight(group))
         logger.info("group %s has its configured weight again", group)
 

@@ -61,7 +61,7 @@ def _body(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-@router.get("/engines", summary="List the engines, as all processes of the router see them")
+@router.get("/engines", summary="List the engines, over all processes of the router")
 async def engines(control: TheControl) -> EngineList:
     return await control.engines()
 
@@ -82,7 +82,7 @@ async def engine(name: Name, control: TheControl) -> EngineView:
     "/engines/{name}",
     status_code=204,
     response_model=None,
-    summary="Remove an engine that was added here",
+    summary="Remove an engine that the admin API added",
 )
 async def remove(name: Name, control: TheControl) -> None:
     await control.remove(name)
@@ -98,12 +98,14 @@ async def resume(name: Name, control: TheControl) -> EngineView:
     return await control.resume(name)
 
 
-@router.get("/groups", summary="List the groups of engines that pair, and their weights")
+@router.get("/groups", summary="List the compatibility groups and their weights")
 async def groups(control: TheControl) -> GroupList:
     return GroupList(groups=await control.groups())
 
 
-@router.put("/groups/{group}", summary="Give a group a weight", openapi_extra=_body(GroupWeight))
+@router.put(
+    "/groups/{group}", summary="Set the weight of a group", openapi_extra=_body(GroupWeight)
+)
 async def weigh(group: GroupName, request: Request, control: TheControl) -> GroupView:
     return await control.weigh(group, (await _read(request, GroupWeight)).weight)
 
@@ -112,13 +114,13 @@ async def weigh(group: GroupName, request: Request, control: TheControl) -> Grou
     "/groups/{group}",
     status_code=204,
     response_model=None,
-    summary="Take back a group's weight",
+    summary="Reset a group to its configured weight",
 )
 async def unweigh(group: GroupName, control: TheControl) -> None:
     await control.unweigh(group)
 
 
-@router.post("/reload", summary="Read the settings again, and apply those that may change now")
+@router.post("/reload", summary="Reload the settings, and apply those that can change at run time")
 async def reload(control: TheControl) -> ReloadResult:
     try:
         return await control.reload()

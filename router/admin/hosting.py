@@ -108,7 +108,7 @@ class ControlThread:
         thread = threading.Thread(target=self._run, name="admin", daemon=True)
         thread.start()
         if not self._is_open.wait(THREAD_TIMEOUT_S):
-            logger.error("the control of the workers does not start: there is no admin API")
+            logger.error("the worker control does not start, so there is no admin API")
         try:
             yield
         finally:
@@ -129,7 +129,7 @@ class ControlThread:
         try:
             asyncio.run(self._work())
         except Exception:
-            logger.exception("the control of the workers failed, and the admin API has stopped")
+            logger.exception("the worker control failed, and the admin API has stopped")
 
     async def _work(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()

@@ -225,7 +225,9 @@ async def follow_control(path: Path, process: WorkerProcess) -> AsyncIterator[No
         async with asyncio.timeout(FIRST_STATE_TIMEOUT_S):
             await has_state.wait()
     except TimeoutError:
-        logger.error("no state from the control of the workers: serving without operator changes")
+        logger.error(
+            "the worker control sent no state: serving without the changes of the admin API"
+        )
     try:
         yield
     finally:
@@ -247,7 +249,7 @@ async def _follow(path: Path, process: WorkerProcess, has_state: asyncio.Event) 
         except (OSError, asyncio.IncompleteReadError):
             pass  # the control is gone, or has closed this connection
         except (ValidationError, asyncio.LimitOverrunError) as error:
-            logger.error("the control's state cannot be read: %s", error)
+            logger.error("the worker control's state cannot be read: %s", error)
         except Exception:
-            logger.exception("the control's state cannot be applied")
+            logger.exception("the worker control's state cannot be applied")
         await asyncio.sleep(RECONNECT_DELAY_S)

@@ -145,7 +145,7 @@ class Keyring:
         self._check(keys)
         is_first, self.keys = not self.keys, keys
         if not is_first:
-            logger.info("%s: %d API keys from now on", self.path, len(keys))
+            logger.info("%s: %d API keys are in force", self.path, len(keys))
         self.on_change()
 
     def _log(self, trouble: str) -> None:
@@ -193,7 +193,7 @@ def parse_keys(content: bytes) -> KeysByDigest:
         if digest in keys:
             raise ValueError(f"key {number}: {keys[digest].name} has the same sha256")
         if key.name in names:
-            raise ValueError(f"key {number}: another one is called {key.name}, too")
+            raise ValueError(f"key {number}: another key has the name {key.name}")
         keys[digest] = key
         names.add(key.name)
     return keys

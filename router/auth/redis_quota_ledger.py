@@ -83,8 +83,8 @@ class RedisQuotaLedger(RedisBackend):
 
     error = LedgerUnavailableError
     logger = logging.getLogger("disagg_router.auth")
-    failed_message = "Redis does not count keys' limits, each router counts alone"
-    recovered_message = "Redis counts keys' limits again"
+    failed_message = "Redis cannot count usage for keys' limits: each router counts on its own"
+    recovered_message = "Redis counts usage for keys' limits again"
     lease = LEASE_S
 
     async def take(self, key: ApiKey, id: str, tokens: int) -> QuotaDecision:

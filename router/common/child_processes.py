@@ -45,7 +45,7 @@ class ChildProcess:
         """Raise ChildEndedError if the process has ended."""
         code = self.process.poll()
         if code is not None:
-            words = "" if self.log is None else "; its last words:"
+            words = "" if self.log is None else "; its last output:"
             lines = [f"{self.name} ended with status {code}{words}", *self.log_lines()[-15:]]
             raise ChildEndedError("\n  ".join(lines))
 

@@ -121,7 +121,7 @@ def _integer(text: str) -> float:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _replacement(value: object) -> object:
@@ -129,7 +129,7 @@ def _replacement(value: object) -> object:
         return Fragment(value.text)
     if isinstance(value, Struct):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _with_large_integers(value: object, level: int) -> object:

@@ -78,7 +78,7 @@ class RedisBackend:
         if self._open_until is not None:
             if now < self._open_until:
                 self._errors.labels(operation, "skipped").inc()
-                raise self.error("it failed a moment ago")
+                raise self.error("not tried again so soon after a failure")
             self._open_until = now + self._pause
         try:
             async with asyncio.timeout(self._timeout):

@@ -52,7 +52,7 @@ class TlsContext:
         _load(self.context, self._paths)
         self.expires_at = expiry_of(content[0])
         if self.files is not None:
-            logger.info("%s: new handshakes have this certificate", self._paths[0])
+            logger.info("%s: new handshakes use this certificate", self._paths[0])
 
     def _log(self, trouble: str) -> None:
         if trouble:

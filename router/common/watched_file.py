@@ -36,7 +36,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
         ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnreadableError("is no regular file")
+                raise UnreadableError("is not a regular file")
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from None
@@ -85,7 +85,7 @@ class FileReader:
             before, content = content, self._read()
             if content == before:
                 return content
-        raise UnreadableError("is being written all the time")
+        raise UnreadableError("changed at each read")
 
     def _read(self) -> tuple[bytes, ...]:
         """Raises UnreadableError, which names the file if there are several."""
@@ -162,5 +162,5 @@ class WatchedFiles:
     def _reason(self, error: Exception) -> str:
         if isinstance(error, ValueError):
             return str(error)
-        logger.error("%s could not be taken over", self._name, exc_info=error)  # keep watching
+        logger.error("%s could not be loaded", self._name, exc_info=error)  # keep watching
         return f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ def parse_yaml_list(content: bytes, name: str) -> list[object]:
     """
     _check_shape(content, name)
     found = yaml.load(content, SafeLoader)
-    nothing = ValueError(f"has no list of {name}: begin it with a line of '{name}:'")
+    nothing = ValueError(f"has no list of {name}: begin it with the line '{name}:'")
     if isinstance(found, list) and found:
         return found
     if not isinstance(found, dict) or name not in found:
@@ -30,7 +30,7 @@ def parse_yaml_list(content: bytes, name: str) -> list[object]:
     entries = found.pop(name)
     if found:
         other = textwrap.shorten(repr(next(iter(found))), 300)
-        raise ValueError(f"{other} is not known beside {name}")
+        raise ValueError(f"unknown key {other}: the only key is {name}")
     if not isinstance(entries, list):
         raise nothing
     return entries
@@ -44,7 +44,7 @@ def _check_shape(content: bytes, name: str) -> None:
     depth = 0
     for event in yaml.parse(content, SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ValueError("anchors and aliases are not taken")
+            raise ValueError("anchors and aliases are not supported")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:

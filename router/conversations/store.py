@@ -217,7 +217,7 @@ class SignedStore:
     def _verify(self, operation: str, key: str, signed: bytes) -> bytes:
         value = self._open(operation, key, signed)
         if value is None:
-            raise UnverifiedError("not signed with our keys, or taken before")
+            raise UnverifiedError("not signed with our keys, or used before")
         return value
 
     def _open(self, operation: str, key: str, signed: bytes) -> bytes | None:

@@ -89,13 +89,15 @@ class ResponseStore:
         """Raises UnknownResponseError, ResponseStoreError, and BadRequestError without a store."""
         if self._store is None:
             raise BadRequestError(
-                "responses are not kept: the router was started with --conversation-store off",
+                "responses are not stored: the router was started with --conversation-store off",
                 "previous_response_id",
             )
         try:
             raw = await self._store.read(_key(tenant, name))
         except StoreError as error:
-            raise ResponseStoreError("the previous response cannot be read now") from error
+            raise ResponseStoreError(
+                "the conversation store failed: the previous response cannot be read now"
+            ) from error
         found = None if raw is None else decode_versioned(raw, StoredResponse)
         if found is None:
             raise UnknownResponseError(name)
@@ -142,7 +144,9 @@ class ResponseStore:
         try:
             await self._store.take(_key(tenant, name))
         except StoreError as error:
-            raise ResponseStoreError("the response cannot be deleted now") from error
+            raise ResponseStoreError(
+                "the conversation store failed: the response cannot be deleted now"
+            ) from error
 
 
 def _referenced(item: object) -> str | None:

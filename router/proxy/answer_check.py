@@ -85,7 +85,9 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
     if error is not None:
         return _error_of(error, role)
     if is_rejection(content):
-        return EngineError(f"the {role} engine rejected a request that it was to answer")
+        return EngineError(
+            f"the {role} engine applied a cache threshold that the router did not set"
+        )
     for choice in choices_of(content):
         if choice.get("finish_reason") == ABORT:
             return EngineUnavailableError(
@@ -296,7 +298,7 @@ class LongAnswerCheck:
     def passing(self, block: bytes) -> bytes:
         seen = self._seam + block
         if is_broken_off(seen):
-            self._answer.error = BrokenAnswerError("an answer that its engine has broken off")
+            self._answer.error = BrokenAnswerError("an answer that the engine aborted")
         self._seam = seen[-SEAM_BYTES:]
         return block
 

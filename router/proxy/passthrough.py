@@ -91,7 +91,7 @@ def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, i
         if after in (b"--", b""):  # the end of the form
             return
         if after != b"\r\n":
-            raise _ambiguous_form("something follows a boundary")
+            raise _ambiguous_form("unexpected bytes follow a boundary")
         end = form.find(b"\r\n\r\n", start, start + MAX_FIELD_HEAD_BYTES)
         if end < 0:
             raise _ambiguous_form(
@@ -99,7 +99,7 @@ def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, i
             )
         at = form.find(line, end + 2)
         if at < 0:
-            raise _ambiguous_form("it has no end")
+            raise _ambiguous_form("the closing boundary is missing")
         yield _name_in(form[start + 2 : end]), end + 4, at
     raise _ambiguous_form(f"there are more than {MAX_FORM_FIELDS} fields")
 
@@ -111,16 +111,16 @@ def _name_in(head: bytes) -> bytes | None:
     found = [value.strip() for name, _, value in parts if name.lower() == b"content-disposition"]
     is_plain = not any(LINE_BREAKS.search(line) for line in lines)
     if not is_plain or len(found) != 1 or not DISPOSITION.fullmatch(found[0]):
-        raise _ambiguous_form("a field has no Content-Disposition that is plain")
+        raise _ambiguous_form("a field needs one simple Content-Disposition")
     options = ((name.lower(), value) for name, value in PARAMETERS.findall(found[0]))
     named = [(name, value) for name, value in options if name.startswith(b"name")]
     if not named:
         return None
     kind, name = named[0]
     if len(named) > 1 or kind != b"name" or b"\\" in name:
-        raise _ambiguous_form("the name of a field is not plain")
+        raise _ambiguous_form("a field needs one simple name")
     return bytes(name.strip(b'"'))
 
 
 def _ambiguous_form(why: str) -> BadRequestError:
-    return BadRequestError(f"the form can be read in more than one way: {why}")
+    return BadRequestError(f"the form is ambiguous: {why}")

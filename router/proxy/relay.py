@@ -81,7 +81,7 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
         raw = answer.take_if_complete(limits.max_answer_size)
     if raw is not None:
         if len(raw) > HIGH_WATER and request.decode_only_reason != PASSED and is_broken_off(raw):
-            raise BrokenAnswerError("an answer that its engine has broken off")
+            raise BrokenAnswerError("an answer that the engine aborted")
         request.record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
     else:
@@ -303,7 +303,7 @@ def _note_stream(request: Request, throttle: LogThrottle, engine: Engine, has_pa
     if is_wanted and capabilities.streams_kv_params is False:
         throttle.warn(
             "a decode engine does not stream kv_transfer_params: its turns are reused only with "
-            "conversation_stream exact, if it keeps them (bidirectional_kv_xfer)",
+            "conversation_stream exact, and with bidirectional_kv_xfer at the engine",
             engine.name,
         )
 
@@ -314,9 +314,9 @@ def note_no_turns(engine: Engine) -> None:
     if capabilities.lacks_turns and not capabilities.is_lack_logged:
         capabilities.is_lack_logged = True
         logger.warning(
-            "conversations reuse nothing at %s engine %s: it was started without "
-            '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model keeps a '
-            "state that is of no turn",
+            "%s engine %s retains no KV for the next turn: it was started without "
+            '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model has '
+            "layers with a state (Mamba)",
             engine.role,
             engine.name,
         )

@@ -283,7 +283,7 @@ def require_short_prompt(run: Run) -> None:
 # reasons follow from the request, and are not worth a word.
 REASONS = {
     "same_engine": "one engine plays both roles",
-    "short": "it lacks little of the prompt",
+    "short": "its cache lacks only a short part of the prompt",
     "prompt_embeds": "engines cannot share a prompt of embeddings",
 }
 

@@ -60,19 +60,19 @@ MAX_NAMED = 8
 # In the body of /ready.
 MAX_FINDINGS = 32
 DISABLED = "adapters are not loaded through this router: it was started without --lora-updates"
-PASSED: Any = {"tags": ["Passed to an engine"], "response_class": Response}
+PASSED: Any = {"tags": ["Forwarded to an engine"], "response_class": Response}
 
 
 # Models.
 
 
-@router.get("/v1/models", summary="The models that requests are served with", tags=["OpenAI"])
+@router.get("/v1/models", summary="List the models", tags=["OpenAI"])
 async def models(request: Request) -> Response:
     found = await _list_models(request)
     return found if isinstance(found, Response) else _json({"object": "list", "data": found})
 
 
-@router.get("/v1/models/{name:path}", summary="One of them", tags=["OpenAI"])
+@router.get("/v1/models/{name:path}", summary="Show one model", tags=["OpenAI"])
 async def one_model(name: str, request: Request) -> Response:
     found = await _list_models(request)
     if isinstance(found, Response):
@@ -143,7 +143,7 @@ def servable_models(
 # Stored responses.
 
 
-@router.get(f"{RESPONSES_PATH}/{{name}}", summary="A stored response", tags=["OpenAI"])
+@router.get(f"{RESPONSES_PATH}/{{name}}", summary="Get a stored response", tags=["OpenAI"])
 async def get_response(name: str, request: Request) -> Response:
     stored = state_of(request.app).stored_responses
     try:
@@ -195,7 +195,7 @@ def _json(content: object) -> Response:
 
 
 @router.post(LOAD_PATH, summary="Load a LoRA adapter at every engine", **PASSED)
-@router.post(UNLOAD_PATH, summary="Unload a LoRA adapter everywhere", **PASSED)
+@router.post(UNLOAD_PATH, summary="Unload a LoRA adapter at every engine", **PASSED)
 async def update_adapters(request: Request) -> Response:
     # The request goes to all engines, and is recorded like any other.
     gateway = state_of(request.app).gateway
@@ -294,7 +294,7 @@ async def _load(
 # Operations.
 
 
-@router.get("/health", summary="Whether this process is alive", tags=["Operations"])
+@router.get("/health", summary="Liveness: 200 while this process runs", tags=["Operations"])
 async def health() -> dict[str, str]:
     return {"status": "ok"}
 
@@ -313,7 +313,7 @@ async def healthcheck(request: Request) -> dict[str, str | int]:
 
 @router.get(
     "/ready",
-    summary="Whether a request would be answered",
+    summary="Readiness: 200 if a request would be answered",
     tags=["Operations"],
     responses={503: {"description": "Not ready, with the reasons"}},
 )
@@ -349,6 +349,6 @@ async def metrics(request: Request) -> Response:
     return Response(content, headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/version", summary="The router's version", tags=["Operations"])
+@router.get("/version", summary="Version of the router", tags=["Operations"])
 async def version() -> dict[str, str]:
     return {"version": installed_version("disagg-router")}

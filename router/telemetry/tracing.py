@@ -90,7 +90,7 @@ class Tracer:
             self._waiting.put(None, timeout=timeout_s)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            logger.warning("the collector did not take the last spans in %.0f s", timeout_s)
+            logger.warning("the collector did not accept the last spans within %.0f s", timeout_s)
 
     def _run(self) -> None:
         while (found := self._waiting.get()) is not None:

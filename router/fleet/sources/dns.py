@@ -95,7 +95,7 @@ class DnsSource:
         self._empty_answers = 0 if found.addresses else self._empty_answers + 1
         if self._has_engines and 0 < self._empty_answers < CONFIRMATIONS:
             times = f"{self._empty_answers} of {CONFIRMATIONS}"
-            text = f"lists no engines, {times} times until it counts"
+            text = f"lists no engines ({times} answers before the router removes the engines)"
             return SourceReport(None, text), self._confirm_interval
         self._has_engines = bool(found.addresses)
         # Sorted, since resolvers shuffle.

@@ -293,7 +293,7 @@ def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -
         assert process.wait(30) == 1
     # Whichever of the three is looked at first.
     assert re.search(
-        r"engine \d ended with status 1; its last words:\n  no such device", output.read_text()
+        r"engine \d ended with status 1; its last output:\n  no such device", output.read_text()
     )
 
 

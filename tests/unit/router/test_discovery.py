@@ -278,7 +278,7 @@ def test_flags_may_lack_what_comes_from_elsewhere() -> None:
             ["--workers=2", "--conversation-store=off", "--engines-file=/nowhere.yaml"],
             "--engines-file /nowhere.yaml: No such",
         ),
-        ([*FLAGS, "--engines-file", "/dev/zero"], "--engines-file /dev/zero: is no regular"),
+        ([*FLAGS, "--engines-file", "/dev/zero"], "--engines-file /dev/zero: is not a regular"),
         (
             [
                 *FLAGS,

@@ -132,7 +132,7 @@ async def test_only_what_was_added_here_is_taken_away() -> None:
     control, processes, _ = control_of([A], [A])
     assert await refused(control.remove("a:1")) == (
         409,
-        "a:1 was not added here: it is listed by file",
+        "a:1 was not added by the admin API: it is listed by file",
     )
     assert (await refused(control.remove("z:1")))[0] == 404
     await control.add(NEW)

@@ -203,7 +203,7 @@ async def test_an_unusable_file_removes_no_engines_and_is_reported(tmp_path: Pat
         assert await ask() == SourceReport(None, f"{path}: Is a directory")
         path.rmdir()
         os.mkfifo(path)
-        assert await ask() == SourceReport(None, f"{path}: is no regular file")
+        assert await ask() == SourceReport(None, f"{path}: is not a regular file")
         path.unlink()
         path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
         assert await ask() == SourceReport(None, f"{path}: is larger than 1 MiB")
