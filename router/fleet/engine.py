@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -373,6 +374,10 @@ class Engine:
     """Other engines are preferred for a second, since an engine that fails fast looks idle."""
     reason: str = "not probed yet"
     """Why the engine is not healthy."""
+    health_since: float = field(default_factory=time.time)
+    """Unix time when `health` became what it is."""
+    circuit_reason: str = ""
+    """The failure that opened its circuit last."""
     failed_probes: int = 0
     """Consecutive failed probes."""
     in_flight: int = 0

@@ -323,7 +323,7 @@ class Fleet:
         pause = engine.breaker.record_failure()
         if pause is None:
             return
-        name = engine.name
+        name, engine.circuit_reason = engine.name, reason
         logger.warning("%s engine %s is avoided for %.1f s: %s", engine.role, name, pause, reason)
         self._refresh()
         times_opened = engine.breaker.times_opened
@@ -355,9 +355,9 @@ class Fleet:
         engine.reason = reason
         if engine.health is health:
             return
-        engine.health = health
+        engine.health, engine.health_since = health, time.time()
         if health is Health.UNHEALTHY:
-            engine.lost_at, engine.capabilities = time.time(), EngineCapabilities()
+            engine.lost_at, engine.capabilities = engine.health_since, EngineCapabilities()
             self.on_lost(engine)
         else:
             engine.is_cold = self.starts_engines_cold

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from router.fleet.consistency import count_groups
-from router.fleet.engine import CircuitState, Engine, EngineRole, Health, Intent
+from router.fleet.engine import CLOSED, CircuitState, Engine, EngineRole, Health, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.registry import EngineRegistry
 
@@ -31,6 +31,7 @@ class EngineView(BaseModel):
     weight: float
     health: Health
     reason: str = Field(description="Why it is not healthy")
+    since: float = Field(0.0, description="Unix time since when it has been healthy or not")
     degraded: str = Field("", description="Why it is healthy but exchanges no KV")
     intent: Intent
     cold: bool
@@ -39,6 +40,7 @@ class EngineView(BaseModel):
     tokens_in_flight: int = Field(description="Estimated prompt tokens of these legs")
     holding: int = Field(description="Requests whose KV it holds until a decode engine has read it")
     circuit: CircuitState
+    circuit_reason: str = Field("", description="Why the router avoids it while it is healthy")
     sources: list[str] = Field(description="The sources that list it; empty: it is about to leave")
     drained: bool = Field(description="It gets no new legs, and no request needs it")
 
@@ -122,6 +124,7 @@ def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> Eng
         weight=spec.weight,
         health=engine.health,
         reason=engine.reason,
+        since=round(engine.health_since, 3),
         degraded=degraded,
         intent=engine.intent,
         cold=engine.is_cold,
@@ -130,6 +133,7 @@ def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> Eng
         tokens_in_flight=engine.tokens_in_flight,
         holding=engine.kv_leases,
         circuit=engine.breaker.circuit,
+        circuit_reason="" if engine.breaker.circuit is CLOSED else engine.circuit_reason,
         sources=list(registry.sources_of(spec.address)),
         drained=engine.intent is Intent.DRAINING and engine.is_idle,
     )
@@ -148,6 +152,7 @@ def _merge_engine(seen: Sequence[EngineView]) -> EngineView:
             "tokens_in_flight": sum(one.tokens_in_flight for one in seen),
             "holding": sum(one.holding for one in seen),
             "circuit": max((one.circuit for one in seen), key=CIRCUITS.index),
+            "circuit_reason": next((one.circuit_reason for one in seen if one.circuit_reason), ""),
             "sources": list(dict.fromkeys(name for one in seen for name in one.sources)),
             "drained": all(one.drained for one in seen),
         }

@@ -19,7 +19,7 @@ from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, EngineRole
 from router.fleet.fleet import Fleet, GroupPool, Snapshot
-from router.fleet.readiness import describe_lack
+from router.fleet.readiness import Readiness, assess_readiness, describe_lack
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
@@ -334,6 +334,22 @@ class Gateway:
             self.admission.tune(settings)
         elif has_engine_limits(settings):
             self.admission = Admission(settings, self.fleet, self.metrics)
+
+    def assess_readiness(self, prober_problem: str) -> Readiness:
+        """Return why requests are not answered, or answered with more work than necessary.
+
+        `prober_problem` is why engines are not probed as they should be; empty if they are.
+        """
+        limits = self.limits
+        found = assess_readiness(
+            self.fleet, limits.without_prefiller == "decode", limits.without_prefiller_tokens
+        )
+        reasons = dict(found.blocking)
+        if prober_problem:
+            reasons["prober"] = prober_problem
+        if self.tasks.is_draining:
+            reasons["router"] = "shutting down"
+        return Readiness(reasons, found.degrading)
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey | str | None:
         """Return the API key of a request, MISSING or INCORRECT for a request without a valid one,

@@ -113,7 +113,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
-    dashboard = DashboardHub(gateway, registry) if settings.ui else None
+    dashboard = None
+    if settings.ui:
+        dashboard = DashboardHub(gateway, registry, prober, watched, certificates)
     state = RouterState(
         gateway=gateway,
         deadlines=deadlines,

@@ -19,7 +19,6 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
-from router.fleet.readiness import assess_readiness
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
@@ -323,19 +322,11 @@ async def ready(request: Request) -> Response:
     # A source that fails does not make the router unready: the engines listed last still serve.
     problems = state.registry.problems()
     detail: dict[str, Any] = {"sources": problems} if problems else {}
-    limits = gateway.limits
-    found = assess_readiness(
-        gateway.fleet, limits.without_prefiller == "decode", limits.without_prefiller_tokens
-    )
+    found = gateway.assess_readiness(state.prober.problem())
     if findings := gateway.fleet.compare().findings:
         detail["findings"] = [one.content() for one in findings[:MAX_FINDINGS]]
-    reasons = dict(found.blocking)
-    if trouble := state.prober.problem():
-        reasons["prober"] = trouble
-    if gateway.tasks.is_draining:
-        reasons["router"] = "shutting down"
-    if reasons:
-        return JSONResponse({"status": "not ready", "reasons": reasons, **detail}, 503)
+    if found.blocking:
+        return JSONResponse({"status": "not ready", "reasons": found.blocking, **detail}, 503)
     if found.degrading:
         return JSONResponse({"status": "degraded", "reasons": found.degrading, **detail})
     return JSONResponse({"status": "ready", **detail})

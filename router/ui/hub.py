@@ -7,19 +7,22 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import metadata, version
 from time import monotonic as now
 from typing import Any
 
 import orjson
 from pydantic import SecretStr
 
+from router.common.tls import TlsContext
+from router.common.watched_file import WatchedFiles
+from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller
-from router.ui.live_requests import MAX_RECENT
+from router.ui.live_requests import MAX_RECENT, REFUSAL_WINDOW_S
 from router.ui.snapshot import (
     Json,
     OtherWorkers,
@@ -48,7 +51,7 @@ class Viewer:
         self._queue: deque[bytes] = deque()
         self._size = 0
         self._changed = asyncio.Event()
-        self.is_cut_off = False
+        self.is_cut_off = self.is_finished = False
 
     def put(self, event: bytes) -> None:
         """Add an event. A lone event may be of any size."""
@@ -68,9 +71,14 @@ class Viewer:
         self._size = 0
         self._changed.set()
 
+    def finish(self) -> None:
+        """Send what is queued, and nothing more."""
+        self.is_finished = True
+        self._changed.set()
+
     async def next(self, timeout: float) -> bytes:
         """Return all queued events; may be empty, after `timeout` seconds or when cut off."""
-        if not self._queue and not self.is_cut_off:
+        if not self._queue and not self.is_cut_off and not self.is_finished:
             self._changed.clear()
             try:
                 async with asyncio.timeout(timeout):
@@ -90,9 +98,17 @@ class DashboardHub:
     worker processes.
     """
 
-    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        registry: EngineRegistry,
+        prober: Prober,
+        files: Mapping[str, WatchedFiles],
+        certificates: Mapping[str, TlsContext],
+    ) -> None:
         self._gateway = gateway
-        self.source = SnapshotSource(gateway, registry)
+        self._started_at = time.time()
+        self.source = SnapshotSource(gateway, registry, prober, files, certificates)
         self.other_workers: OtherWorkers | None = None
         self._viewers: set[Viewer] = set()
         self._work: asyncio.Task[None] | None = None
@@ -100,6 +116,7 @@ class DashboardHub:
 
     def _reset(self) -> None:
         self._snapshot: Json = {}
+        self._shown_settings = self._gateway.settings
         self._ended: deque[Json] = deque(maxlen=MAX_ENDED)
         self._matcher = TransferMatcher()
 
@@ -145,7 +162,8 @@ class DashboardHub:
         finally:
             if self._work is asyncio.current_task():  # otherwise these viewers are of a later task
                 for viewer in self._viewers:
-                    viewer.cut_off()
+                    if not viewer.is_finished:
+                        viewer.cut_off()
 
     async def _update_all(self, take_snapshot: Callable[[], ProcessSnapshot]) -> None:
         poller = EnginePoller(self._gateway.fleet)
@@ -153,11 +171,14 @@ class DashboardHub:
             helpers = [group.create_task(poller.run())]
             if self.other_workers is not None:
                 helpers.append(group.create_task(self.other_workers.run()))
+            self._update(take_snapshot(), poller)
             while not self._gateway.tasks.is_draining:
-                self._update(take_snapshot(), poller)
                 await asyncio.sleep(UPDATE_INTERVAL_S)
+                self._update(take_snapshot(), poller)
             for helper in helpers:
                 helper.cancel()
+        for viewer in self._viewers:
+            viewer.finish()
 
     def _update(self, own: ProcessSnapshot, poller: EnginePoller) -> None:
         snapshots: list[ProcessSnapshot | None] = [own]
@@ -179,7 +200,8 @@ class DashboardHub:
                 one["moved"] = moved[one["key"]]
         before = self._snapshot
         self._snapshot = merge_snapshots(snapshots, poller.gauges(), poller.byte_rates())
-        if not before:
+        if not before or self._shown_settings is not self._gateway.settings:
+            self._shown_settings = self._gateway.settings
             self._send(self._snapshot_event())
             return
         if listed:
@@ -197,6 +219,11 @@ class DashboardHub:
         settings = self._gateway.settings
         about = {
             "version": version("disagg-router"),
+            "now": time.time(),
+            "started_at": self._started_at,
+            "docs": documentation_url(),
+            "metrics_port": settings.metrics_port,
+            "refusal_window": REFUSAL_WINDOW_S,
             "settings": visible_settings(settings),
             "ended": list(self._ended),
             "conversations": {"store": settings.conversation_store.partition("://")[0]},
@@ -207,6 +234,12 @@ class DashboardHub:
 
 def encode_event(name: str, content: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(content))
+
+
+def documentation_url() -> str:
+    """Return the address of the documentation that the installed package names; empty if none."""
+    links = (text.partition(", ") for text in metadata("disagg-router").get_all("Project-URL", []))
+    return next((url for name, _, url in links if name.lower() == "documentation"), "")
 
 
 def visible_settings(settings: Settings) -> list[Json]:

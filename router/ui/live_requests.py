@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel
 
+from router.proxy.recovery import CONSEQUENCES
+from router.proxy.retry import Next
 from router.telemetry.record import Record, tokens_of
 
 MAX_RUNNING = 512
@@ -26,6 +28,11 @@ MOMENTS = (
 )
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
+# Requests that failed or were rejected for lack of room are reported for this time.
+REFUSAL_WINDOW_S = 10.0
+MAX_REFUSALS = 1024
+MAX_REFUSAL_KINDS = 5
+RESUMED = CONSEQUENCES[Next.RESUME]
 
 # Source engine, target engine and what moves: "prompt" from prefiller to decoder, "turn" from the
 # decode engine of the last turn to a prefiller.
@@ -54,12 +61,24 @@ class RecentRequests:
         return next((one for one in reversed(self._records) if one.request_id == request_id), None)
 
 
+class Refusals(BaseModel):
+    """Requests that ended in the last REFUSAL_WINDOW_S with 429, with 5xx, or as a broken stream.
+
+    `status` is 200 for broken streams. `text` is the router's error, empty for an engine's.
+    """
+
+    status: int
+    text: str
+    count: int
+
+
 class RequestFeed:
     """The ended requests for one reader, which begins with the `latest` ones. Beyond MAX_ENDED,
     older ones are only counted."""
 
     def __init__(self, latest: Iterable[Record] = ()) -> None:
         self._ended: deque[Record] = deque(latest, maxlen=MAX_ENDED)
+        self._refused = deque(filter(is_refusal, self._ended), maxlen=MAX_REFUSALS)
         self._links: Counter[EngineLink] = Counter()
         self._latest: deque[tuple[float, Counter[EngineLink]]] = deque()
         self._missed = 0
@@ -67,6 +86,8 @@ class RequestFeed:
     def note(self, record: Record) -> None:
         self._missed += len(self._ended) == MAX_ENDED
         self._ended.append(record)
+        if is_refusal(record):
+            self._refused.append(record)
         self._links.update(links_of(record))
 
     def take(self, at: float) -> tuple[Sequence[Record], int]:
@@ -78,6 +99,16 @@ class RequestFeed:
         while self._latest[0][0] <= at - RATE_WINDOW_S:
             self._latest.popleft()
         return list(ended), missed
+
+    def refusals(self, at: float) -> Sequence[Refusals]:
+        """Return the refusals in the seconds before `at` by kind, the most frequent first."""
+        while self._refused and (self._refused[0].ended or 0.0) < at - REFUSAL_WINDOW_S:
+            self._refused.popleft()
+        counts = Counter((one.status, error_text(one)) for one in self._refused)
+        return [
+            Refusals(status=status, text=text, count=count)
+            for (status, text), count in counts.most_common(MAX_REFUSAL_KINDS)
+        ]
 
     def rates(self) -> dict[EngineLink, float]:
         """Return requests per second over each link, in the seconds before the last `take`."""
@@ -112,6 +143,19 @@ class LiveRequests:
         return list(self._running.values())
 
 
+def is_refusal(record: Record) -> bool:
+    """Return True if the request failed, or was rejected although it was valid."""
+    if record.outcome == "disconnected":
+        return False
+    return record.status == 429 or record.status >= 500 or record.outcome == "broken_stream"
+
+
+def error_text(record: Record) -> str:
+    """Return the router's error without the name of its class."""
+    text = " ".join(record.error.split())
+    return (text.partition(": ")[2] or text)[:MAX_ERROR_LENGTH]
+
+
 def links_of(record: Record) -> Iterable[EngineLink]:
     """Return the links over which an ended request moved KV, as far as the router knows."""
     has_moved = record.first_byte is not None and not record.without_transfer
@@ -140,7 +184,8 @@ class RequestSummary(BaseModel):
 
     `key` is unique among all worker processes, and `at` is the Unix time of arrival in seconds.
     `ms` has each moment in milliseconds since then, None for what the request did not reach.
-    `cached_tokens` are prompt tokens that no engine computed for this request.
+    `cached_tokens` are prompt tokens that no engine computed for this request, and `resumes` counts
+    how often another decode engine continued its stream.
     """
 
     key: str
@@ -155,6 +200,7 @@ class RequestSummary(BaseModel):
     decoder: str
     model: str
     retries: int
+    resumes: int
     conversation: str
     reused_from: str
     without_transfer: str
@@ -184,6 +230,7 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         decoder=record.decoder,
         model=record.model,
         retries=record.retries,
+        resumes=sum(line.endswith(RESUMED) for line in record.failures),
         conversation=record.conversation,
         reused_from=record.reused_from,
         without_transfer=record.without_transfer,

@@ -42,8 +42,8 @@ FEED_HEADERS = {
     "x-accel-buffering": "no",
     "x-content-type-options": "nosniff",
 }
-# A comment keeps an idle connection open.
-HEARTBEAT_INTERVAL_S = 10.0
+# A comment keeps an idle connection open, and shows that the router lives.
+HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT = b": still here\n\n"
 SEND_TIMEOUT_S = 10.0
 
@@ -119,7 +119,10 @@ class DashboardFeed(Response):
 async def _events(viewer: Viewer) -> AsyncIterator[bytes]:
     yield b": here you are\n\n"
     while not viewer.is_cut_off:
+        is_finished = viewer.is_finished
         yield await viewer.next(HEARTBEAT_INTERVAL_S) or HEARTBEAT
+        if is_finished:
+            return
 
 
 def _check_access(headers: Headers, token: str | None) -> None:

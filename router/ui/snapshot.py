@@ -21,6 +21,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from router.common.tls import TlsContext
+from router.common.watched_file import WatchedFiles
+from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import (
     EngineView,
@@ -32,14 +35,17 @@ from router.fleet.views import (
 from router.proxy.gateway import Gateway
 from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import (
+    MAX_REFUSAL_KINDS,
     EngineLink,
     LiveRequests,
     RecentRequests,
+    Refusals,
     RequestFeed,
     RequestSummary,
     count_moving,
     summarize_request,
 )
+from router.ui.standing_checks import CheckResult, merge_results, run_checks
 
 logger = logging.getLogger("disagg_router.ui")
 KEYED = ("engines", "groups", "ways", "running")
@@ -64,13 +70,27 @@ class LinkTraffic(BaseModel):
     rate: float
 
 
+class QueueView(BaseModel):
+    """Requests that wait for a slot at an engine, and how many may wait."""
+
+    depth: int
+    size: int
+
+
+class ReadyView(BaseModel):
+    """Why requests are not answered, or answered with more work than necessary."""
+
+    blocking: dict[str, str]
+    degrading: dict[str, str]
+
+
 class ProcessSnapshot(BaseModel):
     """The view of one process.
 
     `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
     counts those that it has no room for. `outcomes` counts requests since the start of the process,
     `turns` turns of conversations by outcome and `kept` by what they left. `entries` are those of a
-    conversation store in memory.
+    conversation store in memory. `queue` is None if engines have no limits.
     """
 
     view: FleetView
@@ -79,6 +99,10 @@ class ProcessSnapshot(BaseModel):
     ended: list[RequestSummary]
     missed: int
     in_flight: int
+    queue: QueueView | None = None
+    ready: ReadyView
+    refusals: list[Refusals]
+    checks: list[CheckResult]
     outcomes: dict[str, int]
     turns: dict[str, int]
     kept: dict[str, int]
@@ -86,11 +110,24 @@ class ProcessSnapshot(BaseModel):
 
 
 class SnapshotSource:
-    """Makes snapshots of this process, and watches its requests while there is a reader."""
+    """Makes snapshots of this process, and watches its requests while there is a reader.
 
-    def __init__(self, gateway: Gateway, registry: EngineRegistry) -> None:
+    `files` and `certificates` are by their name in the metrics.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        registry: EngineRegistry,
+        prober: Prober,
+        files: Mapping[str, WatchedFiles],
+        certificates: Mapping[str, TlsContext],
+    ) -> None:
         self._gateway = gateway
         self._registry = registry
+        self._prober = prober
+        self._files = files
+        self._certificates = certificates
         self._live = LiveRequests()
         self._recent = RecentRequests()
         gateway.records.add_reader(self._recent.add_records)
@@ -121,7 +158,8 @@ class SnapshotSource:
         worker, unix = str(os.getpid()), time.time() - now()
         running = live.running
         ended, missed = feed.take(now())
-        metrics, settings = self._gateway.metrics, self._gateway.settings
+        gateway, registry = self._gateway, self._registry
+        metrics, settings = gateway.metrics, gateway.settings
         outcomes: Counter[str] = Counter()
         for labels, count in metrics.requests.by_outcome.counts().items():
             outcomes[str(labels[-1])] += count
@@ -129,13 +167,21 @@ class SnapshotSource:
         if settings.conversation_store == "memory":
             families = metrics.conversation_entries.collect()
             entries = int(sum(sample.value for one in families for sample in one.samples))
+        readiness = gateway.assess_readiness(self._prober.problem())
+        queue = None
+        if (admission := gateway.admission) is not None:
+            queue = QueueView(depth=admission.depth, size=settings.queue_size)
         return ProcessSnapshot(
-            view=build_fleet_view(self._gateway.fleet, self._registry),
+            view=build_fleet_view(gateway.fleet, registry),
             links=_busiest(count_moving(running), feed.rates()),
             running=[summarize_request(record, worker, unix) for record in running[-MAX_LISTED:]],
             ended=[summarize_request(record, worker, unix) for record in ended],
             missed=missed,
-            in_flight=len(self._gateway.tasks.running),
+            in_flight=len(gateway.tasks.running),
+            queue=queue,
+            ready=ReadyView(blocking=readiness.blocking, degrading=readiness.degrading),
+            refusals=list(feed.refusals(now())),
+            checks=run_checks(gateway.fleet, registry, self._files, self._certificates),
             outcomes=outcomes,
             turns=_by_name(metrics.conversation_turns.counts()),
             kept=_by_name(metrics.conversation_kept.counts()),
@@ -181,6 +227,7 @@ def merge_snapshots(
         "totals": {
             "requests": sum(outcomes.values()),
             "in_flight": sum(one.in_flight for one in seen),
+            "queue": _merge_queues([one.queue for one in seen if one.queue is not None]),
             "by": outcomes,
         },
         "turns": {
@@ -188,6 +235,11 @@ def merge_snapshots(
             "kept": _added(one.kept for one in seen),
             "entries": sum(entries) if entries else None,
         },
+        "ready": _merge_readiness(seen),
+        "refusals": _merge_refusals(seen),
+        "checks": [
+            one.model_dump(mode="json") for one in merge_results(each.checks for each in seen)
+        ],
         "workers": {"answered": len(seen), "known": len(snapshots)},
     }
 
@@ -212,6 +264,32 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in counts:
         sums.update(one)
     return dict(sums)
+
+
+def _merge_queues(queues: Sequence[QueueView]) -> Json | None:
+    if not queues:
+        return None
+    return {"depth": sum(one.depth for one in queues), "size": sum(one.size for one in queues)}
+
+
+def _merge_readiness(snapshots: Sequence[ProcessSnapshot]) -> Json:
+    """A request may reach any process, so the reasons of each one count."""
+    blocking: dict[str, str] = {}
+    degrading: dict[str, str] = {}
+    for one in snapshots:
+        blocking = one.ready.blocking | blocking
+        degrading = one.ready.degrading | degrading
+    return {"blocking": blocking, "degrading": degrading}
+
+
+def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:
+    counts: Counter[tuple[int, str]] = Counter()
+    for one in [each for snapshot in snapshots for each in snapshot.refusals]:
+        counts[one.status, one.text] += one.count
+    return [
+        {"status": status, "text": text, "count": count}
+        for (status, text), count in counts.most_common(MAX_REFUSAL_KINDS)
+    ]
 
 
 def _with_gauge(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:

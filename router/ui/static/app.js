@@ -1,16 +1,19 @@
 // Connects the parts: an event updates the state, and the parts that it concerns are redrawn once a frame.
 import { Chat } from "./chat.js";
+import { Connection } from "./connection.js";
 import { $, setText } from "./dom.js";
 import { follow } from "./feed.js";
 import { Fleet } from "./fleet.js";
-import { Totals, showSettings, showTurns } from "./panels.js";
+import { Totals, showChecks, showLinks, showSettings, showTurns } from "./panels.js";
+import { Problems } from "./problems.js";
 import { Requests } from "./requests.js";
 import { State } from "./state.js";
 
 const state = new State();
-const fleet = new Fleet(state), requests = new Requests(state), chat = new Chat(state), totals = new Totals();
+const fleet = new Fleet(state), requests = new Requests(state), chat = new Chat(state);
+const totals = new Totals(state), problems = new Problems(state), connection = new Connection(state);
 const stale = new Set();
-let isScheduled = false;
+let isScheduled = false, models = "";
 
 function show(...parts) {
   for (const part of parts) stale.add(part);
@@ -18,49 +21,62 @@ function show(...parts) {
   isScheduled = true;
   requestAnimationFrame(() => {
     isScheduled = false;
-    for (const part of stale) part();
+    const due = [...stale];
     stale.clear();
+    for (const part of due) part();
   });
 }
 
 const parts = {
   fleet: () => fleet.show(),
   requests: () => requests.show(),
-  totals: () => totals.show(state.snapshot),
+  totals: () => totals.show(),
+  problems: () => problems.show(),
   turns: () => showTurns(state.snapshot),
+  checks: () => showChecks(state.snapshot),
   settings: () => showSettings(state.snapshot),
 };
 const NEEDS = {
-  engines: ["fleet"], groups: ["fleet"], ways: ["fleet"], workers: ["fleet"],
+  engines: ["fleet", "problems"], groups: ["fleet"], ways: ["fleet"], workers: ["fleet"],
   running: ["requests"], totals: ["totals"], turns: ["turns"],
+  ready: ["problems"], refusals: ["problems"], checks: ["checks", "problems"],
 };
 
 function onEvent(name, content) {
   state.take(name, content);
-  link("live", "live");
+  connection.isLive();
   if (name === "snapshot") {
     setText($("version"), content.version);
-    chat.findModels();
+    showLinks(content);
     show(...Object.values(parts));
   } else if (name === "change") {
     show(...Object.keys(content).flatMap((section) => NEEDS[section] ?? []).map((part) => parts[part]));
-    if (content.engines) chat.findModels();
   } else if (name === "ended") {
-    show(parts.requests);
+    show(parts.requests, parts.totals);
   } else if (name === "moved") {
     show(parts.requests);
     chat.showTransfers(content);
   }
+  if (name === "snapshot" || content.engines) findModels();
   if (content.requests) chat.note(content.requests);
 }
 
-function link(kind, text) {
-  $("link").className = kind;
-  setText($("link"), text);
+// Asks for the models when the engines may serve others than before.
+function findModels() {
+  const now = JSON.stringify(state.engines.map((one) => [one.name, one.health, one.models]));
+  if (now === models) return;
+  models = now;
+  chat.findModels();
+}
+
+function onLost(text) {
+  connection.isLost(text);
+  show(parts.fleet, parts.requests, parts.totals, parts.problems);
 }
 
 function askToken(wasWrong) {
   const dialog = $("ask");
+  setText($("link"), "token required");
   if (wasWrong) setText($("ask-text"), "Wrong token. Enter the value of the router's --ui-token.");
   $("ask-token").value = "";
   dialog.showModal();
@@ -71,8 +87,12 @@ function askToken(wasWrong) {
 }
 
 $("settings-all").addEventListener("change", parts.settings);
-setInterval(() => show(parts.totals), 1000);
 setInterval(() => {
-  if (Object.keys(state.snapshot.running ?? {}).length) show(parts.requests);
+  connection.showTime();
+  if (state.isLive) show(parts.totals, parts.problems, parts.fleet);
+}, 1000);
+setInterval(() => {
+  if (state.isLive && Object.keys(state.snapshot.running ?? {}).length) show(parts.requests);
 }, 250);
-follow({ onEvent, onLink: link, askToken });
+const retry = follow({ onEvent, onLost, askToken });
+$("lost-retry").addEventListener("click", retry);

@@ -42,7 +42,7 @@ export class Chat {
     this.running?.abort();
     this.messages = [];
     this.conversation = newId();
-    this.log.replaceChildren(make("p", { class: "empty" }, "A new conversation."));
+    this.log.replaceChildren(make("p", { class: "empty" }, "A new chat."));
     $("chat-text").focus();
   }
 
@@ -175,7 +175,8 @@ export class Chat {
   busy(is) {
     $("chat-send").hidden = is;
     $("chat-stop").hidden = !is;
-    if (!is) $("chat-text").focus();
+    const { activeElement: focused } = document;
+    if (!is && (focused === document.body || focused === $("chat-stop"))) $("chat-text").focus();
   }
 }
 

@@ -1,4 +1,4 @@
-// Helpers to create and change elements. Text is always text, never markup.
+// Helpers to create and change elements, and to write numbers with their units. Text is never markup.
 const SVG = "http://www.w3.org/2000/svg";
 
 export const $ = (id) => document.getElementById(id);
@@ -24,22 +24,62 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-export const plural = (count, one, many = `${one}s`) => `${count} ${count === 1 ? one : many}`;
+export function setClass(element, name) {
+  if (element.getAttribute("class") !== name) element.setAttribute("class", name);
+}
+
+// Updates a list in place: `items` are pairs of a key and a value, `create` makes an element for a key.
+export function keep(list, known, items, create, update) {
+  const keys = new Set(items.map(([key]) => key));
+  for (const [key, element] of known) {
+    if (keys.has(key)) continue;
+    element.remove();
+    known.delete(key);
+  }
+  let before = list.firstElementChild;
+  for (const [key, value] of items) {
+    let element = known.get(key);
+    if (!element) known.set(key, (element = create(key)));
+    update(element, value);
+    if (element === before) before = before.nextElementSibling;
+    else list.insertBefore(element, before);
+  }
+}
+
+export const count = (number) => number.toLocaleString("en-US");
+
+export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
 export function duration(ms) {
   if (ms === null || ms === undefined) return "";
-  if (ms < 1) return `${ms.toFixed(1)} ms`;
-  if (ms < 1000) return `${Math.round(ms)} ms`;
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  if (ms < 999.5) return `${Math.round(ms)} ms`;
   return ms < 60000 ? `${(ms / 1000).toFixed(2)} s` : `${(ms / 60000).toFixed(1)} min`;
 }
 
-export function bytes(count) {
+// A time span in seconds, coarsely.
+export function ago(seconds) {
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 90) return `${s} s`;
+  if (s < 5400) return `${Math.round(s / 60)} min`;
+  return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
+}
+
+export function bytes(number) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let step = 0;
-  for (; count >= 1000 && step < units.length - 1; step++) count /= 1000;
-  return `${count >= 100 || step === 0 ? Math.round(count) : count.toFixed(1)} ${units[step]}`;
+  for (; number >= 999.5 && step < units.length - 1; step++) number /= 1000;
+  return `${number >= 99.5 || step === 0 ? Math.round(number) : number.toFixed(1)} ${units[step]}`;
 }
+
+export const perSecond = (rate, unit = "") => `${rate < 10 ? rate.toFixed(1) : count(Math.round(rate))}${unit && ` ${unit}`}/s`;
 
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
 export const clockTime = (unix) => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
+
+// A time of the last 24 hours without its date.
+export function moment(unix, now) {
+  const date = new Date(unix * 1000);
+  return now - unix < 86400 ? clockTime(unix) : `${date.toLocaleDateString()} ${clockTime(unix)}`;
+}

@@ -1,31 +1,38 @@
 // Reads the router's events with fetch: the token goes into a header, and never into an address.
 const TOKEN_KEY = "disagg-router-token";
-const SILENCE_TIMEOUT_MS = 25000;
-const MAX_RETRY_DELAY_MS = 8000;
+const SILENCE_TIMEOUT_MS = 7000; // the router sends something every two seconds
+const MIN_RETRY_DELAY_MS = 500;
+const MAX_RETRY_DELAY_MS = 4000;
 
-export function follow({ onEvent, onLink, askToken }) {
-  let delay = 500;
+// Follows the events for ever. Returns a function that ends the wait before the next try.
+export function follow({ onEvent, onLost, askToken }) {
+  let delay = MIN_RETRY_DELAY_MS, wake = () => {};
   const run = async () => {
     for (;;) {
       let needsToken = false;
       try {
-        needsToken = await once(onEvent, onLink, () => (delay = 500));
-      } catch {
-        onLink("lost", "connection lost, reconnecting");
+        needsToken = await once(onEvent, onLost, () => (delay = MIN_RETRY_DELAY_MS));
+      } catch (error) {
+        onLost(error?.name === "AbortError" ? "it has sent nothing for several seconds" : "it does not answer");
       }
       if (needsToken) {
         sessionStorage.setItem(TOKEN_KEY, await askToken(sessionStorage.getItem(TOKEN_KEY) !== null));
         continue;
       }
-      await new Promise((resolve) => setTimeout(resolve, delay));
+      await new Promise((resolve) => {
+        wake = resolve;
+        setTimeout(resolve, delay);
+      });
       delay = Math.min(delay * 2, MAX_RETRY_DELAY_MS);
     }
   };
   run();
+  addEventListener("online", () => wake());
+  return () => wake();
 }
 
 // Reads one stream to its end. Returns true if the token is missing or wrong.
-async function once(onEvent, onLink, onAnswer) {
+async function once(onEvent, onLost, onAnswer) {
   const token = sessionStorage.getItem(TOKEN_KEY);
   const abort = new AbortController();
   let timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
@@ -37,7 +44,7 @@ async function once(onEvent, onLink, onAnswer) {
     });
     if (answer.status === 401) return true;
     if (!answer.ok) {
-      onLink("lost", (await errorIn(answer)) || `the router answered with status ${answer.status}`);
+      onLost((await errorIn(answer)) || `the answer has status ${answer.status}`);
       return false;
     }
     onAnswer();
@@ -46,7 +53,7 @@ async function once(onEvent, onLink, onAnswer) {
       timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
       if (name) onEvent(name, JSON.parse(data));
     }
-    onLink("lost", "the router closed the connection, reconnecting");
+    onLost("it has closed the connection");
     return false;
   } finally {
     clearTimeout(timer);

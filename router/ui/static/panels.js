@@ -1,56 +1,115 @@
-// The panels of numbers: totals, conversations, settings.
-import { $, make, plural, setText } from "./dom.js";
+// The panels of numbers and of settings, and the links to other pages.
+import { $, count, duration, keep, make, perSecond, plural, setClass, setText } from "./dom.js";
+import { latencyOf } from "./state.js";
 
 const RATE_WINDOW_MS = 5000;
+const LATENCY_WINDOW_S = 60;
+const QUIET_OUTCOMES = ["ok", "refused", "disconnected"];
 
 export class Totals {
-  constructor() {
+  constructor(state) {
+    this.state = state;
     this.points = []; // [time, requests]
+    this.tiles = new Map();
   }
 
-  show({ totals }) {
+  show() {
+    const { totals } = this.state.snapshot;
     if (!totals) return;
-    const now = performance.now();
-    this.points.push([now, totals.requests]);
+    const by = totals.by, queue = totals.queue;
+    const failed = Object.entries(by).filter(([name]) => !QUIET_OUTCOMES.includes(name))
+      .reduce((sum, [, number]) => sum + number, 0);
+    const { ttft, itl } = this.latencies();
+    const tiles = [
+      ["in flight", count(totals.in_flight), "requests"],
+      ["queue", queue ? count(queue.depth) : "–", queue ? `of ${count(queue.size)}` : "no engine limits", queue && queue.size && queue.depth >= queue.size ? "bad" : ""],
+      ["throughput", perSecond(this.rate(totals.requests)), "requests"],
+      ["TTFT", quantile(ttft, 0.5), `p50 · p99 ${quantile(ttft, 0.99)}`],
+      ["ITL", quantile(itl, 0.5), `p50 · p99 ${quantile(itl, 0.99)}`],
+      ["completed", count(by.ok ?? 0), `of ${plural(totals.requests, "request")}`],
+      ["failed", count(failed), "5xx, broken streams", failed ? "bad" : ""],
+      ["rejected", count(by.refused ?? 0), "4xx"],
+      ["disconnected", count(by.disconnected ?? 0), "by the client"],
+    ];
+    keep($("totals"), this.tiles, tiles.map((tile) => [tile[0], tile]),
+      (name) => make("div", {}, make("dt", {}, name), make("dd"), make("dd", { class: "quiet" })),
+      (tile, [, value, unit, kind]) => {
+        setClass(tile, kind || "");
+        setText(tile.children[1], value);
+        setText(tile.children[2], unit);
+      });
+    $("totals").title = `TTFT and ITL: of the shown requests that ended in the last ${LATENCY_WINDOW_S} s. Counts: since the router's start.`;
+  }
+
+  rate(requests) {
+    const now = performance.now(), last = this.points.at(-1);
+    if (!this.state.isLive) return this.lastRate ?? 0;
+    if (last && last[1] > requests) this.points = []; // the router was restarted
+    this.points.push([now, requests]);
     while (this.points.length > 2 && this.points[0][0] < now - RATE_WINDOW_MS) this.points.shift();
     const [[then, before]] = this.points;
-    const rate = now - then > 900 ? Math.max(0, ((totals.requests - before) * 1000) / (now - then)) : 0;
-    const bad = Object.entries(totals.by).filter(([name]) => !["ok", "refused", "disconnected"].includes(name))
-      .reduce((sum, [, count]) => sum + count, 0);
-    const facts = [
-      ["requests", String(totals.requests)],
-      ["per second", rate < 10 ? rate.toFixed(1) : String(Math.round(rate))],
-      ["in flight", String(totals.in_flight)],
-      ["failed", String(bad), bad ? "bad" : ""],
-      ["rejected", String(totals.by.refused ?? 0)],
-      ["disconnected", String(totals.by.disconnected ?? 0)],
-    ];
-    facts.forEach(([name, value, kind], at) => {
-      const known = $("totals").children[at] ?? $("totals").appendChild(make("div", {}, make("dt"), make("dd")));
-      setText(known.children[0], name);
-      setText(known.children[1], value);
-      known.className = kind ?? "";
-    });
+    this.lastRate = now - then > 900 ? Math.max(0, ((requests - before) * 1000) / (now - then)) : 0;
+    return this.lastRate;
   }
+
+  latencies() {
+    const oldest = this.state.now - LATENCY_WINDOW_S;
+    const recent = this.state.ended.filter((one) => one.ms.ended !== null && one.at + one.ms.ended / 1000 >= oldest).map(latencyOf);
+    const of = (name) => recent.map((one) => one[name]).filter((ms) => ms !== null).sort((a, b) => a - b);
+    return { ttft: of("ttft"), itl: of("itl") };
+  }
+}
+
+function quantile(sorted, share) {
+  return sorted.length ? duration(sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))]) : "–";
+}
+
+export function showLinks({ docs, metrics_port: port }) {
+  const metrics = $("link-metrics");
+  if (port) metrics.href = `http://${location.hostname}:${port}/metrics`;
+  $("link-docs").hidden = !docs;
+  if (docs) $("link-docs").href = docs;
+  setText($("checks-command"), `disagg-router doctor ${new URL("..", location.href).href.replace(/\/$/, "")}`);
+}
+
+const CHECK_SIGNS = { ok: "\u2713", skipped: "\u25cb", warning: "\u25b2", failed: "\u2716" };
+const CHECK_WORDS = { ok: "OK", skipped: "skipped", warning: "warning", failed: "failed" };
+const checks = new Map();
+
+export function showChecks({ checks: results }) {
+  if (!results) return;
+  const bad = results.filter(({ state }) => state === "failed" || state === "warning").length;
+  setText($("checks-summary"), bad ? `${bad} of ${plural(results.length, "check")} not OK` : `all ${results.length} OK`);
+  keep($("checks-list"), checks, results.map((one) => [`${one.name} ${one.state === "ok" ? "" : one.text}`, one]),
+    () => make("li", {}, make("span", { class: "sign", "aria-hidden": "true" }), make("p", {},
+      make("strong"), make("span", { class: "unseen" }), " ", make("span"))),
+    (item, { name, state, text, cure }) => {
+      setClass(item, `check-${state}`);
+      setText(item.children[0], CHECK_SIGNS[state]);
+      const [title, word, , ] = item.children[1].children;
+      setText(title, name);
+      setText(word, `: ${CHECK_WORDS[state]},`);
+      setText(item.children[1].lastElementChild, text + (cure ? `. To do: ${cure}` : ""));
+    });
 }
 
 export function showTurns({ turns, conversations, ttl }) {
   if (!turns) return;
   const { store } = conversations ?? {};
-  const waiting = turns.entries === null ? "" : `, ${plural(turns.entries, "turn")} waiting`;
+  const waiting = turns.entries === null ? "" : `, ${plural(turns.entries, "turn")} stored`;
   setText($("turns-summary"), store === "off" ? "off (--conversation-store off)"
-    : `kept in ${store === "memory" ? "memory" : store}${waiting}, each for ${ttl} s`);
+    : `stored in ${store === "memory" ? "memory" : store}${waiting}, each for ${ttl} s`);
   $("turns-tables").replaceChildren(
-    bars("Reuse of the last turn's KV", turns.outcomes),
-    bars("KV retained for the next turn", turns.kept));
+    bars("Turns by reuse of the last turn's KV", turns.outcomes),
+    bars("Turns by KV retained for the next one", turns.kept));
 }
 
 function bars(title, counts) {
   const rows = Object.entries(counts).sort(([, a], [, b]) => b - a);
-  const most = Math.max(1, ...rows.map(([, count]) => count));
-  const body = rows.map(([name, count]) => make("tr", {},
-    make("th", { scope: "row" }, name.replaceAll("_", " ")), make("td", { class: "number" }, String(count)),
-    make("td", { class: "bar", "aria-hidden": "true" }, make("meter", { min: 0, max: most, value: count }))));
+  const most = Math.max(1, ...rows.map(([, number]) => number));
+  const body = rows.map(([name, number]) => make("tr", {},
+    make("th", { scope: "row" }, name.replaceAll("_", " ")), make("td", { class: "number" }, count(number)),
+    make("td", { class: "bar", "aria-hidden": "true" }, make("meter", { min: 0, max: most, value: number }))));
   if (!rows.length) body.push(make("tr", {}, make("td", { class: "empty" }, "none yet")));
   return make("table", {}, make("caption", {}, title), make("tbody", {}, ...body));
 }

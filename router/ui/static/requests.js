@@ -1,24 +1,32 @@
-// The requests as waterfalls, newest first; each one expands to its details.
-import { $, bytes, clockTime, draw, duration, make, plural, setText } from "./dom.js";
-import { describeRequest, describeTransfer } from "./state.js";
+// The requests as bars on a common axis of time, newest first; each one expands to its details.
+import { $, bytes, clockTime, count, draw, duration, make, plural, setClass, setText } from "./dom.js";
+import { describeRequest, describeTransfer, latencyOf, resumedAt } from "./state.js";
 
-const MAX_ROWS = 60;
+const MAX_ROWS = 40, MAX_ROWS_NARROW = 15;
 const GOOD = new Set(["ok", "running"]);
+const STAGES = { receive: "receiving", queue: "queued", prefill: "prefill", decode: "decode", stream: "streaming", done: "ending" };
+const OUTCOMES = { ok: "ok", engine_error: "engine error", broken_stream: "broken stream", refused: "rejected" };
+// Longer bars than this many times the median are cut, so that one of them does not hide the others.
+const MAX_MEDIANS = 5;
+const MAX_TICKS = 5;
 
 export class Requests {
   constructor(state) {
     this.state = state;
-    this.rows = new Map(); // key: { item, button, request }
+    this.rows = new Map(); // key: { item, button, details, request }
     this.open = new Set();
     this.isPaused = false;
+    this.scale = { end: 0, step: 0 };
     this.list = $("requests-list");
+    this.narrow = matchMedia("(max-width: 620px)");
+    this.narrow.addEventListener("change", () => this.show());
     $("requests-pause").addEventListener("click", () => this.pause(!this.isPaused));
   }
 
   pause(isPaused) {
     this.isPaused = isPaused;
     $("requests-pause").setAttribute("aria-pressed", String(isPaused));
-    setText($("requests-pause"), isPaused ? "Resume" : "Pause");
+    setText($("requests-pause"), isPaused ? "Paused: resume" : "Pause");
     if (!isPaused) this.show();
   }
 
@@ -26,35 +34,58 @@ export class Requests {
     if (this.isPaused) return;
     const running = Object.values(this.state.snapshot.running ?? {}).sort((a, b) => b.at - a.at);
     const ended = new Set(this.state.ended.map((one) => one.key));
-    const all = [...running.filter((one) => !ended.has(one.key)), ...this.state.ended].slice(0, MAX_ROWS);
+    const all = [...running.filter((one) => !ended.has(one.key)), ...this.state.ended]
+      .slice(0, this.narrow.matches ? MAX_ROWS_NARROW : MAX_ROWS);
     $("requests-empty").hidden = all.length > 0;
+    $("requests-head").hidden = !all.length;
     const { missed } = this.state;
-    setText($("requests-missed"), missed ? `${missed} more requests ended than the dashboard can show` : "");
-    const scale = Math.max(...all.map((one) => elapsed(one)), 1);
+    setText($("requests-missed"), missed ? `${plural(missed, "more request")} ended than the dashboard can show` : "");
+    this.setScale(all);
     const keys = new Set(all.map((one) => one.key));
     for (const [key, row] of this.rows) {
       if (keys.has(key) || row.item.contains(document.activeElement)) continue;
       row.item.remove();
       this.rows.delete(key);
+      this.open.delete(key);
     }
     let before = this.list.firstElementChild;
     for (const request of all) {
-      const { item } = this.row(request, scale);
+      const { item } = this.row(request);
       if (item === before) before = before.nextElementSibling;
       else this.list.insertBefore(item, before);
     }
   }
 
-  row(request, scale) {
+  // The axis ends at a round time, and stays as it is while the bars fill a good part of it.
+  setScale(requests) {
+    const spans = requests.map((one) => this.elapsed(one)).sort((a, b) => a - b);
+    const longest = spans.at(-1) ?? 0, median = spans[spans.length >> 1] ?? 0;
+    const wanted = Math.max(1, Math.min(longest, median * MAX_MEDIANS));
+    const { end } = this.scale;
+    if (wanted > end || wanted < end * 0.5) this.scale = roundScale(wanted * 1.02);
+    else return;
+    const ticks = [];
+    for (let at = 0; at <= this.scale.end * 1.001; at += this.scale.step) {
+      const share = (at / this.scale.end) * 100, isLast = share > 99;
+      ticks.push(draw("text", { x: `${share}%`, y: 12, "text-anchor": at === 0 ? "start" : isLast ? "end" : "middle" }, at === 0 ? "0" : tick(at)));
+    }
+    $("requests-axis").replaceChildren(...ticks);
+  }
+
+  elapsed({ ms, at }) {
+    return ms.ended ?? Math.max(0, (this.state.now - at) * 1000);
+  }
+
+  row(request) {
     let row = this.rows.get(request.key);
     if (!row) {
       row = this.newRow(request.key);
       this.rows.set(request.key, row);
     }
-    const mark = `${request.stage} ${request.outcome} ${scale} ${JSON.stringify(request.moved)}`;
+    const mark = `${request.stage} ${request.outcome} ${this.scale.end} ${JSON.stringify(request.moved)}`;
     if (row.mark !== mark || request.outcome === "running") {
       row.mark = mark;
-      this.fill(row, request, scale);
+      this.fill(row, request);
     }
     return row;
   }
@@ -76,21 +107,24 @@ export class Requests {
     if (isOpen) this.detail(row);
   }
 
-  fill(row, request, scale) {
+  fill(row, request) {
     row.request = request;
     const label = (name) => this.state.label(name);
     const way = [request.prefiller, request.decoder].filter(Boolean).map(label).join(" → ") || "no engine";
-    const word = request.outcome === "running" ? request.stage : request.outcome.replace("_", " ");
+    const isRunning = request.outcome === "running";
+    const status = GOOD.has(request.outcome) || request.outcome === "disconnected" || request.status < 300 ? "" : ` ${request.status}`;
+    const word = isRunning ? STAGES[request.stage] ?? request.stage : (OUTCOMES[request.outcome] ?? request.outcome) + status;
+    const resumed = request.resumes ? make("span", { class: "mark" }, request.resumes > 1 ? `↻ resumed ${request.resumes}×` : "↻ resumed") : null;
     const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached } = request;
-    const tokens = prompt === null ? "" : `${prompt} in${completion === null ? "" : `, ${completion} out`}`;
-    row.item.className = `outcome-${request.outcome}`;
+    const tokens = prompt === null ? "" : `${count(prompt)} in${completion === null ? "" : ` · ${count(completion)} out`}`;
+    setClass(row.item, `outcome-${request.outcome}`);
     row.button.replaceChildren(
       make("span", { class: "time" }, clockTime(request.at)),
-      make("span", { class: "word" }, word),
+      make("span", { class: "word" }, word, resumed ? " " : null, resumed),
       make("span", { class: "way" }, way),
-      waterfall(request, scale),
+      this.bars(request),
       make("span", { class: "total" }, duration(request.ms.ended) || "…"),
-      make("span", { class: "tokens" }, tokens, cached ? make("span", { class: "cached" }, ` ${cached} reused`) : null),
+      make("span", { class: "tokens" }, tokens, cached ? make("span", { class: "cached" }, ` · ${count(cached)} reused`) : null),
     );
     if (!row.details.hidden) this.detail(row);
   }
@@ -98,30 +132,78 @@ export class Requests {
   detail(row) {
     const { request } = row, label = (name) => this.state.label(name);
     const { ms } = request, engine = (name) => (name ? `${label(name)}, ${name}` : "");
-    const queued = ms.prefill_started ?? ms.decode_started;
+    const queued = ms.queued === null ? null : (ms.admitted ?? ms.ended) - ms.queued;
+    const { itl } = latencyOf(request), resumed = resumedAt(request);
     const facts = [
       ["Summary", describeRequest(request, label)],
       ["Request", request.id],
       ["Endpoint", `${request.endpoint}, status ${request.status || "none yet"}`],
-      ["Flow", request.flow],
-      ["Prefiller", engine(request.prefiller)],
-      ["Decoder", engine(request.decoder)],
+      ["Model", request.model],
+      ["Flow", request.flow.replace("_", " ")],
+      ["Prefill engine", engine(request.prefiller)],
+      ["Decode engine", engine(request.decoder)],
       ["Tokens", describeTokens(request)],
-      ["Last turn", request.conversation && request.conversation.replace("_", " ")
-        + (request.reused_from ? `, pulled from ${engine(request.reused_from)}` : "")],
+      ["Last turn", request.conversation && request.conversation.replaceAll("_", " ")
+        + (request.reused_from ? `, KV pulled from ${engine(request.reused_from)}` : "")],
       ["KV moved", request.moved ? describeTransfers(request, label) : ""],
       ["Queue", duration(queued)],
       ["Prefill", ms.prefill_done !== null ? duration(ms.prefill_done - (ms.prefill_started ?? 0)) : ""],
-      ["Decode TTFT", ms.first_byte !== null && ms.decode_started !== null
-        ? `${duration(ms.first_byte - ms.decode_started)}` : ""],
+      ["Decode TTFT", ms.first_byte !== null && ms.decode_started !== null && resumed === null
+        ? duration(ms.first_byte - ms.decode_started) : ""],
+      ["TTFT", duration(ms.first_byte)],
+      ["ITL, mean", duration(itl)],
       ["Streaming", ms.ended !== null && ms.first_byte !== null ? duration(ms.ended - ms.first_byte) : ""],
+      ["End to end", duration(ms.ended)],
+      ["Resumed", request.resumes ? `${plural(request.resumes, "time")} by another decode engine${resumed === null ? "" : `, last at ${duration(resumed)}`}` : ""],
       ["Failed attempts", request.failures.join("\n")],
-      ["Ended at", !GOOD.has(request.outcome) && request.stage !== "done" ? request.stage : ""],
+      ["Ended at", !GOOD.has(request.outcome) && request.stage !== "done" ? STAGES[request.stage] ?? request.stage : ""],
       ["Error", request.error],
     ];
     row.details.replaceChildren(make("dl", {}, ...facts.filter(([, text]) => text)
       .flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])));
   }
+
+  // The upper lane is the prefill engine's, the lower one the decode engine's.
+  bars(request) {
+    const { ms } = request, end = this.elapsed(request), scale = this.scale.end;
+    const bar = (from, to, lane, name) => {
+      if (from === null || to === null || to < from || from > scale) return null;
+      const x = (from / scale) * 100, width = Math.max(0.4, ((Math.min(to, scale) - from) / scale) * 100);
+      return draw("rect", { x: `${x.toFixed(2)}%`, width: `${width.toFixed(2)}%`, y: lane * 8 + 1, height: 6, class: name });
+    };
+    const line = (at, name) => draw("line", { x1: `${(at / scale) * 100}%`, x2: `${(at / scale) * 100}%`, y1: 0, y2: 16, class: name });
+    const grid = [];
+    for (let at = this.scale.step; at < scale * 0.999; at += this.scale.step) grid.push(line(at, "grid"));
+    const first = ms.prefill_started ?? ms.decode_started ?? end;
+    const resumed = resumedAt(request);
+    // Where a prefill engine computed the prompt again for the engine that continued, its bar is that of the second time.
+    const broke = resumed === null ? null : Math.min(resumed, ms.prefill_started > ms.first_byte ? ms.prefill_started : resumed);
+    const parts = resumed === null ? [
+      bar(0, first, request.prefiller ? 0 : 1, "queue"),
+      bar(ms.decode_started, ms.first_byte ?? end, 1, "wait"),
+      bar(ms.first_byte, end, 1, "tokens"),
+    ] : [
+      bar(ms.first_byte, broke, 1, "tokens"),
+      bar(resumed, end, 1, "tokens"),
+      resumed < scale ? line(resumed, "resumed") : null,
+    ];
+    parts.push(bar(ms.prefill_started, ms.prefill_done ?? end, 0, "prefill"), ...transfers(request, bar, end));
+    const cut = end > scale * 1.001 ? draw("text", { x: "100%", y: 13, class: "cut", "text-anchor": "end" }, "▸") : null;
+    return draw("svg", { class: "waterfall", height: 16, width: "100%", role: "img",
+      "aria-label": `TTFT ${duration(ms.first_byte) || "not yet"}` }, ...grid, ...parts, cut);
+  }
+}
+
+function roundScale(ms) {
+  const magnitude = 10 ** Math.floor(Math.log10(ms / MAX_TICKS));
+  const step = [1, 2, 2.5, 5, 10].map((one) => one * magnitude).find((one) => ms / one <= MAX_TICKS);
+  return { step, end: Math.ceil(ms / step) * step };
+}
+
+function tick(ms) {
+  const round = (number) => String(Number(number.toFixed(2)));
+  if (ms < 1000) return `${round(ms)} ms`;
+  return ms < 60000 ? `${round(ms / 1000)} s` : `${round(ms / 60000)} min`;
 }
 
 function describeTransfers({ prefiller, decoder, reused_from: turn, moved: what }, label) {
@@ -132,14 +214,10 @@ function describeTransfers({ prefiller, decoder, reused_from: turn, moved: what 
 
 function describeTokens({ prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached }) {
   if (prompt === null) return "not reported: set stream_options.include_usage";
-  const parts = [`${plural(prompt, "token")} in`];
-  if (completion !== null) parts.push(`${completion} out`);
-  if (cached !== null) parts.push(`${cached} of the prompt reused`);
+  const parts = [`${plural(prompt, "prompt token")}`];
+  if (cached !== null) parts.push(`${count(cached)} of them reused`);
+  if (completion !== null) parts.push(`${count(completion)} output tokens`);
   return parts.join(", ");
-}
-
-function elapsed({ ms, at }) {
-  return ms.ended ?? Math.max(0, Date.now() - at * 1000);
 }
 
 // Bars for transfers. The engines' clocks are known to a few milliseconds.
@@ -150,24 +228,4 @@ function transfers({ ms, moved: what }, bar, end) {
     return bar(Math.max(0, to - move.ms), to, lane, "transfer");
   };
   return [of(what?.turn, ms.prefill_done, 0), of(what?.prompt, ms.first_byte, 1)];
-}
-
-// The upper lane is the prefiller's, the lower one the decoder's.
-function waterfall(request, scale) {
-  const { ms } = request, end = elapsed(request);
-  const bar = (from, to, lane, name) => {
-    if (from === null || to === null || to < from) return null;
-    const x = (from / scale) * 100, width = Math.max(0.4, ((to - from) / scale) * 100);
-    return draw("rect", { x: `${x.toFixed(2)}%`, width: `${width.toFixed(2)}%`, y: lane * 8 + 1, height: 6, class: name });
-  };
-  const first = ms.prefill_started ?? ms.decode_started ?? end;
-  const parts = [
-    bar(0, first, request.prefiller ? 0 : 1, "queue"),
-    bar(ms.prefill_started, ms.prefill_done ?? end, 0, "prefill"),
-    bar(ms.decode_started, ms.first_byte ?? end, 1, "wait"),
-    bar(ms.first_byte, end, 1, "tokens"),
-    ...transfers(request, bar, end),
-  ];
-  return draw("svg", { class: "waterfall", height: 16, width: "100%", role: "img",
-    "aria-label": `first token after ${duration(ms.first_byte) || "nothing yet"}` }, ...parts);
 }

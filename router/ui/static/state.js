@@ -1,20 +1,28 @@
 // The state of the dashboard: a snapshot, with the changes since. Nothing here touches the document.
+import { duration, plural } from "./dom.js";
+
 const KEYED = ["engines", "groups", "ways", "running"];
 const MAX_REQUESTS = 200;
 
 export class State {
   constructor() {
     this.snapshot = {};
+    this.hasSnapshot = false;
+    this.isLive = false;
     this.ended = []; // newest first
     this.missed = 0; // ended requests that the router had no room to send
     this.labels = new Map();
     this.counts = { prefill: 0, decode: 0, both: 0 };
+    this.offset = 0; // seconds that this computer's clock is ahead of the router's
+    this.frozenAt = 0;
   }
 
   take(name, content) {
     if (name === "snapshot") {
       const { ended, ...snapshot } = content;
       this.snapshot = snapshot;
+      this.hasSnapshot = true;
+      this.offset = Date.now() / 1000 - (content.now ?? Date.now() / 1000);
       const known = new Set(ended.map((one) => one.key));
       const kept = this.ended.filter((one) => !known.has(one.key));
       this.ended = [...ended.reverse(), ...kept].slice(0, MAX_REQUESTS);
@@ -54,6 +62,20 @@ export class State {
   get engines() {
     return Object.values(this.snapshot.engines ?? {});
   }
+
+  // The router's Unix time in seconds; without a connection it stands still.
+  get now() {
+    return this.isLive ? Date.now() / 1000 - this.offset : this.frozenAt;
+  }
+
+  freeze() {
+    this.frozenAt = this.now || Date.now() / 1000 - this.offset;
+    this.isLive = false;
+  }
+
+  get isStopping() {
+    return Boolean(this.snapshot.ready?.blocking.router);
+  }
 }
 
 // An engine's state, which is also the name of a CSS class.
@@ -63,8 +85,42 @@ export function stateOf(engine) {
   if (engine.health === "unknown") return "unknown";
   if (engine.cold) return "cold";
   if (engine.cooling) return "cooling";
-  if (engine.circuit !== "closed") return "doubtful";
+  if (engine.circuit !== "closed") return "avoided";
   return engine.degraded ? "degraded" : "healthy";
+}
+
+export const STATE_WORDS = {
+  healthy: "healthy", unhealthy: "unhealthy", degraded: "degraded", avoided: "avoided", cooling: "overloaded",
+  cold: "warming up", draining: "draining", unknown: "not probed", gone: "removed",
+};
+// Colour is not the only sign of a state.
+export const STATE_SIGNS = {
+  healthy: "\u25cf", unhealthy: "\u2716", degraded: "\u25b2", avoided: "\u25b2", cooling: "\u25b2",
+  cold: "\u25d0", draining: "\u25bd", unknown: "\u25cb", gone: "\u25cb",
+};
+
+// Why an engine is not simply healthy; empty if it is.
+export function reasonOf(engine) {
+  const state = stateOf(engine);
+  if (state === "degraded") return `no KV moves: ${engine.degraded}`;
+  if (state === "avoided") return `requests failed there: ${engine.circuit_reason || "see the log"}`;
+  if (state === "cooling") return "it answers that it is overloaded";
+  if (state === "cold") return "the router sends it warm-up requests";
+  if (state === "draining") return engine.drained ? "it may be stopped" : "it gets no new requests";
+  return state === "healthy" ? "" : engine.reason;
+}
+
+// The latency of a request: time to first token, and mean time between two tokens of a stream.
+export function latencyOf({ ms, completion_tokens: tokens }) {
+  const { first_byte: first, ended } = ms;
+  const hasPace = tokens > 1 && first !== null && ended !== null && ended - first >= tokens / 10;
+  return { ttft: first, itl: hasPace ? (ended - first) / (tokens - 1) : null };
+}
+
+// Where another decode engine began to continue a stream, as far as the router knows.
+export function resumedAt({ ms, resumes }) {
+  const { first_byte: first, decode_started: started } = ms;
+  return resumes && first !== null && started !== null && started > first ? started : null;
 }
 
 // Describes a request in one sentence: under a chat's answer, and in a request's details.
@@ -73,9 +129,9 @@ export function describeRequest(request, label) {
   const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached } = request;
   const computed = prompt === null ? null : prompt - (cached ?? 0);
   if (ms.prefill_done !== null && request.prefiller) {
-    const what = computed === null ? "prefilled" : `prefilled ${computed} token${computed === 1 ? "" : "s"}`;
+    const what = computed === null ? "prefilled" : `prefilled ${plural(computed, "token")}`;
     const took = ms.prefill_done - (ms.prefill_started ?? 0);
-    parts.push(`${what} on ${label(request.prefiller)} in ${formatTime(took)}`);
+    parts.push(`${what} on ${label(request.prefiller)} in ${duration(took)}`);
   }
   const why = request.without_transfer;
   if (request.moved?.prompt) parts.push(describeTransfer(request.moved.prompt));
@@ -84,26 +140,20 @@ export function describeRequest(request, label) {
     const alone = why ? ` alone (${why})` : request.prefiller ? "" : " alone";
     parts.push(`decoded on ${label(request.decoder)}${alone}`);
   }
-  if (ms.first_byte !== null) parts.push(`first token after ${formatTime(ms.first_byte)}`);
-  if (completion > 1 && ms.ended !== null && ms.first_byte !== null && ms.ended > ms.first_byte) {
-    const rate = ((completion - 1) * 1000) / (ms.ended - ms.first_byte);
-    parts.push(`${completion} tokens at ${rate < 10 ? rate.toFixed(1) : Math.round(rate)}/s`);
-  }
+  if (ms.first_byte !== null) parts.push(`TTFT ${duration(ms.first_byte)}`);
+  const { itl } = latencyOf(request);
+  if (completion) parts.push(plural(completion, "token") + (itl === null ? "" : `, ITL ${duration(itl)}`));
   if (cached) {
     const source = request.reused_from ? ` from ${label(request.reused_from)}` : " from caches";
     const turn = request.moved?.turn;
     parts.push(`${cached} of ${prompt} tokens reused${source}${turn ? ` (${describeTransfer(turn)})` : ""}`);
   }
-  if (request.failures.length) parts.push(`${request.failures.length} failed attempt${request.failures.length === 1 ? "" : "s"}`);
+  if (request.resumes) parts.push(`resumed on another engine${request.resumes > 1 ? ` ${request.resumes} times` : ""}`);
+  if (request.failures.length) parts.push(plural(request.failures.length, "failed attempt"));
   return parts.join(", ");
 }
 
 // Describes a transfer as engines report it, without blocks that were there already.
 export function describeTransfer({ blocks, ms }) {
-  return blocks ? `${blocks} block${blocks === 1 ? "" : "s"} moved in ${formatTime(ms)}` : "no blocks moved";
-}
-
-function formatTime(ms) {
-  if (ms < 10) return `${ms.toFixed(1)} ms`;
-  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`;
+  return blocks ? `${plural(blocks, "block")} moved in ${duration(ms)}` : "no blocks moved";
 }

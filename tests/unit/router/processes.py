@@ -28,6 +28,12 @@ class RouterProcess:
                     return found
         raise AssertionError(f"no line like {pattern!r} in {self.lines}")
 
+    async def wait_healthy(self, engines: int) -> None:
+        """Wait until it listens and so many engines are healthy."""
+        self.url = (await self.until(r"disagg-router on (https?://\S+)")).group(1)
+        for _ in range(engines):
+            await self.until("is healthy")
+
     async def ended(self) -> int:
         assert self.process.stderr is not None
         async with asyncio.timeout(60):
@@ -41,11 +47,18 @@ async def router_process(
 ) -> AsyncIterator[RouterProcess]:
     engines = [f"--prefiller-hosts=127.0.0.1 --prefiller-ports={p.port}"]
     engines += [f"--decoder-hosts=127.0.0.1 --decoder-ports={d.port}"]
+    async with started_router(*" ".join(engines).split(), *arguments, module=module) as router:
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def started_router(
+    *arguments: str, module: str = "router.commands.cli"
+) -> AsyncIterator[RouterProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         module,
-        *" ".join(engines).split(),
         "--log-format=text",
         *arguments,
         stderr=asyncio.subprocess.PIPE,
@@ -63,7 +76,13 @@ async def serving_router(
     p: MockEngine, d: MockEngine, *arguments: str
 ) -> AsyncIterator[RouterProcess]:
     async with router_process(p, d, "--port=0", "--health-interval=0.1", *arguments) as router:
-        router.url = (await router.until(r"disagg-router on (https?://\S+)")).group(1)
-        for _ in "pd":
-            await router.until("is healthy")
+        await router.wait_healthy(2)
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def running_router(*arguments: str, engines: int) -> AsyncIterator[RouterProcess]:
+    """Start a router with these arguments; enter when all `engines` are healthy."""
+    async with started_router("--health-interval=0.1", *arguments) as router:
+        await router.wait_healthy(engines)
         yield router

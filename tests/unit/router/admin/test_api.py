@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ async def test_engines_are_told_with_all_that_is_known(p: MockEngine, d: MockEng
         content = (await here.api.get("/admin/engines")).json()
         assert content["workers"] == {"answered": 1, "known": 1}
         [first, second] = content["engines"]
+        assert abs(time.time() - first.pop("since")) < 60
         assert first == {
             "name": f"127.0.0.1:{p.port}",
             "url": f"http://127.0.0.1:{p.port}",
@@ -111,6 +113,7 @@ async def test_engines_are_told_with_all_that_is_known(p: MockEngine, d: MockEng
             "tokens_in_flight": 0,
             "holding": 0,
             "circuit": "closed",
+            "circuit_reason": "",
             "sources": ["flags"],
             "drained": False,
         }

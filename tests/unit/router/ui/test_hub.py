@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -84,8 +85,10 @@ async def test_an_engine_that_dies_is_told(start_router: StartRouter, d: MockEng
         await until(events, "snapshot")
         await d.stop()
         while True:
-            change = await until(events, "change")
-            if change.get("engines", {}).get(name, {}).get("health") == "unhealthy":
+            engine = (await until(events, "change")).get("engines", {}).get(name, {})
+            if engine.get("health") == "unhealthy":
+                assert engine["reason"]
+                assert abs(time.time() - engine["since"]) < 60
                 return
 
 
@@ -229,13 +232,45 @@ async def test_who_does_not_read_is_cut_off(
     await eventually(lambda: not is_watched(router))
 
 
-async def test_a_router_that_ends_waits_for_nobody_who_looks(start_router: StartRouter) -> None:
+async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
+    start_router: StartRouter,
+) -> None:
     router = await start_router(ui=True)
     async with looking(router) as events:
         await until(events, "snapshot")
         router.gateway.tasks.is_draining = True
         async with asyncio.timeout(5):
-            assert [name async for name, _ in events if name == "snapshot"] == []
+            rest = [(name, content) async for name, content in events]
+    assert [name for name, _ in rest] == ["change"]
+    assert rest[0][1]["ready"]["blocking"] == {"router": "shutting down"}
+    async with looking(router) as events, asyncio.timeout(5):  # one that comes now
+        rest = [(name, content) async for name, content in events]
+    assert [name for name, _ in rest] == ["snapshot"]
+    assert rest[0][1]["ready"]["blocking"] == {"router": "shutting down"}
+
+
+async def test_changed_settings_are_sent(start_router: StartRouter) -> None:
+    router = await start_router(ui=True)
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        gateway = router.gateway
+        gateway.tune(gateway.settings.model_copy(update={"max_engine_requests": 7}))
+        again = await until(events, "snapshot")
+    values = {one["flag"]: one["value"] for one in again["settings"]}
+    assert values["--max-engine-requests"] == "7"
+
+
+async def test_a_late_viewer_sees_why_requests_were_refused(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(ui=True)
+    await d.stop()
+    assert (await router.complete()).status_code == 503
+    async with looking(router) as events:
+        whole = await until(events, "snapshot")
+    (refused,) = whole["refusals"]
+    assert (refused["status"], refused["count"]) == (503, 1)
+    assert refused["text"]
 
 
 async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(

@@ -7,6 +7,7 @@ from router.ui.live_requests import (
     MAX_ENDED,
     MAX_RUNNING,
     RATE_WINDOW_S,
+    REFUSAL_WINDOW_S,
     LiveRequests,
     RequestFeed,
     count_moving,
@@ -101,3 +102,41 @@ def test_what_a_record_says() -> None:
     assert len(told.error) < 1000
     assert told.failures == ["decode at x: timeout; retried on another engine"]
     assert summarize_request(record(), "7", 0).outcome == "running"
+
+
+def test_refusals_are_counted_by_status_and_reason_for_ten_seconds() -> None:
+    full = {"status": 503, "outcome": "failed", "error": "OverloadError: the queue is full"}
+    feed = RequestFeed([record(ended=100.0, **full)])  # a viewer that comes late sees it, too
+    for _ in range(2):
+        feed.note(record(ended=105.0, **full))
+    feed.note(record(ended=106.0, status=200, outcome="broken_stream", error="EngineError: gone"))
+    feed.note(record(ended=106.0, status=429, outcome="refused"))
+    for status, outcome in (
+        (200, "ok"),
+        (404, "refused"),
+        (499, "disconnected"),
+        (503, "disconnected"),
+    ):
+        feed.note(record(ended=106.0, status=status, outcome=outcome))
+
+    def refusals(at: float) -> list[tuple[int, str, int]]:
+        return [(one.status, one.text, one.count) for one in feed.refusals(at)]
+
+    engines_own = (429, "", 1)
+    broken = (200, "gone", 1)
+    assert refusals(107.0) == [(503, "the queue is full", 3), broken, engines_own]
+    assert refusals(100.0 + REFUSAL_WINDOW_S + 1) == [
+        (503, "the queue is full", 2),
+        broken,
+        engines_own,
+    ]
+    assert refusals(106.0 + REFUSAL_WINDOW_S + 1) == []
+
+
+def test_resumed_streams_are_marked() -> None:
+    lines = (
+        "prefill at p: status_5xx; retried on another engine",
+        "decode at d: disconnected; resumed on another engine",
+    )
+    assert summarize_request(record(failures=lines), "w", 0.0).resumes == 1
+    assert summarize_request(record(), "w", 0.0).resumes == 0

@@ -8,14 +8,18 @@ from hypothesis import strategies as st
 
 from router.fleet.views import FleetView
 from router.ui.engine_polling import EngineGauge, EnginePoller, count_leases, parse_metrics
+from router.ui.live_requests import Refusals
 from router.ui.snapshot import (
     KEYED,
     Json,
     LinkTraffic,
     ProcessSnapshot,
+    QueueView,
+    ReadyView,
     changes,
     merge_snapshots,
 )
+from router.ui.standing_checks import CheckResult, CheckState
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_views import seen
 from tests.unit.router.harness import eventually
@@ -30,6 +34,10 @@ def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
         ended=[],
         missed=0,
         in_flight=1,
+        queue=QueueView(depth=2, size=8),
+        ready=ReadyView(blocking={}, degrading={}),
+        refusals=[Refusals(status=503, text="queue full", count=3)],
+        checks=[CheckResult(name="KV transfer", state=CheckState.OK, text="4 engines compared")],
         outcomes={"ok": 2},
         turns={"hit": 1},
         kept={},
@@ -49,7 +57,9 @@ def test_counts_of_processes_add_up() -> None:
         "rate": 1.0,
         "bytes_per_second": None,
     }
-    assert told["totals"] == {"requests": 4, "in_flight": 2, "by": {"ok": 4}}
+    queue = {"depth": 4, "size": 16}
+    assert told["totals"] == {"requests": 4, "in_flight": 2, "queue": queue, "by": {"ok": 4}}
+    assert told["refusals"] == [{"status": 503, "text": "queue full", "count": 6}]
     assert told["turns"] == {"outcomes": {"hit": 2}, "kept": {}, "entries": 11}
     assert told["workers"] == {"answered": 2, "known": 3}
 

@@ -1,0 +1,101 @@
+// What is wrong now, the worst first: requests that fail, engines that do not serve, failed checks.
+import { $, ago, count, keep, make, moment, plural, setClass, setText } from "./dom.js";
+import { STATE_SIGNS, STATE_WORDS, reasonOf, stateOf } from "./state.js";
+
+const MAX_SHOWN = 8;
+const CRITICAL = "critical", WARNING = "warning";
+// States that need nobody's attention.
+const CALM = new Set(["healthy", "unknown", "cold", "gone"]);
+
+export class Problems {
+  constructor(state) {
+    this.state = state;
+    this.items = new Map();
+    this.announced = new Set();
+  }
+
+  show() {
+    const all = this.state.hasSnapshot ? [...this.ofRouter(), ...this.ofRequests(), ...this.ofEngines(), ...this.ofChecks()] : [];
+    all.sort((a, b) => (a.level === CRITICAL ? 0 : 1) - (b.level === CRITICAL ? 0 : 1));
+    const shown = all.slice(0, MAX_SHOWN);
+    if (all.length > shown.length) {
+      shown.push({ key: "more", level: WARNING, title: `${plural(all.length - shown.length, "more problem")}`, text: "see Engines and Checks" });
+    }
+    keep($("problems-list"), this.items, shown.map((one) => [one.key, one]), create, update);
+    $("problems").hidden = !shown.length;
+    if (this.state.isLive) document.title = all.length ? `(${all.length}) disagg-router` : "disagg-router";
+    this.announce(all);
+  }
+
+  // Announces new problems; those of engines are announced as changes of their states.
+  announce(all) {
+    const fresh = all.filter(({ key }) => !this.announced.has(key) && !key.startsWith("engine "));
+    if (fresh.length && this.state.isLive) setText($("announce"), fresh.map((one) => `${one.title}: ${one.text}`).join(". "));
+    this.announced = new Set(all.map((one) => one.key));
+  }
+
+  *ofRouter() {
+    const { ready } = this.state.snapshot;
+    if (!ready) return;
+    const told = (reasons) => Object.entries(reasons).map(([what, why]) => `${what}: ${why}`).join("; ");
+    if (ready.blocking.router) {
+      const running = this.state.snapshot.totals?.in_flight ?? 0;
+      yield { key: "ready", level: CRITICAL, title: "The router is shutting down", text: `${plural(running, "request")} in flight may still end, new ones are refused` };
+    } else if (Object.keys(ready.blocking).length) {
+      yield { key: "ready", level: CRITICAL, title: "Requests are refused with 503", text: told(ready.blocking) };
+    } else if (ready.degrading.prefill) {
+      yield { key: "ready", level: WARNING, title: "No prefill engine", text: ready.degrading.prefill };
+    }
+  }
+
+  *ofRequests() {
+    const { refusals = [], refusal_window: window, totals } = this.state.snapshot;
+    for (const { status, text, count: many } of refusals) {
+      const what = status === 200 ? "broke in mid-stream" : status === 429 || status === 503 ? `refused with ${status}` : `failed with ${status}`;
+      const queue = totals.queue?.size && totals.queue.depth >= totals.queue.size
+        ? ` (queue full: ${count(totals.queue.depth)} of ${count(totals.queue.size)})` : "";
+      yield {
+        key: `refused ${status} ${text}`, level: status === 429 ? WARNING : CRITICAL,
+        title: `${plural(many, "request")} ${what} in the last ${window} s`,
+        text: (text || "an engine's own answer") + queue,
+      };
+    }
+  }
+
+  *ofEngines() {
+    const { now } = this.state;
+    for (const engine of this.state.engines) {
+      const state = stateOf(engine);
+      if (CALM.has(state)) continue;
+      const since = state === "unhealthy" && engine.since ? ` since ${moment(engine.since, now)} (${ago(now - engine.since)})` : "";
+      yield {
+        key: `engine ${engine.name}`, level: state === "unhealthy" ? CRITICAL : WARNING, sign: STATE_SIGNS[state],
+        title: `${this.state.label(engine.name)} ${STATE_WORDS[state]}${since}`,
+        text: `${engine.name}: ${reasonOf(engine)}`,
+      };
+    }
+  }
+
+  // What the engines' own states do not show already.
+  *ofChecks() {
+    for (const { name, state, text, cure } of this.state.snapshot.checks ?? []) {
+      if (state === "ok" || state === "skipped" || name.endsWith(" engines")) continue;
+      yield {
+        key: `check ${name} ${text}`, level: state === "failed" ? CRITICAL : WARNING,
+        title: name[0].toUpperCase() + name.slice(1), text: text + (cure ? `. To do: ${cure}` : ""),
+      };
+    }
+  }
+}
+
+function create() {
+  return make("li", {}, make("span", { class: "sign", "aria-hidden": "true" }), make("p", {}, make("strong"), " ", make("span")));
+}
+
+function update(item, { level, title, text, sign }) {
+  setClass(item, level);
+  const [mark, line] = item.children;
+  setText(mark, sign ?? (level === CRITICAL ? "\u2716" : "\u25b2"));
+  setText(line.children[0], title);
+  setText(line.children[1], text);
+}

@@ -1,0 +1,53 @@
+"""Writes a picture of the dashboard under load:
+`python -m tests.integration.dashboard_picture PNG`.
+
+The engines are scripted (tests/integration/dashboard_fleet.py) and the router is real, so that the
+picture needs no GPU and no model. The browser is Chromium (scripts/install_browser).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from tests.browser import running_browser
+from tests.integration.dashboard_fleet import Load, running_fleet
+from tests.unit.router.processes import running_router
+
+LOAD_S = 14.0
+
+
+async def write_picture(options: argparse.Namespace) -> None:
+    async with (
+        running_fleet(options.prefillers, options.decoders) as fleet,
+        running_router(*fleet.flags, "--ui", "--port", "0", engines=len(fleet.engines)) as router,
+        running_browser() as browser,
+        Load(router.url, options.concurrency).running(),
+    ):
+        page = await browser.new_page(
+            viewport={"width": options.width, "height": options.height},
+            color_scheme="dark" if options.dark else "light",
+        )
+        await page.goto(f"{router.url}/ui")
+        await asyncio.sleep(LOAD_S)
+        picture = await page.screenshot(path=options.path, full_page=options.full)
+        print(f"{options.path}: {len(picture) // 1000} kB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("path", type=Path, metavar="PNG")
+    add("--dark", action="store_true", help="the dark colour scheme")
+    add("--width", type=int, default=1360, metavar="PIXELS", help="default: 1360")
+    add("--height", type=int, default=900, metavar="PIXELS", help="default: 900")
+    add("--full", action="store_true", help="the whole page, whatever its height")
+    add("--prefillers", type=int, default=2, metavar="N", help="default: 2")
+    add("--decoders", type=int, default=3, metavar="N", help="default: 3")
+    add("--concurrency", type=int, default=12, metavar="N", help="chats at a time; default: 12")
+    asyncio.run(write_picture(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
