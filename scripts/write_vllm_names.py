@@ -19,18 +19,12 @@ def with_table(text: str) -> str:
 
 
 def table() -> str:
-    """Return a row for each reason, with all features and objects that have it."""
-    features: dict[str, dict[str, None]] = {}
-    objects: dict[str, dict[str, None]] = {}
+    """Return a row for each feature, with the objects that it uses."""
+    rows = ["| feature | names |", "|---|---|"]
     for feature in FEATURES:
-        for symbol in feature.symbols:
-            features.setdefault(symbol.why, {})[f"`{feature.name}`"] = None
-            name = symbol.at.partition(":")[2] or symbol.at  # without its module
-            objects.setdefault(symbol.why, {})[f"`{name}`"] = None
-    rows = ["| feature | names | used for | if the assumption fails |", "|---|---|---|---|"]
-    for why, named in objects.items():
-        use, _, loss = why.partition(". ")
-        rows.append(f"| {', '.join(features[why])} | {', '.join(named)} | {use} | {loss} |")
+        # Without their modules.
+        names = {f"`{one.at.partition(':')[2] or one.at}`": None for one in feature.symbols}
+        rows.append(f"| `{feature.name}` | {', '.join(names)} |")
     number = len({symbol.at for feature in FEATURES for symbol in feature.symbols})
     return f"vLLM's objects, each counted once: {number}.\n\n" + "\n".join(rows) + "\n"
 

@@ -15,6 +15,7 @@ CLEAN = {
     "docs/clients.md",
     "docs/comparison.md",
     "docs/conversations.md",
+    "docs/development.md",
     "docs/discovery.md",
     "docs/do-i-need-this.md",
     "docs/endpoints.md",

@@ -35,7 +35,7 @@ class Symbol:
     values: tuple[object, ...] = ()
     """The object is one of these."""
     why: str = ""
-    """The use of the name, and what breaks if the assumption fails, for docs/development.md."""
+    """The use of the name, and what breaks if the assumption fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
