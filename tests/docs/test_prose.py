@@ -11,6 +11,7 @@ from tests.docs.prose import check_markdown, check_page, check_product
 
 CLEAN = {
     "README.md",
+    "docs/admission.md",
     "docs/architecture.md",
     "docs/clients.md",
     "docs/comparison.md",
