@@ -10,6 +10,8 @@ from tests.docs.markdown import ROOT, pages
 from tests.docs.prose import check_markdown, check_page, check_product
 
 CLEAN = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "README.md",
     "docs/admission.md",
     "docs/architecture.md",
