@@ -28,6 +28,7 @@ CLEAN = {
     "docs/index.md",
     "docs/kubernetes-start.md",
     "docs/metrics.md",
+    "docs/observability.md",
     "docs/performance.md",
     "docs/quick-start.md",
     "docs/routing.md",
