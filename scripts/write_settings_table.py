@@ -3,21 +3,24 @@ chart's values.schema.json."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
-from router.settings import Settings, default_of, description_of, flag_of, variable_of
+from router.admin.processes import RELOADABLE
+from router.settings import (
+    RENAMED,
+    Settings,
+    default_of,
+    description_of,
+    flag_of,
+    group_title,
+    metavar_of,
+)
 from scripts.chart_schema import SCHEMA, with_settings
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"
-HEAD = """\
-# Settings
-
-Each one is a flag of `disagg-router`, a variable, or a line of the YAML file that `--config` names,
-with the flag's name. A flag wins over a variable, a variable over the file. `--check` validates
-them, `--print-config` prints those in force. SIGHUP and `POST /admin/reload` read those again that
-may change at run time ([by hand](discovery.md#admin-api)).
-"""
+BEGIN = "<!-- Written by scripts/write_settings_table.py. -->\n"
 
 
 def main() -> None:
@@ -25,18 +28,24 @@ def main() -> None:
     SCHEMA.write_text(with_settings(SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def settings_table() -> str:
-    """Return a Markdown table of all settings: flag, variable, default, meaning."""
-    rows = ["| Flag | Variable | Default | Meaning |", "| --- | --- | --- | --- |"]
-    for name, field in Settings.model_fields.items():
-        default = f"`{value}`" if (value := default_of(field)) else ""
-        flag, variable = f"`{flag_of(name)}`", f"`{variable_of(name)}`"
-        rows.append(f"| {flag} | {variable} | {default} | {description_of(name)} |")
-    return "\n".join(rows)
-
-
 def settings_page() -> str:
-    return f"{HEAD}\n{settings_table()}\n"
+    """Return the page: its head, which is written by hand, and tables of all settings."""
+    parts = [PAGE.read_text(encoding="utf-8").partition(BEGIN)[0] + BEGIN]
+    for title, names in groupby(Settings.model_fields, group_title):
+        rows = ["| setting | default | | meaning |", "| --- | --- | --- | --- |"]
+        parts.append("\n".join([f"## {title}\n", *rows, *map(_row, names)]) + "\n")
+    renamed = (f"`{flag_of(old)}` is now `{flag_of(new)}`." for old, new in RENAMED.items())
+    return "\n".join([*parts, "## Deprecated names\n", *renamed]) + "\n"
+
+
+def _row(name: str) -> str:
+    field = Settings.model_fields[name]
+    is_list = isinstance(field.default, tuple)
+    value = metavar_of(name).replace("|", "\\|") + (" ..." if is_list else "")
+    setting = f'<a id="{flag_of(name)[2:]}"></a>`{f"{flag_of(name)} {value}".strip()}`'
+    default = f"`{default_of(field)}`" if default_of(field) else ""
+    reload = "reload" if name in RELOADABLE else ""
+    return f"| {setting} | {default} | {reload} | {description_of(name)} |"
 
 
 if __name__ == "__main__":
