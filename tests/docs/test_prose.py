@@ -27,6 +27,7 @@ CLEAN = {
     "docs/failures.md",
     "docs/index.md",
     "docs/kubernetes-start.md",
+    "docs/kubernetes.md",
     "docs/metrics.md",
     "docs/observability.md",
     "docs/performance.md",
@@ -35,6 +36,7 @@ CLEAN = {
     "docs/settings.md",
     "docs/support.md",
     "docs/test-inventory.md",
+    "docs/upgrades.md",
     "docs/wire-protocol.md",
     "docs/with-vllm.md",
 }

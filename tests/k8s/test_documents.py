@@ -1,4 +1,4 @@
-"""The commands in docs/kubernetes.md and docs/upgrades.md work as they are printed."""
+"""The commands of the pages on Kubernetes work as they are printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.k8s.chart import CHART, EXAMPLES, ROOT, helm
 from tests.k8s.dockerfile import stages
 
 TEXT = "".join(
-    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("kubernetes.md", "upgrades.md")
+    (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for page in ("kubernetes-start.md", "kubernetes.md", "upgrades.md")
 )
 COMMANDS = [
     " ".join(line.split())
