@@ -13,6 +13,7 @@ CLEAN = {
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
+    "SECURITY.md",
     "docs/admission.md",
     "docs/architecture.md",
     "docs/clients.md",
