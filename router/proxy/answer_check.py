@@ -15,7 +15,6 @@ for the bytes without which there is no failure.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 import orjson
@@ -59,12 +58,13 @@ from router.openai.event_stream import (
 from router.proxy.messages import error_text
 
 ABORT, ERROR, PREEMPTED = "abort", "error", "preempted"
-FAILED_REASONS = frozenset((ABORT, ERROR, REJECTION))
 # Finish and stop reason of an answer that was returned for lack of KV blocks; and vLLM's of a chat
 # that had called a tool by then.
 RETURNED = (REJECTION, PREEMPTED)
 RETURNED_AFTER_TOOL_CALL = ("tool_calls", PREEMPTED)
 PREEMPTED_VALUE = b'"preempted"'
+# Finish reasons of an answer that is complete, and that its engine did not return.
+USUAL_REASONS = frozenset((b"stop", b"length"))
 CODE = re.compile(r"[45][0-9]{2}")
 # Ends no block.
 NO_EVENT = b"\0"
@@ -149,11 +149,8 @@ def generation_content(answer: EngineAnswer) -> Json | None:
         if not raw.lstrip().startswith(b"{"):
             raise BrokenAnswerError("an answer that is not JSON")
         return None
-    try:
-        if _is_surely_answer(_decode_answer(raw)):
-            return None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        pass
+    if _is_surely_answer(raw):
+        return None
     content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
@@ -162,31 +159,13 @@ def generation_content(answer: EngineAnswer) -> Json | None:
     return content
 
 
-class _Choice(msgspec.Struct, gc=False):
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class _Answer(msgspec.Struct, gc=False):
-    """What of a whole answer may show that it is none."""
-
-    choices: list[_Choice] = []
-    error: Any = None
-    object: Any = None
-    type: Any = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-
-
-def _is_surely_answer(answer: _Answer) -> bool:
-    if answer.error or ERROR in (answer.object, answer.type):
+def _is_surely_answer(raw: bytes) -> bool:
+    """Return True for a body that ends as JSON does and whose only finish reason is a usual one."""
+    at = raw.rfind(FINISH_KEY)
+    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0:
         return False
-    for choice in answer.choices:
-        if choice.finish_reason in FAILED_REASONS or choice.stop_reason == PREEMPTED:
-            return False
-    return bool(answer.choices)
+    finish = FINISH_REASON.match(raw, at)
+    return finish is not None and finish[1] in USUAL_REASONS
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
@@ -230,6 +209,19 @@ def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -
     return first
 
 
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _ReturnedAnswer(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_returned = msgspec.json.Decoder(_ReturnedAnswer).decode
+
+
 def preemption_in(answer: EngineAnswer, content: Json | None) -> PreemptedError | None:
     """Return the PreemptedError for an answer that its engine returned for lack of KV blocks, else
     None. `content` is a stream's first event with output; the resume buffer has the tokens before
@@ -241,7 +233,7 @@ def preemption_in(answer: EngineAnswer, content: Json | None) -> PreemptedError 
     if raw.find(PREEMPTED_VALUE) < 0:
         return None
     try:
-        whole = _decode_answer(raw)
+        whole = _decode_returned(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     finishes = [(choice.finish_reason, choice.stop_reason) for choice in whole.choices]

@@ -252,7 +252,14 @@ async def _decode_leg(
             raise await _error_answer(run, engine, answer)
         if engine.capabilities.reports_load_failures or not engine.capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
-        is_rejected = await _is_rejected(run, engine, answer, threshold)
+        may_be_partial = run.may_return or request.exchange.started
+        if answer.is_event_stream or may_be_partial or request.decode_only_reason == PASSED:
+            content = await _first_content(run, answer)
+        else:
+            content = generation_content(answer)
+        is_rejected = content is not None and _is_rejected(run, engine, answer, content, threshold)
+        if threshold and not is_rejected and engine.capabilities.supports_threshold is None:
+            await _learn_threshold(run, engine, answer, threshold)
         _note_success(run, engine)
         if is_rejected:
             return DecodeLegResult.REJECTED
@@ -328,10 +335,14 @@ def _message(
     run: Run, engine: Engine, body: BodyHalves, push: PushParams | None, pinned: bytes
 ) -> bytes:
     request = run.request
-    leg_id = messages.new_leg_id(request.record.request_id) if push is None else push.leg_id
-    lines = pinned + request.shared_headers
-    endpoint = request.path or request.record.endpoint
-    return messages.leg_message(endpoint, engine.name, leg_id, lines, body, request.form)
+    return messages.leg_message(
+        request.path or request.record.endpoint,
+        engine.name,
+        messages.new_leg_id(request.record.request_id) if push is None else push.leg_id,
+        pinned + request.shared_headers,
+        body,
+        request.form,
+    )
 
 
 def _note_success(run: Run, engine: Engine) -> None:
@@ -445,47 +456,49 @@ async def _error_body(answer: EngineAnswer) -> bytes:
         return b""
 
 
-async def _is_rejected(run: Run, engine: Engine, answer: EngineAnswer, threshold: float) -> bool:
-    """Return True if the engine rejects the request because of the threshold it was given.
-
-    What is read for that stays in the answer's buffer. Raises the failure that the answer reports.
-    """
-    request, capabilities = run.request, engine.capabilities
-    if run.may_return and not answer.is_event_stream:
-        await answer.read_in_place(run.gateway.limits.max_answer_size)
-    if answer.is_event_stream or request.decode_only_reason == PASSED or request.exchange.started:
-        content = await _first_content(run, answer)
-    else:
-        content = generation_content(answer)
-    if content is not None:
-        failure = failure_in(content.get("error"))
-        if failure is not None:
-            _note_load_failure(run, engine, failure)
-            raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
-        returned = preemption_in(answer, content)
-        if returned is not None:
-            if run.may_return:
-                raise returned
-            if request.decode_only_reason in AS_SENT:
-                return False
-            raise EngineUnavailableError(
-                "the decode engine returned an unfinished answer although the leg did not allow it"
-            )
-        if threshold and is_rejection(content):
-            capabilities.note_threshold_rejected()
-            return True
-        _require_answer(run, engine, content)
-    if threshold and capabilities.supports_threshold is None:
-        share = await cached_share(answer)
-        if capabilities.note_threshold_accepted(threshold, share):
-            run.gateway.tasks.spawn(probe_threshold(request, engine))
+def _is_rejected(
+    run: Run, engine: Engine, answer: EngineAnswer, content: Json, threshold: float
+) -> bool:
+    """Return True if `content` rejects the request because of the threshold that the engine was
+    given. Raises the failure that the content reports."""
+    failure = failure_in(content.get("error"))
+    if failure is not None:
+        _note_load_failure(run, engine, failure)
+        raise LoadFailedError(NOT_LOADED, failure.is_of_pair)
+    returned = preemption_in(answer, content)
+    if returned is not None:
+        if run.may_return:
+            raise returned
+        if run.request.decode_only_reason in AS_SENT:
+            return False
+        raise EngineUnavailableError(
+            "the decode engine returned an unfinished answer although the leg did not allow it"
+        )
+    if threshold and is_rejection(content):
+        engine.capabilities.note_threshold_rejected()
+        return True
+    _require_answer(run, engine, content)
     return False
 
 
+async def _learn_threshold(
+    run: Run, engine: Engine, answer: EngineAnswer, threshold: float
+) -> None:
+    """Learn from an answer whether its engine knows thresholds, or send a probe."""
+    share = await cached_share(answer)
+    if engine.capabilities.note_threshold_accepted(threshold, share):
+        run.gateway.tasks.spawn(probe_threshold(run.request, engine))
+
+
 async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
-    """Return the content that may report a failure, or None if it certainly is an answer."""
+    """Return the content that may report a failure, or None if it certainly is an answer.
+
+    What is read for that stays in the answer's buffer.
+    """
     request, is_passed = run.request, run.request.decode_only_reason == PASSED
     if not answer.is_event_stream:
+        if run.may_return:
+            await answer.read_in_place(run.gateway.limits.max_answer_size)
         if request.exchange.started:
             raise BrokenAnswerError("an answer that is not an event stream cannot resume one")
         if is_passed:
@@ -513,7 +526,8 @@ def _require_answer(run: Run, engine: Engine, content: Json) -> None:
 def _note_loading(run: Run, decoder: Engine, push: PushParams | None, moment: float) -> None:
     holder = "" if run.holder is None else run.holder.name
     run.loads_from = holder if push is None else run.request.record.prefiller or ""
-    run.load_failure = None
+    if run.load_failure is not None:
+        run.load_failure = None
     pairs = run.gateway.fleet.unreachable_pairs
     if pairs.failing and run.loads_from:
         pairs.note_load_started(run.loads_from, decoder.name, moment)

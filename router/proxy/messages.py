@@ -255,9 +255,11 @@ def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
 
     The id is the client's first valid X-Request-Id, or else a new one.
     """
-    ids = [value for name, value in headers if name == REQUEST_ID]
-    request_id = next((value.decode() for value in ids if VALID_REQUEST_ID.fullmatch(value)), "")
-    if b"connection" in map(HEADER_NAME, headers):
+    names, request_id = dict(headers), ""
+    if REQUEST_ID in names:
+        ids = [value for name, value in headers if name == REQUEST_ID]
+        request_id = next((one.decode() for one in ids if VALID_REQUEST_ID.fullmatch(one)), "")
+    if b"connection" in names:
         headers = _without_connection_headers(headers)
     lines = [b": ".join(header) for header in headers if header[0] not in NOT_TO_ENGINE]
     lines.append(b"")

@@ -158,11 +158,13 @@ def take_body(
         request.record.model = model
     if conversations is not None:
         turn = conversations.turn_of(request.exchange.headers, body, previous_response)
-        # The one token of an answer is the prefill engine's, unless a conversation is named.
-        request.is_turn_implicit = turn is not None and turn.is_implicit
-        request.turn = None if request.is_turn_implicit and asks_one_token(body) else turn
-    if request.names_conversation:
-        request.exact_stream = _stream_mode(request, body, limits.conversation_stream) == "exact"
+        if turn is not None and not turn.is_implicit:
+            request.turn = turn
+            mode = _stream_mode(request, body, limits.conversation_stream)
+            request.exact_stream = mode == "exact"
+        elif turn is not None and not asks_one_token(body):
+            # The one token of an answer is the prefill engine's, unless a conversation is named.
+            request.turn, request.is_turn_implicit = turn, True
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold
         return

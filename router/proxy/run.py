@@ -112,7 +112,8 @@ class Run(Struct, eq=False):
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
-        self.stop_holding()
+        if self.holder is not None:
+            self.stop_holding()
         prefiller.kv_leases += 1
         self.holder = prefiller
 
@@ -207,9 +208,14 @@ def select_prefiller(run: Run) -> Engine | None:
     engine = _planned(run, route.prefillers)
     if engine is not None and not engine.capabilities.kv.has_connector:
         engine = None
-    if engine is not None and route.decoders and _is_avoided(run, engine, route.decoders[0]):
+    pairs = run.gateway.fleet.unreachable_pairs
+    if (
+        pairs.failing
+        and engine is not None
+        and route.decoders
+        and _is_avoided(run, engine, route.decoders[0])
+    ):
         pair = (engine.name, route.decoders[0].name)
-        pairs = run.gateway.fleet.unreachable_pairs
         is_kept = run.plan.reuse is None and pairs.keeps_prefiller(*pair)
         others = _usable(run, DECODE) if is_kept else ()
         if not any(_can_pair(run, engine, decoder) for decoder in others):
@@ -315,9 +321,7 @@ def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None)
         return None
     if prefiller is None:
         return engine
-    if not _may_read(run, engine, prefiller) or _is_avoided(run, prefiller, engine):
-        return None
-    return engine
+    return engine if _can_pair(run, prefiller, engine) else None
 
 
 def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine | None:
@@ -362,7 +366,12 @@ def _paired(run: Run, usable: list[Engine], prefiller: Engine | None) -> list[En
 
 
 def _can_pair(run: Run, prefiller: Engine, decoder: Engine) -> bool:
-    return _may_read(run, decoder, prefiller) and not _is_avoided(run, prefiller, decoder)
+    """Return True if the decode engine may load KV from the prefill engine, and no such load has
+    failed lately."""
+    if not _may_read(run, decoder, prefiller):
+        return False
+    failing = run.gateway.fleet.unreachable_pairs.failing
+    return not failing or not _is_avoided(run, prefiller, decoder)
 
 
 def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
@@ -374,4 +383,4 @@ def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
 
 def _is_avoided(run: Run, prefiller: Engine, decoder: Engine) -> bool:
     pairs = run.gateway.fleet.unreachable_pairs
-    return bool(pairs.failing) and pairs.is_avoided(prefiller.name, decoder.name, now())
+    return pairs.is_avoided(prefiller.name, decoder.name, now())

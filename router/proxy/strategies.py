@@ -143,12 +143,11 @@ async def pull(run: Run) -> None:
             prefiller, select_decoder(run, prefiller)
         )
         prefilled = await _prefill(run, prefiller, hands_over=hands_over)
-        if isinstance(prefilled, LegRefusal):
-            if not run.resume.restart_answer():
+        if not isinstance(prefilled, PrefillAnswer):
+            if isinstance(prefilled, LegFailure):
+                recover(run, prefilled)  # raises if nothing is left to try
+            elif not run.resume.restart_answer():
                 raise prefilled.error
-            continue
-        if isinstance(prefilled, LegFailure):
-            recover(run, prefilled)  # raises if nothing is left to try
             continue
         run.prefiller = prefiller
         if hands_over:
@@ -395,8 +394,8 @@ def _no_decoder_left(run: Run) -> Exception:
 
 def _release_unread_turn(run: Run) -> None:
     """Release the retained KV of the last turn if no prefill engine has read it."""
-    entry, run.unread_turn = run.unread_turn, None
-    if entry is not None:
+    if run.unread_turn is not None:
+        entry, run.unread_turn = run.unread_turn, None
         run.gateway.releaser.release_turn(run.request, entry)
 
 

@@ -59,6 +59,7 @@ MAX_EXCESS_CONNECTIONS = 128
 # look at the body; to a POST of the application the body matters.
 REFUSED_BY_APPLICATION = frozenset((b"POST", b"GET", b"HEAD", b"OPTIONS"))
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LENGTH = b"content-length: %d\r\n"
 CHUNKED, CLOSE = b"transfer-encoding: chunked\r\n", b"connection: close\r\n"
 CHUNK, LAST_CHUNK = b"%x\r\n%b\r\n", b"0\r\n\r\n"
 
@@ -229,14 +230,15 @@ class RouterProtocol(asyncio.Protocol):
             self.transport.write(CONTINUE)
 
     def _answer(self, request: IncomingRequest) -> None:
-        self._body_size = request.size
-        authenticator = self.gateway.authenticator
-        if authenticator is not None and request.caller is None:
-            request.caller = self.gateway.identify(request.headers)
-        elif authenticator is not None and isinstance(request.caller, ApiKey):
-            # The key was found when the head arrived; it may have been revoked since.
-            request.caller = authenticator.current(request.caller)
-        writer, gateway = self._new_writer(request), self.gateway
+        self._body_size, gateway = request.size, self.gateway
+        authenticator = gateway.authenticator
+        if authenticator is not None:
+            if request.caller is None:
+                request.caller = gateway.identify(request.headers)
+            elif isinstance(request.caller, ApiKey):
+                # The key was found when the head arrived; it may have been revoked since.
+                request.caller = authenticator.current(request.caller)
+        writer = self._new_writer(request)
         if request.endpoint is None:
             self._bridge(request, writer)
         elif isinstance(request.caller, str):
@@ -467,7 +469,7 @@ class ResponseWriter(Struct, eq=False):
             return
         self.started = True
         connection = self.connection
-        framing = _length(len(body)) if body or status != HTTPStatus.NO_CONTENT else b""
+        framing = LENGTH % len(body) if body or status != HTTPStatus.NO_CONTENT else b""
         connection.send(_head(status, headers, framing + connection.common_lines(self)) + body)
         self._end()
 
@@ -518,7 +520,7 @@ class ResponseWriter(Struct, eq=False):
         if status == HTTPStatus.NO_CONTENT:  # neither body nor length (RFC 9110, 8.6)
             framing = b""
         elif length is not None:
-            framing = _length(length)
+            framing = LENGTH % length
         else:
             self.chunked = self.http_1_1
             framing = CHUNKED if self.chunked else b""
@@ -561,17 +563,11 @@ class ResponseWriter(Struct, eq=False):
 
     def _end(self) -> None:
         self.is_over = True
-        self._wake()
+        if self.changed is not None:
+            self.changed.set()
         self.connection.finish_answer(self)
 
 
 def _head(status: int, headers: Iterable[Header], lines: bytes) -> bytes:
     """Return the head of an answer; `lines` are whole header lines."""
-    pieces = [STATUS_LINE[status]]
-    for name, value in headers:
-        pieces += (name, b": ", value, b"\r\n")
-    return b"".join([*pieces, lines, b"\r\n"])
-
-
-def _length(size: int) -> bytes:
-    return b"content-length: %d\r\n" % size
+    return STATUS_LINE[status] + b"\r\n".join([*map(b": ".join, headers), lines]) + b"\r\n"
