@@ -34,6 +34,7 @@ CLEAN = {
     "docs/performance.md",
     "docs/quick-start.md",
     "docs/routing.md",
+    "docs/security.md",
     "docs/settings.md",
     "docs/support.md",
     "docs/test-inventory.md",
