@@ -38,6 +38,7 @@ CLEAN = {
     "docs/settings.md",
     "docs/support.md",
     "docs/test-inventory.md",
+    "docs/troubleshooting.md",
     "docs/upgrades.md",
     "docs/wire-protocol.md",
     "docs/with-vllm.md",
