@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from router.fleet.kv_facts import KvFacts, parse_kv_facts
+from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -144,6 +144,8 @@ class EngineCapabilities:
     """By data-parallel rank."""
     kv: KvFacts = field(default_factory=KvFacts)
     """The facts that are compared with those of other engines."""
+    cache_tokens: int = 0
+    """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 
@@ -208,6 +210,7 @@ class EngineCapabilities:
         if isinstance(modes, list):
             self.supports_push = "push" in modes
         if isinstance(ranks, list):
+            self.cache_tokens = cache_tokens_of_ranks(ranks)
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
@@ -411,6 +414,11 @@ class Engine:
     def __post_init__(self) -> None:
         self.name, self.models = self.spec.name, self.spec.models or None
         self.update_spec(self.spec)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
+        return self.capabilities.cache_tokens
 
     def update_spec(self, spec: EngineSpec) -> None:
         """Replace the description of the engine at this address."""

@@ -6,6 +6,7 @@ An engine without the page, such as a stock engine, is not compared: it fits eve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from typing import NamedTuple
 MAX_FACTORS = 64
 MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12
+VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+SGLANG_CACHE = re.compile(r"^sglang:max_total_num_tokens(?:\{.*\})? (\d+)", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
 NO_CONNECTOR = "started without --kv-transfer-config"
 SECRET_REQUIRED, SECRET_OPTIONAL, SECRET_NONE = "required", "mixed", "none"
 
@@ -73,6 +77,25 @@ def parse_kv_facts(page: object) -> KvFacts:
         tp_size=_count(rank.get("tp_size")),
         lease_seconds=_seconds(page.get("lease_seconds")),
     )
+
+
+def cache_tokens_of_ranks(ranks: Sequence[object]) -> int:
+    """Return the tokens that the KV caches of these data-parallel ranks hold; 0 if unknown."""
+    known = [rank for rank in ranks if isinstance(rank, dict)]
+    return sum(_count(r.get("num_blocks")) * _count(r.get("block_size")) for r in known)
+
+
+def cache_tokens_of_metrics(text: str) -> int:
+    """Return the same from the metrics of an engine without the page: those of vLLM
+    (cache_config_info) or SGLang (max_total_num_tokens). Return 0 if they do not tell."""
+    labels = [dict(LABEL.findall(line)) for line in VLLM_CACHE.findall(text)]
+    blocks = [(_int(one.get("num_gpu_blocks")), _int(one.get("block_size"))) for one in labels]
+    tokens = sum(number * size for number, size in blocks)
+    return tokens or sum(map(_int, SGLANG_CACHE.findall(text)))
+
+
+def _int(text: str | None) -> int:
+    return _count(int(text)) if text is not None and text.isdecimal() and len(text) < 12 else 0
 
 
 def _hash_of(ranks: Sequence[object]) -> str:

@@ -23,6 +23,7 @@ import orjson
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
+from router.fleet.kv_facts import cache_tokens_of_metrics
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
@@ -155,8 +156,8 @@ class Prober:
             engine.pool.fail_resumable(error)
 
     async def fetch_identity(self, engine: Engine) -> None:
-        """Fetch the identity page; engines other than ours have none, or a strange one. Raises
-        UpstreamError if there was no answer."""
+        """Fetch the identity page; engines other than ours have none, or a strange one, and report
+        the size of their cache in their metrics. Raises UpstreamError if there was no answer."""
         answer = await self._get(engine, "/disagg/identity")
         engine.capabilities.is_identity_known = True
         content = json_of(answer)
@@ -166,6 +167,12 @@ class Prober:
             except Exception:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
+        if not engine.capabilities.cache_tokens:
+            with contextlib.suppress(UpstreamError):
+                metrics = await self._get(engine, "/metrics")
+                if _is_success(metrics):
+                    text = metrics.body.decode("utf-8", "replace")
+                    engine.capabilities.cache_tokens = cache_tokens_of_metrics(text)
 
     async def fetch_models(self, engine: Engine) -> None:
         """Fetch the models that the engine serves; they stay unknown if it rejects the request, as

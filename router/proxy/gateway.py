@@ -28,9 +28,10 @@ from router.proxy.model_aliases import ModelAliases
 from router.proxy.release import KvReleaser
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import LoadBound, RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
-from router.routing.route import GroupPolicies, Route, route
+from router.routing.route import POLICIES, PREFILL_POLICIES, GroupPolicies, Route, route
 from router.settings import Settings, read_secret
 from router.telemetry.logs import LogOnce, LogThrottle, is_short, write_lines
 from router.telemetry.metrics import Metrics
@@ -61,10 +62,13 @@ class RouteFinder:
         floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
         self._fleet = fleet
+        index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
         self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
-        self._prefill = GroupPolicies(settings.prefill_policy, prefill_bound)
-        self._decode = GroupPolicies(settings.decode_policy, self.load_bound)
+        self._prefill = GroupPolicies(
+            PREFILL_POLICIES[settings.prefill_policy], prefill_bound, index
+        )
+        self._decode = GroupPolicies(POLICIES[settings.decode_policy], self.load_bound, index)
         self._prefill_turn = self._decode_turn = 0
         self._looked_at: Snapshot | None = None
         self._needs_chunks = False
@@ -85,7 +89,7 @@ class RouteFinder:
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
         turn = self._decode_turn
         self._decode_turn = turn + 1
-        decoder = RoutingQuery(turn, session, chunks)
+        decoder = RoutingQuery(turn, session, chunks, request.tokens)
         prefiller = None
         if not request.decode_only_reason:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone

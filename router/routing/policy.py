@@ -27,6 +27,11 @@ class Candidate(Protocol):
     tokens_in_flight: int
     """Estimated prompt tokens of these legs."""
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that its prefix cache holds; 0 if unknown."""
+        ...
+
 
 E = TypeVar("E", bound=Candidate)
 
@@ -39,6 +44,8 @@ class RoutingQuery(Struct, frozen=True):
     session: str = ""
     chunks: tuple[int, ...] = ()
     """Chained hashes of the prompt's beginnings: see router.routing.prompt_chunks."""
+    tokens: int = 0
+    """Estimated tokens of the prompt."""
 
 
 class Policy(ABC):

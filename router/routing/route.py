@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from router.fleet.engine import Engine
 from router.fleet.fleet import GroupPool
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import (
     LeastLoaded,
     LoadBound,
@@ -27,25 +28,28 @@ from router.routing.policy import (
     RoundRobin,
     RoutingQuery,
 )
-from router.routing.prefix_cache import PrefixAffinity
+from router.routing.prefix_cache import PrefillCost, PrefixAffinity
 from router.routing.session_affinity import SessionAffinity
 
-POLICIES: dict[str, Callable[[LoadBound], Policy]] = {
-    "round_robin": lambda bound: RoundRobin(),
-    "least_loaded": lambda bound: LeastLoaded(),
-    "power_of_two": lambda bound: PowerOfTwo(),
-    "session": SessionAffinity,
+PolicyMaker = Callable[[LoadBound, ChunkIndex], Policy]
+POLICIES: dict[str, PolicyMaker] = {
+    "round_robin": lambda bound, index: RoundRobin(),
+    "least_loaded": lambda bound, index: LeastLoaded(),
+    "power_of_two": lambda bound, index: PowerOfTwo(),
+    "session": lambda bound, index: SessionAffinity(bound),
     "prefix": PrefixAffinity,
 }
+# The load of a prefill engine is work that is queued there, so both count in one cost.
+PREFILL_POLICIES = POLICIES | {"prefix": PrefillCost}
 
 
 class GroupPolicies(dict[str, Policy]):
     """The policies of one role by group, made when a group is first used. Groups share no KV, so
-    their policies share no state."""
+    their policies share only the memory for `index`."""
 
-    def __init__(self, name: str, bound: LoadBound) -> None:
+    def __init__(self, make_policy: PolicyMaker, bound: LoadBound, index: ChunkIndex) -> None:
         super().__init__()
-        self._make_policy = partial(POLICIES[name], bound)
+        self._make_policy = partial(make_policy, bound, index)
         self.uses_feedback = self._make_policy().uses_feedback
 
     def __missing__(self, group: str) -> Policy:

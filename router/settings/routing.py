@@ -79,8 +79,13 @@ class SelectionSettings(SettingsGroup):
         token). A stream beyond the limit is not resumed. 0: no limit.
     prefill_policy: Policy that selects a prefill engine: round_robin; least_loaded, by tokens in
         flight; power_of_two, the less loaded of two random engines; session, the conversation's own
-        engine; or prefix, the engine whose cache holds most of the prompt.
+        engine; or prefix, the engine with the least to compute: what its cache lacks of this
+        prompt, and a third of what is queued there.
     decode_policy: Policy that selects a decode engine for requests without a conversation turn.
+    max_prefix_memory: Memory for what the policy prefix knows about caches. If all caches together
+        hold more, the router remembers every second, fourth ... chunk of a prompt.
+    host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
+        prefix. The router reads from the engine how many it keeps in its accelerator.
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.
@@ -98,6 +103,8 @@ class SelectionSettings(SettingsGroup):
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
     prefill_policy: Policy = "prefix"
     decode_policy: Policy = "power_of_two"
+    max_prefix_memory: ByteSize = ByteSize(256 * MIB)
+    host_cache_tokens: Count = 0
     min_remote_prefill_tokens: Count = 0
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
     without_prefiller_tokens: Count = 16_384

@@ -15,9 +15,10 @@ from itertools import count
 from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
-from router.routing.route import POLICIES
+from router.routing.route import POLICIES, PREFILL_POLICIES
 
 
 @dataclass(slots=True)
@@ -162,6 +163,7 @@ class PrefixCache:
     """The most recently used chunks (LRU)."""
 
     def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
         self._most = tokens // TOKENS_PER_CHUNK
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
@@ -195,6 +197,10 @@ class Engine:
     busy: float = 0.0
     asked: int = 0
     cached: int = 0
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.cache.tokens
 
     def begin(self, tokens: int) -> None:
         self.in_flight += 1
@@ -373,8 +379,10 @@ class Simulation:
             for number in range(setup.decoders)
         )
         self.outcome = Outcome(self.prefillers, self.decoders)
-        self._prefill_policy = POLICIES[setup.prefill_policy](setup.prefill_bound)
-        self._decode_policy = POLICIES[setup.decode_policy](setup.decode_bound)
+        index = ChunkIndex()
+        prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
+        self._prefill_policy = prefill(setup.prefill_bound, index)
+        self._decode_policy = decode(setup.decode_bound, index)
         self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
         self._random = random.Random(setup.seed + 1)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -417,7 +425,7 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
-        ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS])
+        ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         costs = self.outcome.decode_costs
         decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens

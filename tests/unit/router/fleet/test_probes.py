@@ -242,6 +242,38 @@ async def test_an_engine_that_restarts_with_other_models_serves_those(
     assert (await router.complete(model="nobody's")).status_code == 404
 
 
+CACHES = {
+    b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\n'
+    b'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0\n': 32_000,
+    b'sglang:max_total_num_tokens{model_name="m"} 5000\n': 5000,
+    b'vllm:cache_config_info{block_size="auto",num_gpu_blocks="None"} 1.0\n': 0,
+    b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 5000 + b'"} 1\n': 0,
+    b"\xff\xfe no metrics": 0,
+}
+
+
+@pytest.mark.parametrize(("metrics", "tokens"), CACHES.items())
+async def test_size_of_a_cache_is_read_from_the_metrics_of_an_engine_without_identity_page(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, metrics: bytes, tokens: int
+) -> None:
+    p.pages["/metrics"] = metrics
+    router = await start_router()
+    await router.knows_its_engines()
+    assert router.engine(p).cache_tokens == tokens
+    assert router.engine(d).cache_tokens == 0
+
+
+async def test_size_of_a_cache_is_read_from_the_identity_page(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    ranks = [{"num_blocks": 100, "block_size": 16}, {"num_blocks": 50, "block_size": 16}]
+    p.identity, d.identity = {"ranks": ranks}, {"ranks": [{"num_blocks": "many"}, 7]}
+    router = await start_router()
+    await router.knows_its_engines()
+    assert router.engine(p).cache_tokens == 2400
+    assert router.engine(d).cache_tokens == 0
+
+
 async def ready(router: Router) -> tuple[int, Any]:
     answer = await router.client.get("/ready")
     return answer.status_code, answer.json().get("reasons", {}).get("prober")

@@ -14,6 +14,7 @@ class Engine:
     name: str
     in_flight: int = 0
     tokens_in_flight: int = 0
+    cache_tokens: int = 0
 
 
 def engines(count: int) -> tuple[Engine, ...]:

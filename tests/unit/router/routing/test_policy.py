@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import (
     MAX_ORDERED,
     SAMPLE_SIZE,
@@ -21,9 +22,8 @@ from router.routing.policy import (
     mix,
     sample,
 )
-from router.routing.route import (
-    POLICIES,
-)
+from router.routing.prefix_cache import PrefillCost
+from router.routing.route import POLICIES
 from router.routing.session_affinity import SessionAffinity
 from tests.unit.router.routing.engines import BOUND, Engine, engines, loaded
 
@@ -34,7 +34,8 @@ ASKS = st.builds(
     session=st.sampled_from(["", "a", "b", "\ud800"]),
     chunks=st.lists(st.integers(0, 20), max_size=6).map(tuple),
 )
-NAMES = pytest.mark.parametrize("name", POLICIES)
+EVERY = POLICIES | {"prefix for prefill": PrefillCost}
+NAMES = pytest.mark.parametrize("name", EVERY)
 
 
 @NAMES
@@ -43,7 +44,7 @@ def test_an_order_is_distinct_candidates_and_replays(
     name: str, loads: list[tuple[int, int]], asks: list[RoutingQuery]
 ) -> None:
     candidates = loaded(loads)
-    policy, twin = POLICIES[name](BOUND), POLICIES[name](BOUND)
+    policy, twin = EVERY[name](BOUND, ChunkIndex()), EVERY[name](BOUND, ChunkIndex())
     for ask in asks:
         order = policy.order(candidates, ask)
         assert len(set(order)) == len(order)
@@ -59,14 +60,14 @@ def test_an_order_is_distinct_candidates_and_replays(
 @NAMES
 @pytest.mark.parametrize("count", [1, 3, 64, 150])
 def test_no_engine_starves(name: str, count: int) -> None:
-    policy, candidates = POLICIES[name](BOUND), engines(count)
+    policy, candidates = EVERY[name](BOUND, ChunkIndex()), engines(count)
     chosen = _fill(policy, candidates, 30 * count)
     assert len(chosen) == count
 
 
 @NAMES
 def test_removed_engines_are_not_chosen_and_added_ones_are(name: str) -> None:
-    policy, everyone = POLICIES[name](BOUND), engines(12)
+    policy, everyone = EVERY[name](BOUND, ChunkIndex()), engines(12)
     for present in (everyone[:8], everyone[4:], everyone[:1], everyone):
         for turn in range(400):
             ask = RoutingQuery(turn, session=f"s{turn}", chunks=(turn % 7, turn))
@@ -110,7 +111,7 @@ def test_the_fuller_of_two_random_engines_is_never_first() -> None:
 @pytest.mark.parametrize("count", [10, 200])
 def test_load_policies_keep_every_engine_near_the_mean(name: str, most: int, count: int) -> None:
     candidates = engines(count)
-    _fill(POLICIES[name](BOUND), candidates, 50 * count)
+    _fill(EVERY[name](BOUND, ChunkIndex()), candidates, 50 * count)
     assert max(engine.in_flight for engine in candidates) <= 50 + most
 
 

@@ -1,17 +1,20 @@
-"""Who holds most of a prompt is asked, as far as we know, and what we know is bounded."""
+"""Engines that hold most of a prompt are preferred, and the memory for that is bounded."""
 
 from __future__ import annotations
+
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.routing.chunk_index import BYTES_PER_CHUNK, MAX_UNUSED_BITS, ChunkIndex
 from router.routing.policy import RoutingQuery
 from router.routing.prefix_cache import (
     MAX_STRIKES,
     MAX_UNANSWERED,
-    MAX_UNUSED_BITS,
-    ChunkIndex,
+    QUEUE_SHARE,
+    PrefillCost,
     PrefixAffinity,
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
@@ -24,9 +27,11 @@ def _ask(*chunks: int) -> RoutingQuery:
     return RoutingQuery(next(TURN), chunks=chunks)
 
 
-def _told(*notes: tuple[Engine, tuple[int, ...]]) -> PrefixAffinity:
+def _told(
+    *notes: tuple[Engine, tuple[int, ...]], make: type[PrefixAffinity] = PrefixAffinity
+) -> PrefixAffinity:
     """All engines are known to it, and have answered those prompts."""
-    policy = PrefixAffinity(BOUND)
+    policy = make(BOUND, ChunkIndex())
     policy.order(FLEET, _ask(0))
     for engine, chunks in notes:
         ask = _ask(*chunks)
@@ -131,13 +136,13 @@ def test_a_running_prefill_is_not_expected_but_attracts() -> None:
 
 
 def test_memory_is_bounded_whatever_stays_unanswered() -> None:
-    holders = ChunkIndex(chunks_per_engine=50, max_chunks=400)
+    holders = ChunkIndex(memory=4000 * BYTES_PER_CHUNK)
     policy = PrefixAffinity(BOUND, holders)
     policy.order(FLEET, _ask(0))
-    for number in range(1000):
+    for number in range(3000):
         chunks = range(number * 10, number * 10 + 10)
         policy.note_sent(FLEET[number % 6].name, _ask(*chunks))
-        assert 0 < len(holders) <= 420
+        assert 0 < len(holders) <= 4000
     assert all(len(asks) <= MAX_UNANSWERED for asks in policy._unanswered.values())
     policy.note_sent("nobody", _ask(1))
     assert "nobody" not in policy._unanswered
@@ -154,8 +159,8 @@ def test_many_changing_names_keep_few_bits() -> None:
 
 
 def test_repeated_prompts_are_kept_and_others_are_forgotten() -> None:
-    holders = ChunkIndex(chunks_per_engine=100, max_chunks=1000)
-    (bit,) = holders.register(["a"])
+    holders = ChunkIndex()
+    (bit,) = holders.register(["a"], [100 * TOKENS_PER_CHUNK])
     for number in range(1000):
         holders.add("a", [1, 2, 3])
         holders.add("a", [10 + number])
@@ -183,6 +188,101 @@ def test_a_match_is_the_longest_that_was_added(notes: list[tuple[int, list[int]]
         if depth:
             held = {engine for engine in among if bits[engine] & match.engines}
             assert held == {engine for engine in among if depths[engine] == depth}
+
+
+def test_index_remembers_as_much_as_the_caches_hold() -> None:
+    index = ChunkIndex(host_tokens=1000 * TOKENS_PER_CHUNK)
+    (bit,) = index.register(["a"], [1000 * TOKENS_PER_CHUNK])
+    for number in range(3000):
+        index.add("a", [number])
+    assert index.longest([2999 - 999], bit).depth == 1
+    assert index.longest([999], bit).depth == 0, "older than twice the cache"
+
+
+@pytest.mark.parametrize("memory", [500, 2000, 10_000])
+def test_index_of_too_little_memory_keeps_fewer_chunks_of_as_many_prompts(memory: int) -> None:
+    index = ChunkIndex(memory=memory * BYTES_PER_CHUNK)
+    (bit,) = index.register(["a"], [16_000 * TOKENS_PER_CHUNK])
+    prompts = [[100 * number + at for at in range(64)] for number in range(120)]
+    for prompt in prompts:
+        index.add("a", prompt)
+        assert len(index) <= memory
+    stride = index.stride
+    assert 16_000 / memory <= stride < 2 * 16_000 / memory
+    for prompt in prompts:
+        assert index.longest(prompt, bit).depth == 64 // stride * stride
+        assert index.longest([*prompt[:40], *range(10**6, 10**6 + 24)], bit).depth == (
+            40 // stride * stride
+        )
+
+
+def test_bytes_per_chunk_are_not_understated() -> None:
+    tracemalloc.start()
+    try:
+        index = ChunkIndex()
+        index.register(["a", "b"], [2**25] * 2)
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(50_000):
+            index.add("ab"[number % 2], [hash((number, "chunk"))])
+        per_chunk = (tracemalloc.get_traced_memory()[0] - before) / len(index)
+    finally:
+        tracemalloc.stop()
+    assert BYTES_PER_CHUNK / 3 < per_chunk <= BYTES_PER_CHUNK
+
+
+# PrefillCost.
+
+
+def _prompt(*chunks: int) -> RoutingQuery:
+    return RoutingQuery(next(TURN), chunks=chunks, tokens=len(chunks) * TOKENS_PER_CHUNK)
+
+
+def test_prefill_goes_where_the_least_is_left_to_compute() -> None:
+    a, b = FLEET[:2]
+    policy = _told((a, (1, 2)), (b, (1, 2, 3, 4)), make=PrefillCost)
+    for engine in FLEET:
+        engine.tokens_in_flight = 10_000
+    assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[:2] == [b, a]
+    # Beyond two more chunks' worth of queue, the shorter match is better.
+    limit = 2 * TOKENS_PER_CHUNK / QUEUE_SHARE
+    b.tokens_in_flight = 10_000 + int(limit) - 1
+    assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[0] is b
+    b.tokens_in_flight = 10_000 + int(limit) + 1
+    assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[0] is a
+
+
+def test_idle_engine_without_a_match_gets_the_prompt_once_it_is_sooner() -> None:
+    a, *others = FLEET
+    policy = _told((a, (1, 2, 3, 4)), make=PrefillCost)
+    a.tokens_in_flight = 4 * TOKENS_PER_CHUNK - 1
+    assert policy.order(FLEET, _prompt(1, 2, 3, 4))[0] is a
+    a.tokens_in_flight = 4 * TOKENS_PER_CHUNK + 1
+    assert policy.order(FLEET, _prompt(1, 2, 3, 4))[0] in others
+
+
+@given(
+    notes=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=1))),
+    queued=st.lists(st.integers(1, 4000), min_size=6, max_size=6),
+)
+def test_prefill_cost_is_the_least_of_all_engines(
+    notes: list[tuple[int, list[int]]], queued: list[int]
+) -> None:
+    """Against the cost of every engine."""
+    policy, asked = PrefillCost(BOUND, ChunkIndex()), [0, 1, 0, 1]
+    policy.order(FLEET, _prompt(0))
+    for engine, path in notes:
+        query = _prompt(*_chained(path))
+        policy.note_sent(FLEET[engine].name, query)
+        policy.note_cached(FLEET[engine].name, query, 0)
+    for one, tokens in zip(FLEET, queued, strict=True):
+        one.tokens_in_flight = tokens
+    query = _prompt(*_chained(asked))
+
+    def cost(engine: Engine) -> float:
+        missing = query.tokens - policy.expected_tokens(engine.name, query)
+        return missing + QUEUE_SHARE * engine.tokens_in_flight
+
+    assert cost(policy.order(FLEET, query)[0]) == min(map(cost, FLEET))
 
 
 def _chained(path: list[int]) -> list[int]:
