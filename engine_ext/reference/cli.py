@@ -112,7 +112,7 @@ def read_settings(
 def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> EngineConfig:
     model = Path(options["model"])
     if not (model / "config.json").is_file():
-        raise ValueError(f"--model {model} is no Hugging Face model directory: no config.json")
+        raise ValueError(f"--model {model} is not a model directory: it has no config.json")
     names = [field.name for field in fields(EngineConfig)]
     chosen = {name: options[name] for name in names if options.get(name) is not None}
     if connector is not None:
@@ -146,8 +146,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"{PROGRAM} {version('disagg-router')}")
-    add("--model", required=True, metavar="DIR", help="Hugging Face directory")
-    add("--served-model-name", nargs="+", metavar="NAME", help="default: DIR")
+    add("--model", required=True, metavar="DIR", help="model directory in Hugging Face format")
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="model names in the API; default: DIR",
+    )
     add("--host", default="0.0.0.0", help="default %(default)s")
     add("--port", type=_port, default=8100, help="default %(default)s; 0: any")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
@@ -159,15 +164,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--kv-transfer-config",
         metavar="JSON",
-        help="vLLM's: kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config; "
-        f"the side channel is {HOST_VARIABLE}:{PORT_VARIABLE}, default localhost:5600",
+        help="as in vLLM: kv_connector, kv_role, kv_load_failure_policy, "
+        "kv_connector_extra_config; "
+        f"the side channel's address is {HOST_VARIABLE}:{PORT_VARIABLE}, default localhost:5600",
     )
     add("--log-level", choices=LOG_LEVELS, default="info")
     add(
         "--shutdown-timeout",
         type=_seconds,
         default=10,
-        help="seconds requests may still take after a signal; default %(default)s",
+        help="seconds that running requests may take after SIGTERM; default %(default)s",
     )
     return parser
 

@@ -19,24 +19,28 @@ class EngineConfig:
 
     model: Path
     """A Hugging Face directory: config.json, safetensors, tokenizer.json."""
-    device: str = _option("cpu", "cpu, cuda or cuda:N")
+    device: str = _option("cpu", "where the model runs: cpu, cuda or cuda:N")
     dtype: str = _option(
-        "auto", "float32, float16, bfloat16, or auto: float32 on a CPU, else the checkpoint's"
+        "auto", "float32, float16, bfloat16, or auto: float32 on a CPU, else as the checkpoint"
     )
-    block_size: int = _option(32, "tokens per KV block; vLLM on CPU wants multiples of 32")
-    num_blocks: int | None = _option(None, "KV blocks, the first is never used; default: what fits")
-    kv_cache_memory_mib: int = _option(512, "size of the KV cache without num-blocks")
+    block_size: int = _option(32, "tokens per KV block; vLLM on CPU needs multiples of 32")
+    num_blocks: int | None = _option(
+        None, "number of KV blocks, the first is unused; default: what fits"
+    )
+    kv_cache_memory_mib: int = _option(
+        512, "size of the KV cache in MiB, if --num-blocks is not set"
+    )
     max_model_len: int | None = _option(
-        None, "most tokens of prompt and answer; default: what fits"
+        None, "largest number of tokens of prompt and answer; default: what fits"
     )
-    max_num_seqs: int = _option(64, "most requests in one batch")
+    max_num_seqs: int = _option(64, "largest number of requests in one batch")
     max_num_batched_tokens: int | None = _option(
-        None, "most tokens of a step, longer prompts go in chunks; default 256, on a GPU 2048"
+        None, "largest number of tokens of a step (chunked prefill); default 256, on a GPU 2048"
     )
     num_threads: int | None = _option(None, "threads of a forward pass on a CPU; default: torch's")
-    seed: int = _option(0, "for requests without a seed of their own")
+    seed: int = _option(0, "seed of requests that set none")
     global_cache_hit_threshold: float = _option(
-        0.0, "share of a prompt that must be cached or announced, else the request is rejected"
+        0.0, "share of a prompt that must be cached or offered, else the request is rejected"
     )
     enable_prefix_caching: bool = True
     hand_back: bool = False

@@ -95,7 +95,7 @@ class Host:
                 spent = runner.run(serve(app, bound, shutdown_timeout=shutdown_timeout))
             # A prefill engine's answers are worthless if its blocks go before they were read.
             if not self.engine.drain(max(0.0, shutdown_timeout - spent)):
-                logger.warning("other engines have not read everything that they were promised")
+                logger.warning("other engines have not read all leased blocks")
         finally:
             self._stop()
         logger.info("stopped")
@@ -106,7 +106,7 @@ class Host:
         except TimeoutError as error:
             raise HostError(str(error)) from error
         if self.engine.has_failed:
-            raise HostError("the engine had failed; the log says how")
+            raise HostError("the engine failed: see the log")
 
 
 def build_host(settings: ReferenceSettings) -> Host:

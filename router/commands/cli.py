@@ -116,7 +116,9 @@ def parser(shows_all: bool = True, serves: bool = True) -> CommandParser:
     general.add_argument("-h", "--help", action="help", help="Show the common options and exit.")
     general.add_argument("--help-all", action="help", help="Show all options and exit.")
     text = f"{PROGRAM} {version(PROGRAM)}"
-    general.add_argument("--version", action="version", version=text, help="Show it and exit.")
+    general.add_argument(
+        "--version", action="version", version=text, help="Show the version and exit."
+    )
     if serves:
         add_action = partial(general.add_argument, action="store_true")
         add_action("--check", help="Check the settings and the files they name, and exit.")

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="URL",
         help=f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN}).",
     )
-    add("--resume", action="store_true", help="End the drain: the engine serves.")
+    add("--resume", action="store_true", help="End the drain: the engine gets requests again.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options))
 

@@ -62,9 +62,15 @@ def main(
     parser = CommandParser("disagg-router status", DESCRIPTION)
     add = parser.add_argument
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
-    add("--watch", action="store_true", help="Look again and again, until Ctrl-C.")
-    add("--interval", type=float, default=1.0, metavar="SECONDS", help="of --watch (default: 1)")
-    add("--json", action="store_true", help="One JSON object for each look.")
+    add("--watch", action="store_true", help="Repeat until Ctrl-C.")
+    add(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="Pause of --watch (default: 1).",
+    )
+    add("--json", action="store_true", help="Print a JSON object each time.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options, clock, sleep))
 
@@ -180,7 +186,7 @@ def parse_metrics(text: str) -> RouterStatus:
     """Raises NotMetricsError."""
     samples = _samples(text)
     if REQUIRED_METRIC not in samples:
-        raise NotMetricsError("these are no metrics of a router")
+        raise NotMetricsError("the answer has no metrics of a disagg-router")
 
     def sums(name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return a metric's values by these labels, added over all others."""
@@ -252,7 +258,7 @@ def _samples(text: str) -> dict[str, list[Sample]]:
                 if sample.name.startswith(PREFIX) and isfinite(sample.value):
                     found[sample.name.removeprefix(PREFIX)].append(sample)
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise NotMetricsError(f"not what metrics are written like: {error}") from None
+        raise NotMetricsError(f"the answer is not in Prometheus' text format: {error}") from None
     return found
 
 
@@ -306,17 +312,19 @@ def lines(
     for group in status.groups:
         is_whole = group.prefillers and group.decoders
         if len(status.groups) > 1 or not is_whole:
-            half = "" if is_whole else "  (half a group)"
+            half = "" if is_whole else "  (incomplete: gets no requests)"
             yield (
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"
             )
     for pair in status.avoided_pairs:
-        text = f"pair {pair.prefiller} -> {pair.decoder}: KV was not loaded, avoided for a while"
+        text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, avoided for a while"
         yield painted(text, YELLOW)
     for source in status.sources:
         if source.trouble:
-            yield painted(f"source {source.name} is in trouble: see the log, or /ready", YELLOW)
+            yield painted(
+                f"source {source.name} returns no complete list: see the log, or /ready", YELLOW
+            )
     yield ""
     yield f"requests       {_counts(status.requests)}"
     if status.turns:
@@ -376,7 +384,7 @@ def _hits(turns: Mapping[str, int]) -> str:
     """Return the share of next turns that reused the last turn's KV."""
     again = sum(turns.values()) - turns.get("new", 0)
     reused = sum(turns.get(outcome, 0) for outcome in REUSED)
-    return f" ({reused / again:.0%} of next turns reuse)" if again else ""
+    return f" ({reused / again:.0%} of next turns reuse KV)" if again else ""
 
 
 def _times(quantiles: Mapping[str, float | None]) -> str:

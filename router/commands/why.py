@@ -26,7 +26,7 @@ Shows where a request spent its time, which engines served it, what failed, and 
 prompt came from a cache. REQUEST_ID is the response header x-request-id, or the id in the access
 log. The router must serve the dashboard (--ui), and keeps the last 1000 requests that have ended.
 
-If the dashboard has a token, {TOKEN} has it, or {TOKEN_FILE} names its file.
+If the dashboard has a token, set {TOKEN}, or {TOKEN_FILE} to the path of its file.
 """
 # With --workers each connection reaches any one of the processes.
 MAX_TRIES = 40
@@ -35,7 +35,7 @@ FLOWS = {
     "pull": "a prefill engine computes the prompt, and a decode engine pulls its KV",
     "push": "a prefill engine computes the prompt and pushes its KV to a decode engine",
     "turn": "a conversation's turn: its engines may reuse the last turn's KV",
-    "decode_first": "a decode engine is asked first, because its cache may have the prompt",
+    "decode_first": "a decode engine gets the request first, because its cache may hold the prompt",
     "decode_only": "a decode engine computes the prompt itself",
     "prefill_only": "a prefill engine answers alone, since the answer is one token",
     "warm_up": "the router warms up a new pair of engines",

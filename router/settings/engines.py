@@ -189,8 +189,8 @@ class ConnectionSettings(SettingsGroup):
     """Connections
 
     engine_idle_connections: Idle connections kept for each engine.
-    engine_idle_age: How long an idle connection to an engine is kept. Choose less than the engine's
-        own keep- alive (5 s in vLLM).
+    engine_idle_age: How long an idle connection to an engine is kept. Choose less than the
+        keep-alive timeout of the engines (5 s in vLLM).
     max_answer_size: Largest answer that the router holds whole: prefill answers and errors.
     max_held_answers: Memory for large answers that are held whole, over all requests. An answer
         beyond the limit gets status 503. Answers up to 256 KiB do not count. 0: no limit.

@@ -72,7 +72,7 @@ class SelectionSettings(SettingsGroup):
         engines are configured.
     first_token: Which engine's first token the client gets. auto: the token that the prefill engine
         samples, if both engines support the hand-over; the decode engine then continues with the
-        second token (docs/wire-protocol.md). decoder: the decode engine samples it again.
+        second token. decoder: the decode engine samples it again.
     max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
         and how often after a preemption return, if the engines support it. 0: never.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
@@ -91,8 +91,8 @@ class SelectionSettings(SettingsGroup):
         --decode-policy prefix those of all prompts. 0: never.
     without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
         answer 503.
-    without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine then
-        computes. Longer prompts get status 503.
+    without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine computes if
+        no prefill engine is usable. Longer prompts get status 503.
     group_weights: Shares of requests for groups of engines, as in blue=9 green=1. The share of any
         other group is the sum of its engines' weights.
     """
@@ -167,12 +167,13 @@ class ConversationSettings(SettingsGroup):
     changing_prompt_lines: Lines that the router removes from the beginning of system texts on
         /v1/messages, because they change with each request and so prevent the reuse of KV; * stands
         for any characters. The default is a line of Claude Code. An empty list keeps all lines.
-    conversation_stream: auto: relay streams as they come, and reuse the turn if the decode engine
-        puts kv_transfer_params into the stream. exact: request the answer without streaming, and
-        make the stream from the whole answer. A request can set conversation_stream itself.
-    conversation_unproven: The KV that is reused if engines cannot prove which tokens they hold
-        (stock vLLM). whole: the last turn with its answer, if the messages extend it. prompt: at
-        most its prompt. off: no KV.
+    conversation_stream: How turns are streamed. auto: relay streams as they come, and reuse the
+        turn if the decode engine puts kv_transfer_params into the stream. exact: request the answer
+        without streaming, and make the stream from the whole answer. A request can set
+        conversation_stream itself.
+    conversation_unproven: The KV that is reused if engines send no prefix hashes (stock vLLM).
+        whole: the last turn with its answer, if the messages extend it. prompt: at most its prompt.
+        off: no KV.
     tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.
     affinity_load_factor: Ignore affinity (turn, session, prefix) if the preferred engine has more
         than this multiple of the mean in-flight legs.

@@ -299,7 +299,7 @@ class ChatStreamReader:
         content = parse_object(data)
         if content is None or "error" in content:
             self._problem = (
-                _error_message(content) if content else "an event that is no JSON object"
+                _error_message(content) if content else "an event that is not a JSON object"
             )
             return
         usage = content.get("usage")

@@ -21,9 +21,9 @@ from router.commands.router_client import ask_router, http_url, with_scheme
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY = "OPENAI_API_KEY"
 DESCRIPTION = f"""\
-Asks a router chats, several at a time, and prints percentiles of the time to the first token and
-between tokens, and how many prompt tokens were reused. With --turns, each chat goes on from its
-answers, as people's do. {KEY} is sent where it is set.
+Sends chats to a router, several at a time, and prints percentiles of TTFT, ITL and end-to-end
+latency, and the share of prompt tokens that were served from a cache. With --turns, each chat
+continues from its answers. The variable {KEY} is the API key, if it is set.
 """
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
@@ -32,15 +32,41 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router bench", DESCRIPTION)
     add = parser.add_argument
     add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
-    add("--requests", type=_from(1, 1_000_000), default=100, metavar="N", help="In all (100).")
-    add("--concurrency", type=_from(1, 1024), default=8, metavar="N", help="At a time (8).")
-    add("--turns", type=_from(1, 100), default=1, metavar="N", help="Of each chat (1).")
-    add("--words", type=_from(1, 100_000), default=100, metavar="N", help="A question (100).")
-    add("--tokens", type=_from(1, 100_000), default=32, metavar="N", help="Of an answer (32).")
-    add("--model", type=_name, metavar="NAME", help="The first that the router serves.")
-    add("--timeout", type=_seconds, default=120.0, metavar="SECONDS", help="One answer (120).")
-    add("--seed", type=int, default=1, metavar="N", help="Of the questions' words (1).")
-    add("--json", action="store_true", help="One JSON object instead of the table.")
+    add(
+        "--requests",
+        type=_from(1, 1_000_000),
+        default=100,
+        metavar="N",
+        help="Requests in all (100).",
+    )
+    add(
+        "--concurrency", type=_from(1, 1024), default=8, metavar="N", help="Requests at a time (8)."
+    )
+    add("--turns", type=_from(1, 100), default=1, metavar="N", help="Turns of each chat (1).")
+    add(
+        "--words",
+        type=_from(1, 100_000),
+        default=100,
+        metavar="N",
+        help="Words of a question (100).",
+    )
+    add(
+        "--tokens",
+        type=_from(1, 100_000),
+        default=32,
+        metavar="N",
+        help="Tokens of an answer (32).",
+    )
+    add("--model", type=_name, metavar="NAME", help="Default: the router's first model.")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="Longest wait for an answer (120).",
+    )
+    add("--seed", type=int, default=1, metavar="N", help="Seed of the random words (1).")
+    add("--json", action="store_true", help="Print one JSON object, not a table.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _bench(options))
 
@@ -123,7 +149,7 @@ def _name(text: str) -> str:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return value
 
 

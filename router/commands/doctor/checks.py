@@ -265,7 +265,7 @@ class EngineChecker:
             if is_loopback(at.remote_host) and not is_loopback(host):
                 self.found.fail(
                     "side channel",
-                    f"it tells other engines to dial {where}, which is their own machine",
+                    f"it announces {where} to other engines, which is their own machine",
                     "set VLLM_NIXL_SIDE_CHANNEL_HOST to an address of the engine's machine",
                 )
             elif why := await connect(at.remote_host, at.remote_port):

@@ -36,7 +36,8 @@ Checks a fleet and prints a line for each check, with what to do if it fails: na
 models, whether prefill and decode engines can exchange KV, and a request through each of them.
 
 With the router's options it checks the engines and files that they name. With the URL of a running
-router it checks that router (default: {DEFAULT_URL}); {KEY} is sent where it is set.
+router it checks that router (default: {DEFAULT_URL}). The variable {KEY} is the API
+key, if it is set.
 """
 EXAMPLE = """\
 examples:
@@ -57,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     parser.prog, parser.description, parser.epilog = "disagg-router doctor", DESCRIPTION, EXAMPLE
     parser.usage = "disagg-router doctor [URL] [options of the router] [--json]"
     add = parser.add_argument
-    add("url", nargs="?", metavar="URL", help="A router that runs.")
-    add("--json", action="store_true", help="One JSON object instead of lines.")
+    add("url", nargs="?", metavar="URL", help="URL of a running router.")
+    add("--json", action="store_true", help="Print one JSON object, not lines.")
     add(
         "--timeout",
         type=_seconds,

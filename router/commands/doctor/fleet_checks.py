@@ -184,7 +184,7 @@ def check_shared_facts(gateway: Gateway) -> list[Check]:
     secrets = {kv.secret for kv in pages.values()} - {""}
     without = [name for name, kv in pages.items() if kv.secret == SECRET_NONE]
     if secrets == {SECRET_NONE}:
-        text = "no engine has one: who reaches a side channel can read KV (docs/security.md)"
+        text = "no engine has one: anyone who reaches a side channel can read KV (docs/security.md)"
         found.skip("secret", text)
     elif without:
         text = f"none at {', '.join(without[:3])}, but at other engines"

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "said"),
     [
         ([], "--model"),
-        (["--model", "/no/such/directory"], "no Hugging Face model directory"),
+        (["--model", "/no/such/directory"], "is not a model directory"),
         (["--model", "/"], "no config.json"),
         (["--model", "MODEL", "--port", "65536"], "'65536' is not a port"),
         (["--model", "MODEL", "--port", "-1"], "--port"),
