@@ -35,7 +35,7 @@ def settings_schema() -> dict[str, Any]:
     properties |= {name: properties[current] for name, current in RENAMED.items()}
     return {
         "type": "object",
-        "description": "The router's settings, under their flags' names (README).",
+        "description": "The router's settings, under their flags' names (docs/settings.md).",
         "additionalProperties": False,
         "properties": {
             name.replace("_", "-"): _for_yaml(schema)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Check on a machine with a CUDA device that two engines on one GPU answer as one alone, by tokens and
-# log-probabilities: our reference engine and vLLM with the README's options, pulled and pushed, in
-# the GPU's memory and through host buffers, with prompts of 16,000 tokens. Then measure transfers.
+# log-probabilities: our reference engine and vLLM with the options of docs/with-vllm.md, pulled
+# and pushed, in the GPU's memory and through host buffers, with prompts of 16,000 tokens. Then measure transfers.
 # One command, ten to thirty minutes:
 #
 #     scripts/gpu_check.sh [--without-vllm] [--without-reference] [--without-figures] [--strict]

@@ -231,7 +231,7 @@ class EngineProcess:
 class VllmProcess(EngineProcess):
     """The vLLM that is installed beside this Python, which detects the device.
 
-    It has our scheduler class and our plugin, as in the README, even if they are not installed.
+    It has our scheduler class and plugin, as in docs/with-vllm.md, even if they are not installed.
     """
 
     module = "vllm.entrypoints.openai.api_server"
