@@ -77,10 +77,10 @@ class SelectionSettings(SettingsGroup):
         and how often after a preemption return, if the engines support it. 0: never.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
         token). A stream beyond the limit is not resumed. 0: no limit.
-    prefill_policy: Policy that selects a prefill engine. round_robin: in turn. least_loaded: by
-        tokens in flight. power_of_two: the less loaded of two random engines. session: the
-        conversation's own engine. prefix: the engine with the least to compute, which is what its
-        cache lacks of the prompt and a third of what is queued.
+    prefill_policy: Policy that selects a prefill engine. Least_loaded goes by tokens in flight, and
+        power_of_two takes the less loaded of two random engines. Session takes the conversation's
+        own engine. Prefix takes the engine with the least to compute: what its cache lacks of the
+        prompt, and a third of what is queued.
     decode_policy: Policy that selects a decode engine for requests without a conversation turn.
     max_prefix_memory: Memory for what the policy prefix knows about caches. If all caches together
         hold more, the router remembers every second, fourth ... chunk of a prompt.
