@@ -41,7 +41,7 @@ KILL_TIMEOUT_S = 20
 POLL_S = 0.02
 LANGUAGES = ("sh", "bash")
 MARK = re.compile(r"^ *<!-- run(?: until (?P<until>.*?))?(?P<end> -->)?$")
-PORT = re.compile(r"(?<=[:\s=])[1-9]\d{3,4}\b(?![.\d])")
+PORT = re.compile(r"(?:^|(?<=[:\s=]))[1-9]\d{3,4}\b(?![.\d])")
 OWNER = "DISAGG_DOCS_PAGE"
 """The environment variable by which processes that a page started are found."""
 
@@ -97,11 +97,20 @@ def run_page(page: Path, directory: Path, timeout_s: float = BLOCK_TIMEOUT_S) ->
     with _Shell(page, directory, environment) as shell:
         try:
             for block in blocks:
-                commands = PORT.sub(lambda match: ports[match[0]], block.commands)
-                shell.run(block, commands, time.monotonic() + timeout_s)
+                shell.run(with_ports(block, ports), time.monotonic() + timeout_s)
         finally:
             _stop_processes(owner)
     return len(blocks)
+
+
+def with_ports(block: Block, ports: dict[str, str]) -> Block:
+    """Replace the ports in a block's commands and in the text that it waits for."""
+
+    def replaced(text: str) -> str:
+        return PORT.sub(lambda match: ports.get(match[0], match[0]), text)
+
+    until = None if block.until is None else replaced(block.until)
+    return Block(block.line, replaced(block.commands), until)
 
 
 def _free_ports(commands: str) -> dict[str, str]:
@@ -141,11 +150,11 @@ class _Shell:
                     process.stdin.close()
             process.wait(KILL_TIMEOUT_S)
 
-    def run(self, block: Block, commands: str, deadline: float) -> None:
+    def run(self, block: Block, deadline: float) -> None:
         if block.until is None:
-            self._run_to_its_end(block, commands, deadline)
+            self._run_to_its_end(block, deadline)
         else:
-            self._run_until(block, commands, deadline)
+            self._run_until(block, block.until, deadline)
 
     def _start(self, *command: str) -> tuple[subprocess.Popen[bytes], Path]:
         path = self._beside(f"output{len(self._processes)}")
@@ -165,10 +174,10 @@ class _Shell:
     def _beside(self, name: str) -> Path:
         return self._directory.with_name(f"{self._directory.name}.{name}")
 
-    def _run_to_its_end(self, block: Block, commands: str, deadline: float) -> None:
+    def _run_to_its_end(self, block: Block, deadline: float) -> None:
         done, begin = self._beside(f"line{block.line}"), self._output.stat().st_size
         # A command that reads its input must not read the next block.
-        script = f"{{ {commands}\n}} < /dev/null\ntouch '{done}'\n"
+        script = f"{{ {block.commands}\n}} < /dev/null\ntouch '{done}'\n"
         assert self._bash.stdin
         self._bash.stdin.write(script.encode())
         self._bash.stdin.flush()
@@ -180,25 +189,24 @@ class _Shell:
             else:
                 time.sleep(POLL_S)
                 continue
-            raise self._error(block, commands, why, self._output.read_bytes()[begin:])
+            raise self._error(block, why, self._output.read_bytes()[begin:])
 
-    def _run_until(self, block: Block, commands: str, deadline: float) -> None:
-        assert block.until is not None
-        terminal, path = self._start("bash", "-eu", "-o", "pipefail", "-c", commands)
-        while block.until.encode() not in path.read_bytes():
+    def _run_until(self, block: Block, until: str, deadline: float) -> None:
+        terminal, path = self._start("bash", "-eu", "-o", "pipefail", "-c", block.commands)
+        while until.encode() not in path.read_bytes():
             if terminal.poll() is not None:
-                why = f"ended with status {terminal.returncode} before it printed {block.until!r}"
+                why = f"ended with status {terminal.returncode} before it printed {until!r}"
             elif time.monotonic() > deadline:
-                why = f"did not print {block.until!r} in time"
+                why = f"did not print {until!r} in time"
             else:
                 time.sleep(POLL_S)
                 continue
-            raise self._error(block, commands, why, path.read_bytes())
+            raise self._error(block, why, path.read_bytes())
 
-    def _error(self, block: Block, commands: str, why: str, output: bytes) -> BlockError:
+    def _error(self, block: Block, why: str, output: bytes) -> BlockError:
         tail = output.decode(errors="replace")[-4000:]
         where = f"{self._page.name}, line {block.line}"
-        return BlockError(f"{where}: the block {why}\n\n{commands}\n\nIts output:\n{tail}")
+        return BlockError(f"{where}: the block {why}\n\n{block.commands}\n\nIts output:\n{tail}")
 
 
 def _stop_processes(owner: str) -> None:

@@ -52,7 +52,7 @@ WORDS = [(re.compile(rf"\b(?:{words})\b", re.I), advice) for words, advice in BA
 RIDDLE = re.compile(
     r"^(?:who|whom|whose|what|nobody)\b(?! is supported| to )|^(?:coming|going)$", re.IGNORECASE
 )
-END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9X`])")
+END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`]|\w+: )")
 LINK_TARGET = re.compile(r"\]\([^)]*\)|\]\[[^\]]*\]|<https?://[^>]*>|https?://\S+|</?a\b[^>]*>")
 ITEM = re.compile(r"^\s*(?:[*+-]|\d+\.) +")
 REFERENCE = re.compile(r"^\s*(?:\[[^\]]+\]: |!!!|\?\?\?|={3,}|-{3,}|\|?[\s:|-]+\|?$)")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import BlockError, marked_blocks, run_page
+from tests.docs.blocks import Block, BlockError, marked_blocks, run_page, with_ports
 from tests.docs.markdown import pages
 
 MARKED = [page for page in pages() if marked_blocks(page.read_text(encoding="utf-8"))]
@@ -69,3 +70,19 @@ def test_server_that_ends_before_it_is_ready_fails(tmp_path: Path) -> None:
 def test_mark_without_a_shell_block_is_an_error() -> None:
     with pytest.raises(ValueError, match="line 1"):
         marked_blocks("<!-- run -->\nText.\n")
+
+
+def test_taken_port_is_replaced_in_commands_and_in_the_awaited_text() -> None:
+    block = Block(1, "serve --port 8100 127.0.0.1:8100 10.0.81.00 x8100", "8100")
+    expected = Block(1, "serve --port 7 127.0.0.1:7 10.0.81.00 x8100", "7")
+    assert with_ports(block, {"8100": "7"}) == expected
+
+
+def test_page_uses_another_port_if_its_own_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        page, directory = write_page(tmp_path, f"<!-- run -->\n```sh\necho {port} > port\n```\n")
+        run_page(page, directory)
+    assert int((directory / "port").read_text()) != port
