@@ -41,7 +41,8 @@ Commands:
   doctor      check a fleet, and say what to do about each fault
   bench       put a bounded load on a router and measure it
   key         make an API key for a client of the router
-  demo        start engines and a router on this machine
+  demo        start engines and a router on this machine; --compare measures them
+  chat        chat with a model behind a router, and see how each answer came
   why         show where a request spent its time, and which engines served it
   completion  print a script that completes commands and options in bash or zsh
 
@@ -52,6 +53,7 @@ a variable, a variable over the file.
 # A command's module is imported only if it runs.
 COMMANDS = {
     "bench": "router.commands.bench.command",
+    "chat": "router.commands.chat.command",
     "completion": "router.commands.completion",
     "demo": "router.commands.demo.command",
     "doctor": "router.commands.doctor.command",

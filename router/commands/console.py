@@ -82,6 +82,13 @@ class CommandParser(argparse.ArgumentParser):
         return 0 if isinstance(error, BrokenPipeError) else 1
 
 
+def columns_of(stream: TextIO, otherwise: int = 80) -> int:
+    """Return how many columns the terminal has that `stream` writes to."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns or otherwise
+    return otherwise
+
+
 class TerminalLine:
     """Prints a line for each change, or on a terminal one line that changes."""
 

@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from router.commands.console import CommandError, UsageError
+from router.openai.answers import parse_object
 from router.settings import variable_of
 
+API_KEY = "OPENAI_API_KEY"
 ANSWER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_ERROR_TEXT = 300
 tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
 
 
@@ -66,6 +70,39 @@ def _plain(answer: httpx.Response) -> list[tuple[str, str]]:
     """Return the headers without those that describe the encoding, which is undone."""
     encoding = ("content-encoding", "content-length", "transfer-encoding")
     return [pair for pair in answer.headers.items() if pair[0] not in encoding]
+
+
+def key_headers(variables: Mapping[str, str], key: str | None = None) -> dict[str, str]:
+    """Return the headers with the API key, by default the one in OPENAI_API_KEY; {} without a key.
+
+    Raises UsageError.
+    """
+    name = API_KEY if key is None else "--api-key"
+    key = variables.get(API_KEY, "") if key is None else key
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise UsageError(f"{name} is not a key: ASCII without line breaks")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def first_model(url: str, headers: Mapping[str, str]) -> str:
+    """Return the first model that the router at `url` serves. Raises CommandError."""
+    answer = ask_router("GET", f"{url.rstrip('/')}/v1/models", headers)
+    content = parse_object(answer.content) or {}
+    if answer.status_code != 200 and "error" in content:
+        raise CommandError(f"{url} answers {answer.status_code} {error_message(content)}")
+    models = content.get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not name.isprintable():
+        raise CommandError(f"{url} names no model: give one with --model")
+    return name
+
+
+def error_message(content: Mapping[str, Any]) -> str:
+    """Return the message of an error object in one line."""
+    error = content.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(message or "").split())[:MAX_ERROR_TEXT]
 
 
 def with_scheme(url: str) -> str:

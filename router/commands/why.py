@@ -16,7 +16,14 @@ from typing import Any
 from urllib.parse import quote
 
 from router.commands.console import CommandError, CommandParser, UsageError
-from router.commands.router_client import ask_router, http_url, read_token, with_scheme
+from router.commands.router_client import (
+    ask_router,
+    error_message,
+    http_url,
+    read_token,
+    with_scheme,
+)
+from router.openai.answers import parse_object
 from router.settings import variable_of
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -43,6 +50,10 @@ FLOWS = {
 }
 
 
+class UnknownRequestError(CommandError):
+    """The router keeps requests, but does not know this one, or not yet."""
+
+
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router why", DESCRIPTION)
     add = parser.add_argument
@@ -52,22 +63,20 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
 
     def show() -> int:
-        found = _find(with_scheme(options.url), options.request_id)
+        url = with_scheme(options.url)
+        _check(url, options.request_id)
+        found = find_request(url, options.request_id)
         print(json.dumps(found) if options.json else "\n".join(story(found)), flush=True)
         return 0
 
     return parser.run(show)
 
 
-def _find(url: str, request_id: str) -> dict[str, Any]:
-    """Ask until one of the router's processes knows the request.
+def find_request(url: str, request_id: str) -> dict[str, Any]:
+    """Ask the router at `url` until one of its processes knows the request.
 
-    Raises UsageError and CommandError.
+    Raises UnknownRequestError, other kinds of CommandError, and UsageError.
     """
-    if http_url(url) is None:
-        raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}")
-    if not REQUEST_ID.fullmatch(request_id):
-        raise UsageError("REQUEST_ID is not the id of a request: see the header x-request-id")
     token = read_token("ui_token", os.environ)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     for _ in range(MAX_TRIES):
@@ -75,12 +84,21 @@ def _find(url: str, request_id: str) -> dict[str, Any]:
         answer = ask_router("GET", page, headers)
         if answer.status_code == 200:
             return _parsed(answer.content, url)
-        message = _error_in(answer.content)
+        message = error_message(parse_object(answer.content) or {})
         if answer.status_code != 404 or "worker process" not in message:
             break
     if answer.status_code == 404 and "has no request" not in message:
-        message = "the router does not keep requests: start it with --ui"
-    raise CommandError(message or f"{url} answers {answer.status_code}")
+        raise CommandError("the router does not keep requests: start it with --ui")
+    kind = UnknownRequestError if answer.status_code == 404 else CommandError
+    raise kind(message or f"{url} answers {answer.status_code}")
+
+
+def _check(url: str, request_id: str) -> None:
+    """Raises UsageError."""
+    if http_url(url) is None:
+        raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}")
+    if not REQUEST_ID.fullmatch(request_id):
+        raise UsageError("REQUEST_ID is not the id of a request: see the header x-request-id")
 
 
 def _parsed(content: bytes, url: str) -> dict[str, Any]:
@@ -92,14 +110,6 @@ def _parsed(content: bytes, url: str) -> dict[str, Any]:
     if not isinstance(found, dict) or "ms" not in found:
         raise CommandError(f"{url} is not a disagg-router, or not of this version")
     return found
-
-
-def _error_in(content: bytes) -> str:
-    try:
-        error = json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return " ".join(str(error).split())
 
 
 def story(request: dict[str, Any]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.commands.bench.load import Client, drive, request_bytes
+from router.commands.router_client import error_message
 from router.http_client.errors import EventTooLargeError
 from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
 from router.openai.answers import choices_of, count_in, parse_object
@@ -243,7 +244,7 @@ class ChatLoad:
         exchange = await client.send(request, self.timeout, on_body)
         try:
             if exchange.status not in (0, 200):
-                message = _error_message(parse_object(bytes(error)) or {})
+                message = error_message(parse_object(bytes(error)) or {})
                 raise ChatError(f"{exchange.status} {message}".strip())
             if exchange.problem:
                 raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
@@ -255,7 +256,10 @@ class ChatLoad:
 
 
 class ChatStreamReader:
-    """Reads one streamed answer while it arrives. `asked` is when it was asked, in seconds."""
+    """Reads one streamed answer while it arrives. `asked` is when it was asked, in seconds.
+
+    `first` and `last` are the moments of the first and the last piece of text.
+    """
 
     def __init__(
         self, asked: float, figures: Figures, clock: Callable[[], float] = time.monotonic
@@ -265,8 +269,10 @@ class ChatStreamReader:
         self._figures = figures
         self._clock = clock
         self._reader = SseReader()
-        self._last: float | None = None
-        self._usage: dict[str, Any] = {}
+        self.first: float | None = None
+        self.last: float | None = None
+        self.usage: dict[str, Any] = {}
+        self.finish_reason = ""
         self._is_done = False
         self._problem = ""
 
@@ -285,7 +291,7 @@ class ChatStreamReader:
         """Count the answer. Raises ChatError for one that is an error or not complete."""
         if self._problem or not self._is_done:
             raise ChatError(self._problem or "a stream without [DONE]")
-        figures, usage = self._figures, self._usage
+        figures, usage = self._figures, self.usage
         figures.answered += 1
         figures.whole.add(moment - self.asked)
         figures.prompt_tokens += count_in(usage, "prompt_tokens") or 0
@@ -299,25 +305,21 @@ class ChatStreamReader:
         content = parse_object(data)
         if content is None or "error" in content:
             self._problem = (
-                _error_message(content) if content else "an event that is not a JSON object"
+                error_message(content) if content else "an event that is not a JSON object"
             )
             return
         usage = content.get("usage")
         if isinstance(usage, dict):
-            self._usage = usage
+            self.usage = usage
         for choice in choices_of(content):
+            self.finish_reason = str(choice.get("finish_reason") or self.finish_reason)
             delta = choice.get("delta")
             text = delta.get("content") if isinstance(delta, dict) else None
             if isinstance(text, str) and text:
                 self.texts.append(text)
-                if self._last is None:
+                if self.last is None:
+                    self.first = moment
                     self._figures.first.add(moment - self.asked)
                 else:
-                    self._figures.gaps.add(moment - self._last)
-                self._last = moment
-
-
-def _error_message(content: dict[str, Any]) -> str:
-    error = content.get("error")
-    message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:MAX_ERROR_TEXT]
+                    self._figures.gaps.add(moment - self.last)
+                self.last = moment

@@ -15,15 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Sample, Target
-from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
-from router.commands.router_client import ask_router, http_url, with_scheme
+from router.commands.console import CommandParser, TerminalLine, UsageError
+from router.commands.router_client import (
+    API_KEY,
+    first_model,
+    http_url,
+    key_headers,
+    with_scheme,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEY = "OPENAI_API_KEY"
 DESCRIPTION = f"""\
 Sends chats to a router, several at a time, and prints percentiles of TTFT, ITL and end-to-end
 latency, and the share of prompt tokens that were served from a cache. With --turns, each chat
-continues from its answers. The variable {KEY} is the API key, if it is set.
+continues from its answers. The variable {API_KEY} is the API key, if it is set.
 """
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
@@ -72,8 +77,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    target = _target(options.url, os.environ)
-    model = options.model or _first_model(options.url, target)
+    headers = key_headers(os.environ)
+    target = _target(options.url, headers)
+    model = options.model or first_model(_base(options.url), headers)
     plan = LoadPlan(
         model, options.requests, options.turns, options.words, options.tokens, options.seed
     )
@@ -104,26 +110,14 @@ async def _run(load: ChatLoad, options: argparse.Namespace, figures: Figures) ->
     return max(time.monotonic() - started, 1e-9)
 
 
-def _first_model(url: str, target: Target) -> str:
-    headers = {"authorization": target.credential} if target.credential else {}
-    answer = ask_router("GET", f"{_base(url)}/v1/models", headers)
-    try:
-        return _name(str(json.loads(answer.content)["data"][0]["id"]))
-    except (ValueError, LookupError, TypeError, RecursionError, argparse.ArgumentTypeError):
-        raise CommandError(f"{url} names no model: give one with --model") from None
-
-
-def _target(url: str, variables: Mapping[str, str]) -> Target:
+def _target(url: str, headers: Mapping[str, str]) -> Target:
     parsed = http_url(_base(url))
     if parsed is not None and parsed.scheme == "https":
         text = "bench does not support https; use the router's plain HTTP address"
         raise UsageError(f"{url}: {text}")
     if parsed is None or parsed.path.strip("/"):
         raise UsageError(f"{url!r} is not a router: give its address, as in {DEFAULT_URL}")
-    key = variables.get(KEY, "")
-    if not (key.isascii() and (key.isprintable() or not key)):
-        raise UsageError(f"{KEY} is not a key: ASCII without line breaks")
-    return Target(parsed.host, parsed.port or 80, f"Bearer {key}" if key else "")
+    return Target(parsed.host, parsed.port or 80, headers.get("authorization", ""))
 
 
 def _base(url: str) -> str:

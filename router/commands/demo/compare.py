@@ -25,7 +25,7 @@ from typing import Any
 from uuid import uuid4
 
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Target
-from router.commands.console import CommandError, TerminalLine, UsageError
+from router.commands.console import CommandError, TerminalLine, UsageError, columns_of
 from router.commands.demo.comparison import (
     ALONE,
     SETUPS,
@@ -116,7 +116,7 @@ def compare(
     measurement = Measurement(setups, processes.children, model.name, wanted)
     load, rounds = run_until_signal(measurement.run)
     comparison = Comparison(cpu, load, model.name, rounds, busy)
-    for line in report(comparison, _columns(), _bar()):
+    for line in report(comparison, columns_of(sys.stdout) - 1, _bar()):
         print_now(line)
     for path, text in (
         (wanted.json, json.dumps(comparison.content(), indent=1) + "\n"),
@@ -125,13 +125,6 @@ def compare(
         if path is not None:
             path.write_text(text, encoding="utf-8")
             print_now(f"\nwritten: {path}")
-
-
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns - 1
-    except (OSError, ValueError):
-        return 80
 
 
 def _bar() -> str:

@@ -25,18 +25,17 @@ from router.commands.doctor.checks import Check, State
 from router.commands.doctor.fleet_checks import check_fleet, open_fleet
 from router.commands.doctor.router_checks import RouterChecker
 from router.commands.doctor.settings_checks import check_files, check_redis
-from router.commands.router_client import http_url, with_scheme
+from router.commands.router_client import API_KEY, http_url, key_headers, with_scheme
 from router.commands.status import DEFAULT_URL, GREEN, RED, YELLOW, Paint, no_paint, paint
 from router.fleet.sources.file import address_of
 from router.settings import Settings, SettingsError, load
 
-KEY = "OPENAI_API_KEY"
 DESCRIPTION = f"""\
 Checks a fleet and prints a line for each check, with what to do if it fails: names, ports, /health,
 models, whether prefill and decode engines can exchange KV, and a request through each of them.
 
 With the router's options it checks the engines and files that they name. With the URL of a running
-router it checks that router (default: {DEFAULT_URL}). The variable {KEY} is the API
+router it checks that router (default: {DEFAULT_URL}). The variable {API_KEY} is the API
 key, if it is set.
 """
 EXAMPLE = """\
@@ -113,11 +112,7 @@ def _router(url: str) -> RouterChecker:
         address_of(str(parsed))
     except ValueError:
         raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}") from None
-    key = os.environ.get(KEY, "")
-    if not (key.isascii() and (key.isprintable() or not key)):
-        raise UsageError(f"{KEY} is not a key: ASCII without line breaks")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return RouterChecker(str(parsed).rstrip("/"), headers)
+    return RouterChecker(str(parsed).rstrip("/"), key_headers(os.environ))
 
 
 @contextmanager

@@ -1,0 +1,245 @@
+"""disagg-router chat: a conversation with a router in the terminal, and how each answer came.
+
+Answers go to standard output; prompts, figures and errors go to standard error.
+Exit code 0: ended by the user, or all answers complete. 1: an answer from a pipe or of --once
+failed. 2: wrong usage. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+from router.commands.chat.conversation import ChatAnswer, Conversation
+from router.commands.chat.route import RequestRoutes
+from router.commands.console import CommandError, CommandParser, UsageError, columns_of
+from router.commands.router_client import (
+    API_KEY,
+    first_model,
+    http_url,
+    key_headers,
+    with_scheme,
+)
+from router.common.did_you_mean import did_you_mean
+from router.settings import variable_of
+from router.telemetry.logs import visible
+
+PROGRAM = "disagg-router chat"
+DEFAULT_URL = "http://127.0.0.1:8000"
+TOKEN = variable_of("ui_token")
+DESCRIPTION = f"""\
+Chats with a model behind a router. Answers are shown while they stream. Below each, one line has
+its TTFT and tokens per second, the engines that served it, whether KV moved between them, how many
+prompt tokens came from a cache, and whether another engine had to continue the answer. The engines
+are known if the router serves the dashboard (--ui).
+
+/new begins another conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer, or the program if
+there is none. From a pipe, each line is one message.
+
+{API_KEY} has the API key; {TOKEN} or {TOKEN}_FILE the dashboard's token, if
+there is one.
+"""
+COMMANDS = ("/new", "/quit")
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+# What is not printable to Python, but has no effect on a terminal: lines, tabs, joined characters.
+HARMLESS = "\n\t\u200c\u200d"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser(PROGRAM, DESCRIPTION)
+    add = parser.add_argument
+    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    add("--model", metavar="NAME", help="default: the first that the router serves")
+    add("--api-key", metavar="KEY", help=f"default: the variable {API_KEY}, which ps does not show")
+    add("--max-tokens", type=_count, default=1024, metavar="N", help="of an answer (1024)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default): no chance")
+    add("--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="longest pause (300)")
+    add("--once", metavar="TEXT", help="send this message, print the answer and exit")
+    options = parser.parse_args(argv)
+    return parser.run(lambda: _chat(options))
+
+
+def _chat(options: argparse.Namespace) -> int:
+    url = _router_url(options.url)
+    if options.once is not None and not options.once.strip():
+        raise UsageError("--once: the message is empty")
+    headers = key_headers(os.environ, options.api_key)
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know a character of the answer
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    model = options.model or first_model(url, headers)
+    fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    conversation = Conversation(url, model, headers, fields, options.timeout)
+    chat = ChatPrinter(conversation, RequestRoutes(url))
+    if options.once is not None:
+        chat.answer(options.once)
+        return 0
+    if sys.stdin is None or not sys.stdin.isatty():
+        return chat.answer_lines(sys.stdin or ())
+    return chat.talk()
+
+
+class ChatPrinter:
+    """Prints answers, and a line about each."""
+
+    def __init__(self, conversation: Conversation, routes: RequestRoutes) -> None:
+        self._conversation = conversation
+        self._routes = routes
+        self._was_hinted = False
+
+    def talk(self) -> int:
+        """Read messages from a terminal until the user ends the chat."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 # gives input() a history and editing
+        self._note(f"{self._conversation.model} at {self._conversation.url}; {_COMMANDS_TEXT}")
+        while True:
+            try:
+                message = _read_message()
+            except EOFError:
+                print(file=sys.stderr)
+                return 0
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+                raise
+            if message.startswith("/") and len(message.split()) == 1:
+                if not self._obey(message):
+                    return 0
+            elif message:
+                self._answer_interruptibly(message)
+
+    def answer_lines(self, lines: Sequence[str] | Iterator[str]) -> int:
+        """Answer each line, up to /quit. Raises CommandError."""
+        for line in lines:
+            message = line.strip()
+            if message == "/quit":
+                break
+            if message:
+                self.answer(message)
+        return 0
+
+    def _obey(self, command: str) -> bool:
+        """Carry out a command; return False if it ends the chat."""
+        if command == "/quit":
+            return False
+        if command == "/new":
+            old = self._conversation
+            self._conversation = Conversation(
+                old.url, old.model, old.headers, old.fields, old.timeout_s
+            )
+            self._note("a new conversation")
+        else:
+            self._note(f"unknown command {command}{did_you_mean(command, COMMANDS)}")
+        return True
+
+    def _answer_interruptibly(self, message: str) -> None:
+        try:
+            self.answer(message)
+        except KeyboardInterrupt:
+            print(flush=True)
+            self._note("stopped; Ctrl-C once more ends the chat")
+        except CommandError as error:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+
+    def answer(self, message: str) -> None:
+        """Print the answer to a message and the line about it. Raises CommandError."""
+        conversation = self._conversation
+        try:
+            with closing(conversation.ask(message)) as pieces:
+                for piece in pieces:
+                    print(shown(piece), end="", flush=True)
+        except CommandError as error:
+            if conversation.answer.text:
+                print(flush=True)
+            name = conversation.answer.request_id
+            request = f" (request {visible(name)})" if name else ""
+            raise CommandError(f"{visible(str(error))}{request}") from None
+        print(flush=True)
+        self._note(", ".join([*parts(conversation), *self._route()]))
+        if self._routes.hint and not self._was_hinted:
+            self._was_hinted = True
+            self._note(self._routes.hint)
+
+    def _route(self) -> list[str]:
+        return list(map(visible, self._routes.find(self._conversation.answer.request_id)))
+
+    def _note(self, text: str) -> None:
+        """Print a dim line to standard error, broken between words where the terminal ends."""
+        is_terminal = sys.stderr.isatty()
+        if is_terminal:
+            width = max(20, columns_of(sys.stderr) - 1)
+            text = textwrap.fill(text, width, break_on_hyphens=False)
+        if is_terminal and not os.environ.get("NO_COLOR"):
+            text = f"{DIM}{text}{PLAIN}"
+        print(text, file=sys.stderr, flush=True)
+
+
+_COMMANDS_TEXT = "/new begins another conversation, /quit ends"
+
+
+def _read_message() -> str:
+    if sys.stdout.isatty():
+        return input("> ").strip()
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input().strip()
+
+
+def parts(conversation: Conversation) -> Iterator[str]:
+    """Yield what is known of the latest answer without the router's help."""
+    answer: ChatAnswer = conversation.answer
+    if answer.ttft is None:
+        yield "an answer without text"
+    else:
+        yield f"TTFT {_time(answer.ttft)}"
+    if answer.tokens_per_second is not None:
+        yield f"{answer.tokens_per_second:.1f} tokens/s"
+    if answer.prompt_tokens is not None:
+        if answer.cached_tokens is None:
+            yield f"{answer.prompt_tokens} prompt tokens"
+        else:
+            yield f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens from a cache"
+    if answer.finish_reason == "length":
+        yield f"ended by --max-tokens {conversation.fields['max_tokens']}"
+
+
+def shown(text: str) -> str:
+    """Escape characters that could drive a terminal; keep lines, tabs and all that is written."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one in HARMLESS or unicodedata.category(one) == "Zs" else visible(one)
+        for one in text
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _router_url(text: str) -> str:
+    """Return the router's URL without the API's path. Raises UsageError."""
+    url = with_scheme(text).rstrip("/").removesuffix("/v1")
+    parsed = http_url(url)
+    if parsed is None or parsed.query or parsed.fragment:
+        raise UsageError(f"{text!r} is not a router: give its URL, as in {DEFAULT_URL}")
+    return url
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens")
+    return number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value

@@ -1,0 +1,154 @@
+"""A conversation with a router: each answer is read while it streams."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+import httpx
+
+from router.commands.bench.chats import PATH, ChatError, ChatStreamReader, Figures, Message
+from router.commands.console import CommandError
+from router.commands.router_client import error_message, tls_context
+from router.openai.answers import count_in, parse_object
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_ERROR_BYTES = 65_536
+ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """What is known of one answer. Times in seconds; None for what it does not have (yet)."""
+
+    request_id: str = ""
+    text: str = ""
+    ttft: float | None = None
+    tokens_per_second: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str = ""
+    is_complete: bool = False
+
+    def read(self, reader: ChatStreamReader) -> None:
+        """Take over what the reader has seen."""
+        usage = reader.usage
+        self.finish_reason = reader.finish_reason
+        self.prompt_tokens = count_in(usage, "prompt_tokens")
+        self.completion_tokens = count_in(usage, "completion_tokens")
+        self.cached_tokens = count_in(usage.get("prompt_tokens_details"), "cached_tokens")
+        if reader.first is None or reader.last is None:
+            return
+        self.ttft = reader.first - reader.asked
+        # The first token starts the clock. Without usage, a piece of text counts as one token.
+        count = (self.completion_tokens or len(reader.texts)) - 1
+        if count > 0 and reader.last > reader.first:
+            self.tokens_per_second = count / (reader.last - reader.first)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, which each request repeats. `fields` are those of each request that the
+    user chooses, `timeout_s` is the longest pause in an answer.
+
+    A turn that fails is not part of the conversation, so the next one may repeat it.
+    """
+
+    url: str
+    model: str
+    headers: Mapping[str, str]
+    fields: Mapping[str, float]
+    timeout_s: float
+    turns: list[Message] = field(default_factory=list)
+    name: str = field(default_factory=lambda: f"chat-{uuid4().hex}")
+    answer: ChatAnswer = field(default_factory=ChatAnswer)
+    """The latest one."""
+
+    def ask(self, question: str) -> Generator[str]:
+        """Yield the answer piece by piece. Raises CommandError.
+
+        Whoever stops early keeps the part of the answer that came.
+        """
+        self.answer = answer = ChatAnswer()
+        turns = [*self.turns, {"role": "user", "content": question}]
+        try:
+            for piece in self._stream(turns, answer):
+                answer.text += piece
+                yield piece
+        except (GeneratorExit, KeyboardInterrupt):
+            if answer.text:
+                self._keep(turns, answer)
+            raise
+        self._keep(turns, answer)
+
+    def _keep(self, turns: list[Message], answer: ChatAnswer) -> None:
+        self.turns = [*turns, {"role": "assistant", "content": answer.text}]
+
+    def _stream(self, turns: list[Message], answer: ChatAnswer) -> Generator[str]:
+        """Raises CommandError."""
+        body = {
+            "model": self.model,
+            "messages": turns,
+            "conversation_id": self.name,
+            **self.fields,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {**self.headers, "content-type": "application/json"}
+        timeout = httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S)
+        reader = ChatStreamReader(time.monotonic(), Figures())
+        try:
+            with (
+                httpx.Client(verify=tls_context(), trust_env=False, timeout=timeout) as client,
+                client.stream(
+                    "POST", f"{self.url}{PATH}", content=json.dumps(body), headers=headers
+                ) as response,
+            ):
+                answer.request_id = response.headers.get("x-request-id", "")
+                if response.status_code != 200:
+                    raise CommandError(f"{response.status_code} {_refusal(response)}".strip())
+                yield from _pieces(response, reader, answer)
+            reader.end(time.monotonic())
+        except httpx.ReadTimeout:
+            raise CommandError(f"{self.url} sent nothing for {self.timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            what = "the answer broke off" if answer.text else "no answer"
+            raise CommandError(f"{what}: {self.url}: {_reason(error)}") from None
+        except ChatError as error:
+            what = "the answer broke off: " if answer.text else ""
+            raise CommandError(f"{what}{error}") from None
+        finally:
+            answer.read(reader)
+        answer.is_complete = True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
+        return "the router closed the connection"
+    return ERROR_NUMBER.sub("", " ".join(str(error).split())) or type(error).__name__
+
+
+def _pieces(
+    response: httpx.Response, reader: ChatStreamReader, answer: ChatAnswer
+) -> Generator[str]:
+    count = 0
+    for block in response.iter_bytes():
+        reader.write(block)
+        answer.read(reader)
+        new, count = reader.texts[count:], len(reader.texts)
+        if new:
+            yield "".join(new)
+
+
+def _refusal(response: httpx.Response) -> str:
+    content = bytearray()
+    for block in response.iter_bytes():
+        content += block
+        if len(content) > MAX_ERROR_BYTES:
+            break
+    return error_message(parse_object(bytes(content)) or {})
