@@ -3,17 +3,22 @@
     python scripts/bench.py fleet                        every policy for prefill, 16 + 16 engines
     python scripts/bench.py fleet --prefillers 500 --decoders 500 --requests 200000 --shape chat
     python scripts/bench.py fleet --prefill-policy prefix --decode-policy prefix --min-remote 0 256
+    python scripts/bench.py fleet --trace conversation_trace.jsonl --prefillers 4 --decoders 4 \\
+        --cache-tokens 4000000 --speed qwen3-32b-h200
 
-One line for each combination: TTFT and TPOT, tokens found in prefix caches, the busiest engine
-beside the mean one, jobs that a decoder did alone, further legs of hedged requests, and the median
-time of a choice on this machine. All but the last follow from --seed alone.
+A trace of Mooncake's format is replayed at its own times. One line for each combination: goodput
+(the share of requests within both goals), TTFT and TPOT, tokens found in prefix caches, the busiest
+engine beside the mean one, jobs that a decoder did alone, further legs of hedged requests, and the
+median time of a choice on this machine. All but the last follow from --seed alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -22,16 +27,17 @@ from router.routing.route import POLICIES
 from scripts.benchmarks.common import bench_parser
 from scripts.benchmarks.fleet_simulation import (
     CACHE_TOKENS,
-    SHAPES,
+    SPEEDS,
     Engine,
     Outcome,
     Setup,
     Simulation,
 )
+from scripts.benchmarks.traces import SHAPES, TraceError, published
 
 HEADER = (
     f"{'shape':<9} {'fleet':>8} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
-    f"{'TTFT ms p50':>11} {'p99':>7} {'TPOT ms p50':>11} {'p99':>6} "
+    f"{'goodput':>7} {'TTFT ms p50':>11} {'p99':>7} {'TPOT ms p50':>11} {'p99':>6} "
     f"{'hits P':>6} {'D':>4} {'max/mean P':>10} {'D':>5} "
     f"{'alone':>6} {'extra':>6} {'us P':>5} {'D':>5}"
 )
@@ -39,17 +45,26 @@ HEADER = (
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    try:
+        traces = {
+            path.stem[:9]: published(path, options.trace_speed, options.spread)
+            for path in options.trace
+        }
+    except (OSError, TraceError) as error:
+        print(f"bench fleet: error: {error}", file=sys.stderr)
+        return 2
     print(HEADER, flush=True)
     combinations = product(
-        options.shape,
+        traces or options.shape,
         options.decode_policy,
         options.min_remote,
         options.hedged,
+        options.routers,
         options.prefill_policy,
     )
-    for shape, decode_policy, min_remote, hedged, prefill_policy in combinations:
+    for shape, decode_policy, min_remote, hedged, routers, prefill_policy in combinations:
         setup = Setup(
-            shape=shape,
+            shape="uniform" if traces else shape,
             prefillers=options.prefillers,
             decoders=options.decoders,
             requests=options.requests,
@@ -65,13 +80,25 @@ def main(arguments: Sequence[str]) -> int:
             prefill_bound=LoadBound(options.load_factor, options.prefill_floor),
             decode_bound=LoadBound(options.load_factor, options.decode_floor),
             seed=options.seed,
+            speed=SPEEDS[options.speed],
+            routers=routers,
+            arrivals=traces.get(shape, ()),
         )
-        print(line(setup, Simulation(setup).run()), flush=True)
+        outcome = Simulation(setup).run()
+        goodput = _goodput(outcome, options.ttft_goal, options.tpot_goal)
+        print(line(shape, setup, outcome, goodput), flush=True)
     return 0
 
 
-def line(setup: Setup, outcome: Outcome) -> str:
-    fleet = f"{setup.prefillers}+{setup.decoders}"
+def _goodput(outcome: Outcome, ttft: float, tpot: float) -> float:
+    """Return the share of requests within both goals (seconds)."""
+    pairs = zip(outcome.first_tokens, outcome.per_token, strict=True)
+    good = sum(first <= ttft and each <= tpot for first, each in pairs)
+    return good / max(1, len(outcome.first_tokens))
+
+
+def line(shape: str, setup: Setup, outcome: Outcome, goodput: float) -> str:
+    fleet = f"{setup.prefillers}+{setup.decoders}" + (f"/{setup.routers}" * (setup.routers > 1))
     remote = f"x{setup.hedged}" if setup.hedged else setup.min_remote_prefill_tokens or "all"
     jobs = max(1, len(outcome.decode_costs))
     ttft = [1000 * _quantile(outcome.first_tokens, share) for share in (0.5, 0.99)]
@@ -82,8 +109,9 @@ def line(setup: Setup, outcome: Outcome) -> str:
         median(costs or [0.0]) for costs in (outcome.prefill_costs, outcome.decode_costs)
     )
     return (
-        f"{setup.shape:<9} {fleet:>8} {setup.prefill_policy:<12} {setup.decode_policy:<12} "
-        f"{remote:>6} {ttft[0]:>11.0f} {ttft[1]:>7.0f} {tpot[0]:>11.1f} {tpot[1]:>6.1f} "
+        f"{shape:<9} {fleet:>8} {setup.prefill_policy:<12} {setup.decode_policy:<12} "
+        f"{remote:>6} {goodput:>7.3f} {ttft[0]:>11.0f} {ttft[1]:>7.0f} "
+        f"{tpot[0]:>11.1f} {tpot[1]:>6.1f} "
         f"{hits_p:>6.0%} {hits_d:>4.0%} {most_p:>10.2f} {most_d:>5.2f} "
         f"{outcome.alone / jobs:>6.0%} {outcome.extra / jobs:>6.1f} {cost_p:>5.1f} {cost_d:>5.1f}"
     )
@@ -134,6 +162,19 @@ def _parser() -> argparse.ArgumentParser:
         help="but not a prefiller with fewer legs (2)")  # fmt: skip
     add("--decode-floor", type=tokens, default=8, metavar="N",
         help="nor a decoder with fewer legs (8)")  # fmt: skip
+    add("--trace", nargs="+", type=Path, default=[], metavar="FILE",
+        help="replay these published traces instead of shapes")  # fmt: skip
+    add("--trace-speed", type=_positive, default=1.0, metavar="X", help="times as fast (1)")
+    add(
+        "--spread",
+        action="store_true",
+        help="arrivals of one instant are spread until the next; the published ones come in ticks",
+    )
+    add("--routers", nargs="+", type=engines, default=[1], metavar="N",
+        help="routers that share nothing, each of which gets requests by chance (1)")  # fmt: skip
+    add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")
+    add("--ttft-goal", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
+    add("--tpot-goal", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
     add("--seed", type=_whole(0, 2**63), default=0, metavar="N", help="(0)")
     return parser
 

@@ -13,150 +13,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter_ns
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import POLICIES, PREFILL_POLICIES
-
-
-@dataclass(slots=True)
-class Job:
-    """`chunks` are those of the prompt, `after` those of prompt and answer."""
-
-    tokens: int
-    output: int
-    chunks: tuple[int, ...]
-    after: tuple[int, ...]
-    session: str = ""
-    talk: Talk | None = None
-    arrived: float = 0.0
-    first_token: float = 0.0
-
-
-class Trace(Protocol):
-    def arrive(self) -> Job:
-        """Return the job of a new user."""
-
-    def follow(self, job: Job) -> tuple[float, Job] | None:
-        """Return the job that follows on an answer and the seconds until then, or None."""
-
-
-@dataclass(slots=True)
-class Talk:
-    """A conversation, each of whose prompts begins with the last one."""
-
-    name: str
-    chunks: list[int]
-    tokens: int
-    turns_left: int
-
-
-class _Shape:
-    def __init__(self, seed: int, engines: int) -> None:
-        self.random = random.Random(seed)
-        self.engines = engines
-        self.numbers = count(1)
-
-    def follow(self, job: Job) -> tuple[float, Job] | None:
-        return None
-
-    def job(self, chunks: list[int], tokens: int, output: int) -> Job:
-        """Return a job; `chunks` is lengthened to what prompt and answer have."""
-        while len(chunks) < (tokens + output) // TOKENS_PER_CHUNK:
-            chunks.append(next(self.numbers))
-        after = tuple(chunks[: (tokens + output) // TOKENS_PER_CHUNK])
-        return Job(tokens, output, after[: tokens // TOKENS_PER_CHUNK], after)
-
-    def length(self, median: float, spread: float, most: int) -> int:
-        return min(most, max(16, int(median * self.random.lognormvariate(0, spread))))
-
-
-class Uniform(_Shape):
-    """Prompts that have nothing in common."""
-
-    def arrive(self) -> Job:
-        return self.job([], self.length(1000, 0.8, 16_000), self.length(200, 0.6, 2000))
-
-
-class Documents(_Shape):
-    """Questions about long documents, half of them about a document of recent questions.
-
-    All prompts of a service begin with the same text; a few services have most of the users.
-    """
-
-    services = 50
-
-    def __init__(self, seed: int, engines: int) -> None:
-        super().__init__(seed, engines)
-        lengths = [self.random.randrange(2, 17) for _ in range(self.services)]
-        self.heads = [[next(self.numbers) for _ in range(length)] for length in lengths]
-        self.weights = [1 / (rank + 1) for rank in range(self.services)]
-        self.recent: deque[list[int]] = deque(maxlen=20 * engines)
-
-    def arrive(self) -> Job:
-        if self.recent and self.random.random() < 0.5:
-            document = self.random.choice(self.recent)
-        else:
-            head = self.random.choices(self.heads, self.weights)[0]
-            size = self.length(5000, 0.8, 60_000) // TOKENS_PER_CHUNK
-            document = [*head, *(next(self.numbers) for _ in range(size))]
-            self.recent.append(document)
-        tokens = len(document) * TOKENS_PER_CHUNK + self.length(100, 0.5, 1000)
-        return self.job(list(document), tokens, self.length(150, 0.6, 2000))
-
-
-class Chat(_Shape):
-    """Conversations: each prompt is the last one, its answer, and a new message."""
-
-    def __init__(self, seed: int, engines: int) -> None:
-        super().__init__(seed, engines)
-        self.heads = [[next(self.numbers) for _ in range(4)] for _ in range(20)]
-
-    def arrive(self) -> Job:
-        turns = 1 + int(self.random.expovariate(1 / 5.5))
-        head = list(self.random.choice(self.heads))
-        talk = Talk(f"talk-{next(self.numbers)}", head, len(head) * TOKENS_PER_CHUNK, turns)
-        return self._turn(talk)
-
-    def follow(self, job: Job) -> tuple[float, Job] | None:
-        talk = job.talk
-        if talk is None or talk.turns_left <= 0:
-            return None
-        return 1 + self.random.expovariate(1 / 5), self._turn(talk)
-
-    def _turn(self, talk: Talk) -> Job:
-        talk.turns_left -= 1
-        tokens = talk.tokens + self.length(120, 0.9, 8000)
-        job = self.job(talk.chunks, tokens, self.length(200, 0.6, 2000))
-        job.session, job.talk = talk.name, talk
-        talk.tokens = tokens + job.output
-        return job
-
-
-SHAPES: dict[str, type[Uniform | Documents | Chat]] = {
-    "documents": Documents,
-    "chat": Chat,
-    "uniform": Uniform,
-}
-
+from scripts.benchmarks.traces import SHAPES, Arrival, Job
 
 # Engines.
 
-Leg = tuple[Job, RoutingQuery, "Decoder", int]
-"""A prefill leg: the job, its query, its decoder, and the tokens that it counts for as load."""
+PrefillLeg = tuple[Job, RoutingQuery, "Router", "Seen[Prefiller]", "Seen[Decoder]", int]
+"""The job, its query, its router and engines, and the tokens that it counts for as load."""
+DecodeLeg = tuple[Job, "Seen[Decoder]"]
 
-PREFILL_TOKENS_PER_S = 20_000.0
-"""Tokens a second."""
-BATCH_S = 0.015
-"""The fixed time of a batch."""
-BATCH_TOKENS = 8192
 CACHE_TOKENS = 500_000
-STEP_S = 0.008
-STEP_S_EACH = 0.00006
-"""The time that each sequence adds to a step."""
 MAX_DECODING = 256
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The times of an engine: `batch` and `step` are fixed seconds, `each` is added to a step for
+    each sequence."""
+
+    prefill_tokens_per_s: float
+    batch: float
+    step: float
+    each: float
+    transfer_tokens_per_s: float = 400_000.0
+
+
+SPEEDS = {
+    # A mid-sized model on one accelerator, round figures.
+    "generic": Speed(20_000.0, 0.015, 0.008, 0.00006),
+    # Qwen3-32B, tensor parallel over two H200, vLLM 0.24: composed from the operators that
+    # aiconfigurator 0.12 lists as measured.
+    "qwen3-32b-h200": Speed(16_200.0, 0.015, 0.0106, 0.000385),
+}
 
 
 class PrefixCache:
@@ -192,23 +86,10 @@ class Engine:
 
     name: str
     cache: PrefixCache
-    in_flight: int = 0
-    tokens_in_flight: int = 0
+    speed: Speed
     busy: float = 0.0
     asked: int = 0
     cached: int = 0
-
-    @property
-    def cache_tokens(self) -> int:
-        return self.cache.tokens
-
-    def begin(self, tokens: int) -> None:
-        self.in_flight += 1
-        self.tokens_in_flight += tokens
-
-    def end(self, tokens: int) -> None:
-        self.in_flight -= 1
-        self.tokens_in_flight -= tokens
 
     def look_up(self, job: Job) -> int:
         """Return how many tokens are cached; the last one is always computed."""
@@ -222,8 +103,8 @@ class Engine:
 class Prefiller(Engine):
     """`batch` is what it computes now."""
 
-    waiting: deque[Leg] = field(default_factory=deque)
-    batch: list[tuple[Leg, int]] = field(default_factory=list)
+    waiting: deque[PrefillLeg] = field(default_factory=deque)
+    batch: list[tuple[PrefillLeg, int]] = field(default_factory=list)
 
     def start(self) -> float:
         """Begin a batch of at least one job, and return its seconds."""
@@ -235,16 +116,16 @@ class Prefiller(Engine):
             cached = self.look_up(job)
             tokens += job.tokens - cached
             self.batch.append((self.waiting.popleft(), cached))
-        seconds = BATCH_S + tokens / PREFILL_TOKENS_PER_S
+        seconds = self.speed.batch + tokens / self.speed.prefill_tokens_per_s
         self.busy += seconds
         return seconds
 
-    def finish(self) -> list[tuple[Leg, int]]:
+    def finish(self) -> list[tuple[PrefillLeg, int]]:
         """End the batch; return its legs, each with the tokens that were cached."""
         done, self.batch = self.batch, []
-        for (job, _, _, tokens), _ in done:
+        for (job, _, _, prefiller, _, tokens), _ in done:
             self.cache.add(job.chunks)
-            self.end(tokens)
+            prefiller.end(tokens)
         return done
 
 
@@ -255,8 +136,8 @@ class Decoder(Engine):
     A prefill of its own stops the steps until it is done.
     """
 
-    waiting: deque[Job] = field(default_factory=deque)
-    running: list[tuple[float, int, Job]] = field(default_factory=list)
+    waiting: deque[DecodeLeg] = field(default_factory=deque)
+    running: list[tuple[float, int, DecodeLeg]] = field(default_factory=list)
     steps: float = 0.0
     at: float = 0.0
     stopped_until: float = 0.0
@@ -272,13 +153,14 @@ class Decoder(Engine):
         self.at = max(self.at, now)
 
     def step_seconds(self) -> float:
-        return STEP_S + STEP_S_EACH * len(self.running)
+        return self.speed.step + self.speed.each * len(self.running)
 
     def prefill(self, job: Job, now: float) -> tuple[float, int]:
         """Prefill a job here; return when that is done, and how many tokens were cached."""
         self.advance(now)
         cached = self.look_up(job)
-        seconds = BATCH_S + (job.tokens - cached) / PREFILL_TOKENS_PER_S
+        speed = self.speed
+        seconds = speed.batch + (job.tokens - cached) / speed.prefill_tokens_per_s
         self.stopped_until = max(now, self.stopped_until) + seconds
         self.busy += seconds
         return self.stopped_until, cached
@@ -286,17 +168,18 @@ class Decoder(Engine):
     def admit(self, now: float) -> None:
         """Start waiting jobs while there is room; `advance` has been called for `now`."""
         while self.waiting and len(self.running) < MAX_DECODING:
-            job = self.waiting.popleft()
-            heapq.heappush(self.running, (self.steps + job.output, next(self.numbers), job))
+            job, seen = self.waiting.popleft()
+            end = self.steps + job.output
+            heapq.heappush(self.running, (end, next(self.numbers), (job, seen)))
             job.first_token = max(now, self.stopped_until) + self.step_seconds()
             self.cache.add(job.chunks)
 
     def ended(self) -> list[Job]:
         done: list[Job] = []
         while self.running and self.running[0][0] <= self.steps + 1e-6:
-            job = heapq.heappop(self.running)[2]
+            job, seen = heapq.heappop(self.running)[2]
             self.cache.add(job.after)
-            self.end(job.tokens)
+            seen.end(job.tokens)
             done.append(job)
         return done
 
@@ -311,13 +194,48 @@ class Decoder(Engine):
 
 E = TypeVar("E", bound=Engine)
 
+
+@dataclass(slots=True, eq=False)
+class Seen(Generic[E]):
+    """An engine as a router sees it: only this router's own legs count as its load."""
+
+    engine: E
+    name: str
+    in_flight: int = 0
+    tokens_in_flight: int = 0
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.engine.cache.tokens
+
+    def begin(self, tokens: int) -> None:
+        self.in_flight += 1
+        self.tokens_in_flight += tokens
+
+    def end(self, tokens: int) -> None:
+        self.in_flight -= 1
+        self.tokens_in_flight -= tokens
+
+
+class Router:
+    """The policies of one router, and the engines as it sees them."""
+
+    def __init__(
+        self, setup: Setup, prefillers: Sequence[Prefiller], decoders: Sequence[Decoder]
+    ) -> None:
+        index = ChunkIndex()
+        prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
+        self.prefill_policy = prefill(setup.prefill_bound, index)
+        self.decode_policy = decode(setup.decode_bound, index)
+        self.prefillers = tuple(Seen(one, one.name) for one in prefillers)
+        self.decoders = tuple(Seen(one, one.name) for one in decoders)
+
+
 PREFILL_BOUND = LoadBound(1.5, 2)
 DECODE_BOUND = LoadBound(1.5, 8)
 TRANSFER_S = 0.003
 LOOK_S = 0.008
 """Until a decoder's scheduler has looked into its cache: one step."""
-TRANSFER_TOKENS_PER_S = 400_000.0
-"""Tokens a second whose KV is moved."""
 WARM_UP_SHARE = 0.2
 """Share of the requests that is not in the figures."""
 SAMPLED_ARRIVALS = 2000
@@ -328,7 +246,8 @@ BURST, BURST_RATE = 5.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`load` is of what the prefillers could do if nothing was ever cached."""
+    """`load` is of what the prefillers could do if nothing was ever cached. `arrivals` are a
+    published trace, instead of `requests` of a shape."""
 
     shape: str
     prefillers: int
@@ -348,6 +267,10 @@ class Setup:
     prefill_bound: LoadBound = PREFILL_BOUND
     decode_bound: LoadBound = DECODE_BOUND
     seed: int = 0
+    speed: Speed = SPEEDS["generic"]
+    routers: int = 1
+    """They share nothing; each request goes to one by chance."""
+    arrivals: Sequence[Arrival] = ()
 
 
 @dataclass(slots=True)
@@ -368,35 +291,36 @@ class Outcome:
 
 class Simulation:
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup, self._speed = setup, setup.speed
         cache = setup.cache_tokens
         self.prefillers = tuple(
-            Prefiller(f"10.1.{number // 256}.{number % 256}:8000", PrefixCache(cache))
+            Prefiller(f"10.1.{number // 256}.{number % 256}:8000", PrefixCache(cache), self._speed)
             for number in range(setup.prefillers)
         )
         self.decoders = tuple(
-            Decoder(f"10.2.{number // 256}.{number % 256}:8000", PrefixCache(cache))
+            Decoder(f"10.2.{number // 256}.{number % 256}:8000", PrefixCache(cache), self._speed)
             for number in range(setup.decoders)
         )
+        self.routers = [Router(setup, self.prefillers, self.decoders) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
-        index = ChunkIndex()
-        prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
-        self._prefill_policy = prefill(setup.prefill_bound, index)
-        self._decode_policy = decode(setup.decode_bound, index)
         self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
         self._random = random.Random(setup.seed + 1)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
         self._now = 0.0
-        self._left = setup.requests
+        self._left = len(setup.arrivals) or setup.requests
+        self._counted_from = WARM_UP_SHARE * self._left
         self._done = 0
         self._turn = 0
         self._phase_ends, self._rate_now = 0.0, 1.0
-        tokens_a_second = setup.load * setup.prefillers * PREFILL_TOKENS_PER_S
+        tokens_a_second = setup.load * setup.prefillers * setup.speed.prefill_tokens_per_s
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
 
     def run(self) -> Outcome:
-        self._at(0.0, self._arrive)
+        for at, job in self.setup.arrivals:
+            self._at(at, self._ask, job)
+        if not self.setup.arrivals:
+            self._at(0.0, self._arrive)
         events = self._events
         while events:
             self._now, _, act, arguments = heapq.heappop(events)
@@ -425,81 +349,84 @@ class Simulation:
         self._left -= 1
         self._turn += 1
         job.arrived = self._now
+        routers = self.routers
+        router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
-        costs = self.outcome.decode_costs
-        decoder = self._choose(self._decode_policy, self.decoders, ask, costs)
+        policy, costs = router.decode_policy, self.outcome.decode_costs
+        decoder = self._choose(policy, router.decoders, ask, costs)
         least = self.setup.min_remote_prefill_tokens
-        holder = self._hedge(job, ask) if self.setup.hedged else None
+        holder = self._hedge(job, ask, router) if self.setup.hedged else None
         if holder is not None:
-            self._at(self._now + LOOK_S, self._stay, job, ask, holder)
+            self._at(self._now + LOOK_S, self._stay, job, ask, router, holder)
         elif self.setup.hedged:
-            self._at(self._now + LOOK_S, self._send, job, ask, decoder)
-        elif least and job.tokens - self._decode_policy.expected_tokens(decoder.name, ask) < least:
-            self._stay(job, ask, decoder)
+            self._at(self._now + LOOK_S, self._send, job, ask, router, decoder)
+        elif least and job.tokens - policy.expected_tokens(decoder.name, ask) < least:
+            self._stay(job, ask, router, decoder)
         else:
-            self._send(job, ask, decoder)
+            self._send(job, ask, router, decoder)
 
-    def _hedge(self, job: Job, ask: RoutingQuery) -> Decoder | None:
+    def _hedge(self, job: Job, ask: RoutingQuery, router: Router) -> Seen[Decoder] | None:
         """Return the decoder that accepts first: it lacks least of the prompt."""
         setup = self.setup
-        first = self._decode_policy.order(self.decoders, ask)
-        others = [one for one in in_turn(self.decoders, self._turn) if one not in first]
+        first = router.decode_policy.order(router.decoders, ask)
+        others = [one for one in in_turn(router.decoders, self._turn) if one not in first]
         asked = [*first, *others][: setup.hedged]
-        held = {one: one.cache.held(job.chunks) for one in asked}
+        held = {one: one.engine.cache.held(job.chunks) for one in asked}
         able = [one for one in asked if held[one] >= setup.threshold * job.tokens]
         self.outcome.extra += len(asked) - bool(able)
-        return min(able, key=lambda one: (-held[one], one.stopped_until), default=None)
+        return min(able, key=lambda one: (-held[one], one.engine.stopped_until), default=None)
 
     def _choose(
-        self, policy: Policy, engines: Sequence[E], ask: RoutingQuery, costs: list[float]
-    ) -> E:
+        self, policy: Policy, engines: Sequence[Seen[E]], ask: RoutingQuery, costs: list[float]
+    ) -> Seen[E]:
         began = perf_counter_ns()
         chosen = policy.order(engines, ask)[0]
         costs.append((perf_counter_ns() - began) / 1000)
         return chosen
 
-    def _stay(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
+    def _stay(self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder]) -> None:
         self.outcome.alone += 1
-        self._decode_policy.note_sent(decoder.name, ask)
+        router.decode_policy.note_sent(decoder.name, ask)
         decoder.begin(job.tokens)
-        done, cached = decoder.prefill(job, self._now)
-        self._plan(decoder)
-        self._at(done, self._computed, job, ask, decoder, cached)
+        done, cached = decoder.engine.prefill(job, self._now)
+        self._plan(decoder.engine)
+        self._at(done, self._computed, job, ask, router, decoder, cached)
 
-    def _send(self, job: Job, ask: RoutingQuery, decoder: Decoder) -> None:
-        costs = self.outcome.prefill_costs
-        prefiller = self._choose(self._prefill_policy, self.prefillers, ask, costs)
-        expected = self._prefill_policy.expected_tokens(prefiller.name, ask)
-        self._prefill_policy.note_sent(prefiller.name, ask)
-        self._decode_policy.note_sent(decoder.name, ask)
-        prefiller.begin(job.tokens - expected)
+    def _send(self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder]) -> None:
+        policy, costs = router.prefill_policy, self.outcome.prefill_costs
+        prefiller = self._choose(policy, router.prefillers, ask, costs)
+        tokens = job.tokens - policy.expected_tokens(prefiller.name, ask)
+        policy.note_sent(prefiller.name, ask)
+        router.decode_policy.note_sent(decoder.name, ask)
+        prefiller.begin(tokens)
         if not self.setup.late:
             decoder.begin(job.tokens)
-        prefiller.waiting.append((job, ask, decoder, job.tokens - expected))
-        if not prefiller.batch:
-            self._at(self._now + prefiller.start(), self._prefilled, prefiller)
+        engine = prefiller.engine
+        engine.waiting.append((job, ask, router, prefiller, decoder, tokens))
+        if not engine.batch:
+            self._at(self._now + engine.start(), self._prefilled, engine)
 
-    def _prefilled(self, prefiller: Prefiller) -> None:
-        for (job, ask, decoder, _), cached in prefiller.finish():
-            self._prefill_policy.note_cached(prefiller.name, ask, cached)
+    def _prefilled(self, engine: Prefiller) -> None:
+        for (job, ask, router, prefiller, decoder, _), cached in engine.finish():
+            router.prefill_policy.note_cached(prefiller.name, ask, cached)
             if self.setup.late:
                 decoder.begin(job.tokens)
-            missing = job.tokens - decoder.look_up(job)
-            moved = TRANSFER_S + missing / TRANSFER_TOKENS_PER_S
-            self._at(self._now + moved, self._computed, job, ask, decoder, job.tokens)
-        if prefiller.waiting:
-            self._at(self._now + prefiller.start(), self._prefilled, prefiller)
+            missing = job.tokens - decoder.engine.look_up(job)
+            moved = TRANSFER_S + missing / self._speed.transfer_tokens_per_s
+            self._at(self._now + moved, self._computed, job, ask, router, decoder, job.tokens)
+        if engine.waiting:
+            self._at(self._now + engine.start(), self._prefilled, engine)
 
-    def _computed(self, job: Job, ask: RoutingQuery, decoder: Decoder, cached: int) -> None:
+    def _computed(
+        self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder], cached: int
+    ) -> None:
         """`cached` tokens the decoder had, or was given."""
-        self._decode_policy.note_cached(decoder.name, ask, cached)
-        self._decode(job, decoder)
-
-    def _decode(self, job: Job, decoder: Decoder) -> None:
-        decoder.advance(self._now)
-        decoder.waiting.append(job)
-        decoder.admit(self._now)
-        self._plan(decoder)
+        router.decode_policy.note_cached(decoder.name, ask, cached)
+        engine = decoder.engine
+        engine.advance(self._now)
+        engine.waiting.append((job, decoder))
+        engine.admit(self._now)
+        self._plan(engine)
 
     def _plan(self, decoder: Decoder) -> None:
         decoder.plan += 1
@@ -522,7 +449,7 @@ class Simulation:
 
     def _note(self, job: Job) -> None:
         self._done += 1
-        if self._done > WARM_UP_SHARE * self.setup.requests:
+        if self._done > self._counted_from:
             self.outcome.first_tokens.append(job.first_token - job.arrived)
             self.outcome.per_token.append((self._now - job.first_token) / job.output)
 
