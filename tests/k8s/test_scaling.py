@@ -353,7 +353,7 @@ def shrink(world: World, clients: Load) -> None:
 
 
 def roll_over(world: World, clients: Load) -> None:
-    """As docs/kubernetes.md tells it."""
+    """Blue gives way to green as in docs/upgrades.md."""
     world.install_engines("green", **NO_WEIGHT)
     wait_for("green", lambda: world.has("green", 1), MUCH)
     clients.goes_on(10, MUCH)
