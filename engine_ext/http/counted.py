@@ -65,7 +65,7 @@ STOCK = (
     Summed(
         ("confirmations_late",),
         "vllm:nixl_num_notifications_after_expiry",
-        "Readers that confirmed when the lease had ended",
+        "Readers that confirmed after the lease had ended",
     ),
 )
 

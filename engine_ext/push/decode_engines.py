@@ -162,7 +162,7 @@ class SenderChecks(BoundedRegistrations):
         if is_theirs:
             self._accept(registered, now)
         else:
-            logger.warning("ignored a registration by another agent than it is for")
+            logger.warning("ignored a registration that names another agent's blocks")
 
     def _waits_for_recheck(self, registered: Registered, now: float) -> bool:
         """The sender may be a new process at the address of the agent that we know. Return False if

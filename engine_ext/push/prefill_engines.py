@@ -119,7 +119,7 @@ class OutgoingInquiries:
             try:
                 is_open = self._ask_again(asking, now)
             except (PeerError, AgentError) as error:
-                logger.warning("request %s: P was not asked: %s", request_id, error)
+                logger.warning("request %s: the inquiry did not reach P: %s", request_id, error)
                 is_open = False
             if not is_open:
                 self.end(request_id)

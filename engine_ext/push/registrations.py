@@ -385,7 +385,7 @@ class Registrations:
         if peers is None:
             return
         if not all(peer.has_extension for peer in peers):
-            raise PeerError("P does not promise when its WRITE would have landed")
+            raise PeerError("P gives no bound for its WRITEs (push_write_bound)")
         if (num_blocks := self.num_blocks_quarantined) > self._context.max_quarantined:
             raise PeerError(f"{num_blocks} blocks are in quarantine")
         if not self._may_ask(waiting, peers, now):
@@ -413,7 +413,7 @@ class Registrations:
         if peers is None:
             return
         if not waiting.meet(peers) and waiting.is_wanted:
-            self._fail(waiting, "P is another process now", now)
+            self._fail(waiting, "P was restarted", now)
         elif waiting.state is not RegistrationState.REGISTERED or self._may_ask(
             waiting, peers, now
         ):

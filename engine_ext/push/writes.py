@@ -249,7 +249,7 @@ class Writes:
                 raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
             return None
         if peer.name != registered.sender:
-            raise PeerError("the agent that registered is not there any more")
+            raise PeerError("the agent that registered has gone")
         if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):
             raise PeerError("an earlier WRITE to this engine has not ended")
         writing.connect_by = None

@@ -223,7 +223,7 @@ def resume_answer(
     logprobs: tuple[TokenLogprob, ...] = ()
     if sampling.logprobs is not None and num_sent < len(token_ids):
         if not payload.logprobs:
-            raise ResumeError("logprobs are asked for, and those of output_token_ids are missing")
+            raise ResumeError("logprobs are requested, but those of output_token_ids are missing")
         entries = payload.logprobs[: len(token_ids) - num_sent]
         logprobs = tuple(_read_logprob(entry, sampling.logprobs) for entry in entries)
     return ResumedAnswer(

@@ -93,8 +93,8 @@ Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
 LOADS_NOTHING = (
-    "with kv_role kv_producer vLLM hands out blocks into which steps under way still write: "
-    "nothing is loaded, and turns are computed. Use kv_both"
+    "with kv_role kv_producer vLLM reuses blocks into which running steps still write, so this "
+    "engine loads no KV and computes turns. Use kv_role kv_both"
 )
 
 NO_SLEEP = "DisaggConnector does not support /sleep (the KV cache would move)"
@@ -352,7 +352,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         leased."""
         if self._weights.load(lora, seen):
             of_it = [each for each in requests if _adapter_name(each) == lora.lora_name]
-            self._end_kv(f"LoRA adapter {lora.lora_name} may be another now", of_it)
+            self._end_kv(f"LoRA adapter {lora.lora_name} may have changed", of_it)
 
     @guarded(nothing)
     def weights_changed(self, by: str, requests: Sequence[Request], keeps_adapters: bool) -> None:

@@ -42,7 +42,8 @@ def _expected(reported: set[str] | None, pending: set[str]) -> set[str] | None:
         return reported
     if not reported <= pending:
         logger.warning(
-            "KV connector: reports that nobody waits for: %s", sorted(reported - pending)
+            "KV connector: dropped reports of requests that are not pending: %s",
+            sorted(reported - pending),
         )
     found = reported & pending
     pending -= found

@@ -21,7 +21,7 @@ def register() -> None:
     try:
         support.require(*REQUIRED)
     except RuntimeError as error:
-        logger.warning("%s: it is left as it is", error)
+        logger.warning("%s: the plugin changes nothing in vLLM", error)
         return
     support.log_what_is_off()
     for feature in support.OPTIONAL:

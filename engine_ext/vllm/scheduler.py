@@ -146,7 +146,7 @@ class LoadFailuresPart(Host):
             try:
                 self._name_load_failures(outputs)
             except Exception:
-                logger.exception("loads that failed are not named")
+                logger.exception("the reports of failed loads could not be made")
         return outputs
 
     def _name_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -229,7 +229,7 @@ class HandshakeServer:
     def _pause_accepting(self, error: OSError) -> None:
         """Stop accepting for PAUSE_SECONDS, usually because the process has no file left. The
         socket would stay ready, and this thread would spin."""
-        logger.warning("handshake listener: no connection can be taken: %s", error)
+        logger.warning("handshake listener: cannot accept connections: %s", error)
         self._make_room()
         self._selector.unregister(self._socket)
         self._reopens_at = time.monotonic() + PAUSE_SECONDS

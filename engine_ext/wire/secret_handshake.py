@@ -132,7 +132,7 @@ class HandshakeAnswers:
         challenge = self._challenges.make(client, now)
         if not self._access.is_mixed:
             return HandshakeAnswer(
-                encode_refusal("this engine asks for the shared secret", challenge)
+                encode_refusal("this engine requires the shared secret", challenge)
             )
         payload = self._for_stock.get(rank)
         if payload is None:

@@ -487,9 +487,9 @@ def refusal_of(order: PullOrder, peers: Sequence[PeerHandle]) -> str | None:
     secret.
     """
     if not order.is_proven and any(peer.has_extension for peer in peers):
-        return "no proof that it is of this prompt, from an engine that gives one"
+        return "the source sends prefix hashes, but none came with this KV"
     if order.source.is_revocable and not all(peer.has_extension for peer in peers):
-        return "a turn that may end at any time, of an engine that cannot report whether it has"
+        return "a revocable turn of an engine that cannot report whether the turn has ended"
     return None
 
 

@@ -71,7 +71,9 @@ class StagedTransfers:
             try:
                 self._staging.save(order.block_ids)
             except Exception:
-                logger.exception("request %s: its KV did not get to host memory", order.request_id)
+                logger.exception(
+                    "request %s: its KV could not be copied to host memory", order.request_id
+                )
                 self._unsaved.add(order.request_id)
 
     def finish_loads(self, results: TransferResults) -> TransferResults:
@@ -87,7 +89,7 @@ class StagedTransfers:
         try:
             self._staging.load(blocks)
         except Exception:
-            logger.exception("request %s: its KV did not get from host memory", request_id)
+            logger.exception("request %s: its KV could not be copied from host memory", request_id)
             return False
         return True
 

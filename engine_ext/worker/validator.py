@@ -65,7 +65,7 @@ REFUSED_SECONDS = 5.0
 """How long it is remembered that a process died of some metadata, or NIXL refused it."""
 MAX_REMEMBERED = 4096
 
-_MEANS = "no peer without the shared secret can be met, see docs/security.md"
+_MEANS = "peers without the shared secret are rejected, see docs/security.md"
 _NOT_FOR_IT = ("UCX_TCP_PORT_RANGE", "UCX_LOG_FILE", "PYTHONSTARTUP", "PYTHONINSPECT")
 """Environment variables that the process does not get. No engine connects to its port, and a port
 range may be too small for two processes."""

@@ -183,7 +183,7 @@ class WorkerConnector:
         try:
             return self._staged.finish_loads(results)
         except Exception:
-            logger.exception("loads did not get from host memory")
+            logger.exception("loaded KV could not be copied from host memory")
             return replace(results, failed_recving=results.finished_recving)
 
     def stats(self) -> ConnectorStats:

@@ -266,7 +266,7 @@ def test_memory_is_open_to_who_shakes_hands_unless_there_is_a_secret(
     engines: Engines, stranger: Stranger, operation: str
 ) -> None:
     if not engines.is_open:
-        with pytest.raises(WireError, match="asks for the shared secret"):
+        with pytest.raises(WireError, match="requires the shared secret"):
             handshake(engines.params)
         assert not stranger.has_read()
         unmoved(engines)

@@ -391,7 +391,7 @@ def test_an_engine_without_our_scheduler_says_that_it_cannot(alone: Server) -> N
     body = body_of("completion", tokens_of(50, 12_120), logprobs=None)
     answer = alone.post(PATHS["completion"], begin(body, ResumePayload((1,), (2,))))
     assert answer.status_code == 400
-    assert "does not offer" in answer.json()["error"]["message"]
+    assert "does not support" in answer.json()["error"]["message"]
     assert "begun" not in alone.get("/disagg/identity").json()["capabilities"]
 
 

@@ -67,4 +67,4 @@ def test_nothing_is_awaited_of_a_stock_prefiller(three: list[Server]) -> None:
     assert differences([right], [turn.answer]) == []
     assert metric(decoder, FETCHED) == fetched
     assert metric(decoder, COMPUTED) - computed == len(prompt)
-    assert "P does not promise when its WRITE would have landed" in decoder.log.read_text()
+    assert "P gives no bound for its WRITEs (push_write_bound)" in decoder.log.read_text()

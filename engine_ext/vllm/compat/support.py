@@ -33,7 +33,7 @@ DISABLE = "DISAGG_VLLM_DISABLE"
 DISABLED = f"{DISABLE} turns it off"
 
 NO_PLUGIN = (
-    "VLLM_PLUGINS leaves out the plugin disagg, without which vLLM cannot say cache_threshold"
+    "VLLM_PLUGINS leaves out the plugin disagg, which adds the finish reason cache_threshold"
 )
 
 _turned_off: dict[str, str] = {}
@@ -102,7 +102,7 @@ def log_what_is_off() -> None:
     os.environ[LOGGED] = vllm_version
     if ".".join(vllm_version.split(".")[:2]) not in KNOWN:
         logger.warning(
-            "vLLM %s was not tested, %s were: what it names as they do is on",
+            "vLLM %s is untested (tested: %s): features are on whose vLLM symbols are unchanged",
             vllm_version,
             " and ".join(KNOWN),
         )

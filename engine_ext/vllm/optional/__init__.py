@@ -34,7 +34,7 @@ SCHEDULER_CLASS = f"{SCHED}.scheduler:Scheduler"
 
 STOCK_PEERS = Feature(
     "stock_peers",
-    "this engine and stock ones read nothing from each other",
+    "no KV moves between this engine and stock engines",
     symbols(f"""
         - stock's own hash of what must be equal, and the version of its protocol. A stock engine
             refuses our handshake, or reads it in another way
@@ -46,7 +46,7 @@ STOCK_PEERS = Feature(
 
 SEVERAL = Feature(
     "several_connectors",
-    "ours is not to be one of MultiConnector's, which looks for each by its name alone",
+    "DisaggConnector cannot be used inside MultiConnector",
     symbols(f"""
         - ours among MultiConnector's. Weights that change, pages and our scheduler class do not
             find it
@@ -69,7 +69,7 @@ _ENGINE_LOOP = symbols(f"""
 
 EARLY_EXIT = Feature(
     "leaving",
-    "an engine that leaves or pauses waits for turns that nobody reads, until they expire",
+    "an engine that shuts down or pauses waits for retained turns until they expire",
     _ENGINE_LOOP
     + symbols(f"""
         - pause and sleep. Both wait until retained turns expire, even if no engine reads them
@@ -81,7 +81,7 @@ EARLY_EXIT = Feature(
 
 STREAMS = Feature(
     "streams",
-    "streams say no kv_transfer_params, nor the ids of their tokens",
+    "streams contain no kv_transfer_params and no token ids",
     symbols(f"""
         - the generators of streams, and the choices, ids and errors of the results that they get.
             Chunks are doubled, or lack ids and params
@@ -105,7 +105,7 @@ STREAMS = Feature(
 
 RENDERS = Feature(
     "renders",
-    "it is not known whether another engine renders messages as this one",
+    "routers do not know which engines render messages alike",
     symbols(f"""
         - templates and tokenizer that render a chat. Routers do not know which engines may resume
             each other's answers
@@ -129,7 +129,7 @@ SCHEDULER = Feature(
 
 LOAD_FAILURES = Feature(
     "load_failures",
-    "answers do not say from which engine a prompt's KV could not be loaded",
+    "answers do not report which engine's KV could not be loaded",
     symbols(f"""
         - outputs and results of a failed request. Errors do not say which engine lost the KV, and
             the router retries without knowing
@@ -147,8 +147,8 @@ LOAD_FAILURES = Feature(
 
 FAILURE_POLICY = Feature(
     "failure_policy",
-    "a turn whose KV is lost ends by the engine's policy, as every request, and prompts are pushed "
-    "early only where the longest one fits beside",
+    "a turn whose KV is lost ends by the engine's policy, and a decode engine registers early for "
+    "a push only while the longest possible request still fits",
     symbols(f"""
         - what becomes of a request whose load failed. A turn that is lost ends with an error,
             though its prompt is there
@@ -160,7 +160,7 @@ FAILURE_POLICY = Feature(
 
 IDLE_REST = Feature(
     "rest",
-    "an engine steps all the time while it waits for readers, or for KV",
+    "an engine takes steps all the time while it waits for readers or for KV",
     _ENGINE_LOOP
     + symbols(f"""
         - what the scheduler still has to do. The engine rests while a request could run
@@ -218,7 +218,7 @@ STATE_LAYERS = Feature(
 
 LOOKAHEAD = Feature(
     "lookahead",
-    "behind what was loaded, layers that guess (EAGLE's, MTP's) guess worse",
+    "after a load, fewer drafts of EAGLE and MTP layers are accepted",
     symbols(f"""
         - how far drafting layers look ahead. Their KV at the end of a loaded prompt is of other
             tokens, and fewer drafts are accepted
@@ -277,7 +277,7 @@ _EARLY_END_MODULES = ("optional.early_ends", *_EARLY_END_PATCHES)
 
 THRESHOLD = Feature(
     "cache_hit_threshold",
-    "no request is refused for its cache hits",
+    "cache_hit_threshold rejects no request",
     _EARLY_ENDS
     + _REQUESTS
     + symbols(f"""
@@ -295,7 +295,7 @@ THRESHOLD = Feature(
 
 PREEMPTION_RETURN = Feature(
     "hand_back",
-    "no answer is handed back for lack of blocks: it is preempted, and computed again",
+    "an answer without blocks is preempted and computed again, not returned to the router",
     _EARLY_ENDS
     + _REQUESTS
     + symbols(f"""
@@ -312,7 +312,7 @@ PREEMPTION_RETURN = Feature(
 
 RESUME = Feature(
     "begun",
-    "answers do not begin in the middle",
+    "this engine cannot resume answers or take over a first token",
     _REQUESTS
     + _OUTPUTS
     + symbols(f"""

@@ -42,7 +42,7 @@ from engine_ext.vllm.optional.resumed_request import ResumeLimits, fields_not_re
 CHARACTERS = 4
 """Base64 characters of one token id."""
 NOT_OFFERED = (
-    f"this engine does not offer {KEY}: it wants our --scheduler-cls, and the plugin disagg"
+    f"this engine does not support {KEY}: vLLM needs our --scheduler-cls and the plugin disagg"
 )
 RESERVED_KEYS = (resumed_request.FIELD, resumed_request.CANNOT_RESUME)
 """Keys of `extra_args` that come from here alone, whatever `vllm_xargs` a client sends."""

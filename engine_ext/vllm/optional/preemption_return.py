@@ -43,7 +43,9 @@ class PreemptionReturnPart(EarlyEnds):
                 if support.is_installed(PREEMPTION_RETURN) and self._is_returned(request):
                     yield request, _return(request)
             except Exception:
-                logger.exception("request %s was not handed back", request.request_id)
+                logger.exception(
+                    "request %s could not be returned to the router", request.request_id
+                )
 
     def _is_returned(self, request: Request) -> bool:
         params = request.sampling_params

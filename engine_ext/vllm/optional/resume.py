@@ -76,7 +76,7 @@ class ResumePart(Host):
         except Exception:
             logger.exception("request %s: its grammar", request.request_id)
         logger.error(
-            "request %s: its grammar does not allow what it began with", request.request_id
+            "request %s: its grammar rejects the tokens that it resumes", request.request_id
         )
         return False
 

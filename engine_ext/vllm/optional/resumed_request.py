@@ -99,7 +99,7 @@ class ResumeLimits:
 def refusal(payload: ResumePayload, limits: ResumeLimits) -> str | None:
     """Return one line that says why the payload cannot be resumed; None if it can."""
     if limits.conflicts:
-        return f"{KEY} does not go with {', '.join(limits.conflicts)}"
+        return f"{KEY} cannot be combined with {', '.join(limits.conflicts)}"
     for name, token_ids in (
         ("prompt", payload.prompt_token_ids),
         ("output", payload.output_token_ids),
@@ -113,7 +113,7 @@ def refusal(payload: ResumePayload, limits: ResumeLimits) -> str | None:
     if num_tokens > limits.max_model_len:
         return f"{KEY} has {num_tokens} tokens, and this model's context {limits.max_model_len}"
     if payload.num_sent and not limits.sends_only_the_rest:
-        return f"{KEY}.spoken is for streams: what is not streamed is said whole"
+        return f"{KEY}.spoken must be 0 if the answer is not streamed"
     return _missing_logprobs(payload, limits.num_logprobs)
 
 
@@ -133,9 +133,9 @@ def _missing_logprobs(payload: ResumePayload, wanted: int | None) -> str | None:
     if wanted is None or not payload.unsent_token_ids:
         return None
     if not payload.logprobs:
-        return f"log-probabilities are asked for, and {KEY}.logprobs is missing"
+        return f"log-probabilities are requested, but {KEY}.logprobs is missing"
     fewest = min(len({token for token, _ in entry}) for entry in payload.logprobs)
     if wanted < 0 or fewest < wanted:
         what = "those of all tokens" if wanted < 0 else f"{wanted} a token"
-        return f"{what} are asked for, and {KEY}.logprobs holds {fewest}"
+        return f"{what} are requested, but {KEY}.logprobs holds {fewest}"
     return None

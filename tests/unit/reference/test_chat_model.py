@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, index: Index
 
 def test_what_is_in_the_way_is_not_taken_for_a_model(tmp_path: Path, index: Index) -> None:
     (tmp_path / "c" / "Chat").mkdir(parents=True)
-    with pytest.raises(ChatModelError, match="in the way"):
+    with pytest.raises(ChatModelError, match="exists but holds no model"):
         provide(tmp_path / "c" / "Chat", index.source, index.pip(), io.StringIO())
 
 

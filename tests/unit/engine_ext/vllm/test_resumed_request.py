@@ -86,7 +86,7 @@ def test_fields_that_need_a_rendered_prompt_are_named() -> None:
     asked = ResumeLimits(
         vocab_size=9, max_model_len=9, sends_only_the_rest=True, conflicts=("echo", "n")
     )
-    assert refusal(ResumePayload((1,)), asked) == "begun does not go with echo, n"
+    assert refusal(ResumePayload((1,)), asked) == "begun cannot be combined with echo, n"
 
 
 def test_only_a_stream_leaves_out_what_the_client_has() -> None:
