@@ -29,6 +29,9 @@ FINISH_KEY = b'finish_reason"'
 FINISH_REASON = re.compile(FINISH_KEY + b'(?<="finish_reason")' + GAP + b'"([^"]+)"')
 # Finish reasons of an answer that its engine did not complete.
 BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+MAX_LAST_EVENTS = 4
+# Up to this size, a block is searched as a whole.
+SHORT_BLOCK_BYTES = 2048
 # Fields of a choice and of its delta that are no output.
 NO_OUTPUT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
@@ -57,6 +60,21 @@ def may_fail(content: bytes) -> bool:
         or content.rfind(ABORT_VALUE) >= 0
         or content.rfind(REJECTION_VALUE) >= 0
     )
+
+
+def last_events(block: bytes) -> bytes:
+    """Return the end of a block of a stream with one choice where a failure would stand.
+
+    A failure ends such a stream: a usage, [DONE] and a comment may follow, and no more.
+    """
+    at = len(block)
+    if at <= SHORT_BLOCK_BYTES:
+        return block
+    for _ in range(MAX_LAST_EVENTS + 1):  # the first one ends the block
+        at = block.rfind(b"\n\n", 0, at)
+        if at < 0:
+            return block
+    return block[at:]
 
 
 def error_in(content: Json) -> object:

@@ -53,6 +53,7 @@ from router.openai.event_stream import (
     error_in,
     has_output,
     json_events,
+    last_events,
     may_fail,
 )
 from router.proxy.messages import error_text
@@ -70,6 +71,7 @@ CODE = re.compile(r"[45][0-9]{2}")
 NO_EVENT = b"\0"
 # Bytes of the longest finish reason that may be cut.
 SEAM_BYTES = 64
+CHOICES_KEY = b'"choices"'
 # Text of a stream's first event. It then is no failure.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
 
@@ -117,21 +119,27 @@ def _error_of(error: object, role: EngineRole) -> Exception:
 
 
 async def first_output_event(
-    answer: EngineAnswer, is_generation: bool = True, looks_ahead: bool = True
+    answer: EngineAnswer,
+    is_generation: bool = True,
+    is_several: bool = False,
+    looks_ahead: bool = True,
 ) -> Json | None:
     """Wait for the first event of a stream with more than a role, and return it; None if the event
     certainly is text.
 
     With `looks_ahead`, return a failure among the events that arrived together with it instead. A
-    stream of another endpoint than generation may begin with any event. Raises UpstreamError, and
-    BrokenAnswerError for a stream that ends before such an event.
+    stream of another endpoint than generation may begin with any event. `is_several`: the stream
+    may have several choices. Raises UpstreamError, and BrokenAnswerError for a stream that ends
+    before such an event.
     """
     block = answer.peek()
-    if not _is_surely_text(block):
+    if not _is_surely_text(block, is_several):
         block = await answer.peek_until(
-            lambda block: _is_surely_text(block) or _find_output(block, is_generation) is not None
+            lambda block: (
+                _is_surely_text(block, is_several) or _find_output(block, is_generation) is not None
+            )
         )
-        if not _is_surely_text(block):
+        if not _is_surely_text(block, is_several):
             found = _find_output(block, is_generation, looks_ahead)
             if found is None and len(block) <= HIGH_WATER:
                 raise BrokenAnswerError("an event stream without output")
@@ -188,9 +196,11 @@ def is_broken_off(answer: bytes) -> bool:
     return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
 
 
-def _is_surely_text(block: bytes) -> bool:
-    text = TEXT.search(block)
-    return text is not None and end_of_last_event(block) > text.end() and not may_fail(block)
+def _is_surely_text(block: bytes, is_several: bool) -> bool:
+    text = TEXT.search(block, block.find(CHOICES_KEY))
+    if text is None or end_of_last_event(block) <= text.end():
+        return False
+    return not may_fail(block if is_several else last_events(block))
 
 
 def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -> Json | None:
@@ -353,15 +363,17 @@ class StreamValidator:
 
     def _note_end(self, block: bytes, last: bool) -> bool:
         """Note what the block shows of the stream's end. Return True if it may have a failure."""
-        at = block.rfind(FINISH_KEY)
-        if at >= 0 and not self._is_several:
+        at = -1 if self._is_several else block.rfind(FINISH_KEY)
+        if at >= 0:
             if FINISH_REASON.match(block, at) is None:
                 self._usual_end = block[at:]
             else:
                 self._is_ended = True
         self._is_done = self._is_done or says_done(block, last)
         checked, self._checked = self._checked, b""
-        return block is not checked and may_fail(block)
+        if block is checked:
+            return False
+        return may_fail(block if self._is_several else last_events(block))
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))

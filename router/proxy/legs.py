@@ -505,7 +505,9 @@ async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
             return passthrough_content(answer, may_be_empty=bool(request.form))
         return generation_content(answer)
     try:
-        return await first_output_event(answer, not is_passed, run.resume.buffer is None)
+        return await first_output_event(
+            answer, not is_passed, request.may_have_several_choices, run.resume.buffer is None
+        )
     except UpstreamError:  # of an engine that has begun to answer: it has read its KV
         request.record.first_byte = answer.first_body_at
         raise

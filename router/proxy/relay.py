@@ -50,7 +50,7 @@ from router.proxy.answer_check import (
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.request import KV_PARAMS, PASSED, SEVERAL, Request
+from router.proxy.request import KV_PARAMS, PASSED, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 from router.telemetry.logs import LogThrottle
@@ -61,7 +61,6 @@ logger = logging.getLogger("disagg_router.proxy")
 PARAMS_KEY = b'"kv_transfer_params"'
 MAX_COPY_BYTES = 4 * 1024 * 1024
 DONE = "done"
-SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
 Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON: list[Header] = [(b"content-type", b"application/json")]
@@ -93,9 +92,12 @@ async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
             _record(buffer, gateway.metrics, None)
             answer.tap = answer.resume_buffer = buffer
         elif answer.is_event_stream:
-            is_generation, is_several = request.decode_only_reason != PASSED, _is_several(request)
             ending = answer.tap = StreamValidator(
-                engine.role, None, is_generation, is_several, answer.checked
+                engine.role,
+                None,
+                request.decode_only_reason != PASSED,
+                request.may_have_several_choices,
+                answer.checked,
             )
         elif request.decode_only_reason != PASSED:
             answer.watch = LongAnswerCheck(answer).passing
@@ -275,11 +277,6 @@ def require_end(buffer: ResumeBuffer) -> None:
 
 def note_done(request: Request) -> None:
     request.record.stage, request.record.outcome = DONE, "ok"
-
-
-def _is_several(request: Request) -> bool:
-    """Return True if the stream may have several choices."""
-    return request.is_several or request.decode_only_reason in SEVERAL_ANSWERS
 
 
 def _written(content: Json) -> bytes:

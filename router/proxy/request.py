@@ -39,6 +39,7 @@ CLIENT_PARAMS = "client_params"
 SEVERAL = "n"
 # An endpoint that one engine answers: see router.proxy.passthrough.
 PASSED = "passed"
+SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
 # Requests whose params are the client's, or which have none.
 AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 next_number = count().__next__
@@ -93,6 +94,11 @@ class Request(Struct, eq=False):
     def names_conversation(self) -> bool:
         """True if the client or the operator wants the request to be a turn of a conversation."""
         return self.turn is not None and not self.is_turn_implicit
+
+    @property
+    def may_have_several_choices(self) -> bool:
+        """True if the answer may have several choices."""
+        return self.is_several or self.decode_only_reason in SEVERAL_ANSWERS
 
     @property
     def requested_model(self) -> object:

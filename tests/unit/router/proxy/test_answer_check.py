@@ -138,6 +138,20 @@ def test_nothing_passes_from_a_failure_on(failed: bytes, boundary: bytes) -> Non
         assert ending.last == b""
 
 
+@pytest.mark.parametrize("failed", FAILED_LATER)
+@pytest.mark.parametrize("boundary", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_a_failure_at_the_end_of_a_long_block_is_found(
+    failed: bytes, boundary: bytes, count: int
+) -> None:
+    after = b"data: [DONE]\n\n: ping\n\n"
+    passes, rest = TEXT + event("and " * 999) + event("and") * count, failed + after
+    passes, rest = passes.replace(b"\n", boundary), rest.replace(b"\n", boundary)
+    ending = StreamValidator(DECODE, None, is_generation=True)
+    assert ending.passing(passes + rest, True) == passes
+    assert ending.failure is not None
+
+
 @given(
     st.sampled_from(FAILED_LATER),
     st.sampled_from((b"\n", b"\r\n", b"\r")),
