@@ -119,10 +119,13 @@ def _check_kv(fleet: Fleet) -> Iterator[CheckResult]:
         yield CheckResult(name=name, state=state, text=finding.text, cure=finding.cure)
     healthy = [engine for engine in fleet.engines if engine.health is Health.HEALTHY]
     compared = [engine for engine in healthy if engine.capabilities.kv.has_page]
-    if healthy and all(one.kind is not FindingKind.NO_PARTNER for one in findings):
+    if all(one.kind is not FindingKind.NO_PARTNER for one in findings):
         text = f"{_engines(len(compared))} compared: each one has a partner to exchange KV with"
         state = CheckState.OK
-        if len(compared) < len(healthy):
+        if not all(any(engine.role.plays(role) for engine in healthy) for role in LEGS):
+            text = "no healthy engines of both roles to compare"
+            state = CheckState.SKIPPED
+        elif len(compared) < len(healthy):
             text = f"{len(compared)} of {_engines(len(healthy))} can be compared: "
             text += "the others have no identity page (stock vLLM)"
             state = CheckState.SKIPPED
@@ -138,10 +141,9 @@ def _check_groups(fleet: Fleet) -> Iterator[CheckResult]:
     if len(groups) < 2:
         return
     for name, group in groups.items():
-        text = (
-            f"{group.prefillers} prefill, {group.decoders} decode engines, weight {group.weight:g}"
-        )
+        text = f"{group.prefillers} prefill and {_engines(group.decoders, 'decode ')} usable"
         state = CheckState.OK if group.is_complete else CheckState.WARNING
+        text += f", weight {group.weight:g}"
         yield CheckResult(name=f"group {name}", state=state, text=text)
 
 
@@ -162,5 +164,5 @@ def _check_files(
             yield CheckResult(name=f"certificate {name}", state=state, text=days)
 
 
-def _engines(count: int) -> str:
-    return f"{count} engine{'' if count == 1 else 's'}"
+def _engines(count: int, kind: str = "") -> str:
+    return f"{count} {kind}engine{'' if count == 1 else 's'}"

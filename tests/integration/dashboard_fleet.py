@@ -37,6 +37,11 @@ MAX_TRANSFERS = 128
 PREFILL_S_PER_TOKEN = 0.0002
 TRANSFER_S_PER_BLOCK = 0.0004
 TOKEN_S = 0.012
+TEXT = (
+    "The prefill engine has computed the prompt, and the decode engine has read its KV blocks. "
+    "The next turn computes only what is new."
+)
+WORDS = TEXT.split()
 CAPABILITIES = ["prefix_proof", "turns", "begun", "tell_token_ids"]
 # A prompt that nobody would send: a scripted engine decodes by it for a minute.
 LONG = "Write a long story."
@@ -48,6 +53,7 @@ class FleetEngine:
 
     engine: MockEngine
     name: str
+    identity: dict[str, Any]
     busy_blocks: int = 0
     leases: int = 0
     moved: Counter[str] = field(default_factory=Counter)
@@ -209,7 +215,7 @@ class Decoding:
             await peer.send(STREAM_HEAD)
             for number in range(spoken, wanted):
                 await asyncio.sleep(TOKEN_S)
-                delta = {"content": f"word{number} "}
+                delta = {"content": f"{' ' * bool(number)}{WORDS[number % len(WORDS)]}"}
                 head = ""
                 if "tell_token_ids" in params:
                     head = token_id_comment([number + 5], () if number else [1])
@@ -245,7 +251,8 @@ async def running_fleet(prefillers: int, decoders: int) -> AsyncIterator[Scripte
     for role, count in (("prefill", prefillers), ("decode", decoders)):
         for number in range(count):
             name = f"{role}-{number}"
-            one = FleetEngine(MockEngine(_unset, models=[MODEL], identity=_identity(name)), name)
+            page = _identity(name)
+            one = FleetEngine(MockEngine(_unset, models=[MODEL], identity=page), name, page)
             one.engine.usual = Prefilling(one) if role == "prefill" else Decoding(one)
             one.publish()
             await one.engine.start()

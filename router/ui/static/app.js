@@ -69,6 +69,12 @@ function findModels() {
   chat.findModels();
 }
 
+// A router that shuts down ends the feed, and answers until its last request has ended.
+function onEnd() {
+  if (state.isStopping) connection.isStopping();
+  else onLost("it has closed the connection");
+}
+
 function onLost(text) {
   connection.isLost(text);
   show(parts.fleet, parts.requests, parts.totals, parts.problems);
@@ -94,5 +100,5 @@ setInterval(() => {
 setInterval(() => {
   if (state.isLive && Object.keys(state.snapshot.running ?? {}).length) show(parts.requests);
 }, 250);
-const retry = follow({ onEvent, onLost, askToken });
+const retry = follow({ onEvent, onEnd, onLost, askToken });
 $("lost-retry").addEventListener("click", retry);

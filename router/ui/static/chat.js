@@ -172,11 +172,12 @@ export class Chat {
     this.log.scrollTop = this.log.scrollHeight;
   }
 
+  // The buttons take each other's place; whoever had pressed one of them goes on in the text.
   busy(is) {
+    const hadFocus = [$("chat-send"), $("chat-stop")].includes(document.activeElement);
     $("chat-send").hidden = is;
     $("chat-stop").hidden = !is;
-    const { activeElement: focused } = document;
-    if (!is && (focused === document.body || focused === $("chat-stop"))) $("chat-text").focus();
+    if (hadFocus) $("chat-text").focus({ preventScroll: true });
   }
 }
 

@@ -9,7 +9,7 @@ export class Connection {
   }
 
   isLive() {
-    if (this.state.isLive) return;
+    if (this.state.isLive && $("link").className === "live") return;
     const wasLost = this.state.hasSnapshot && this.lostAt;
     this.state.isLive = true;
     this.lostAt = 0;
@@ -18,6 +18,11 @@ export class Connection {
     $("link").className = "live";
     setText($("link"), "live");
     if (wasLost) setText($("announce"), "The connection to the router is back.");
+  }
+
+  isStopping() {
+    $("link").className = "";
+    setText($("link"), "shutting down");
   }
 
   isLost(why) {
@@ -38,7 +43,7 @@ export class Connection {
   showTime() {
     if (!this.lostAt) return;
     const { hasSnapshot, isStopping } = this.state;
-    const title = isStopping ? "The router is shutting down" : hasSnapshot ? "No connection to the router" : "The router cannot be reached";
+    const title = isStopping ? "The router has shut down" : hasSnapshot ? "No connection to the router" : "The router cannot be reached";
     setText($("lost-title"), title);
     const since = `since ${clockTime(this.lostAt)} (${ago(Date.now() / 1000 - this.lostAt)}): ${this.why}.`;
     setText($("lost-text"), hasSnapshot ? `${since} The figures below are from before.` : since);

@@ -5,13 +5,13 @@ const MIN_RETRY_DELAY_MS = 500;
 const MAX_RETRY_DELAY_MS = 4000;
 
 // Follows the events for ever. Returns a function that ends the wait before the next try.
-export function follow({ onEvent, onLost, askToken }) {
+export function follow({ onEvent, onEnd, onLost, askToken }) {
   let delay = MIN_RETRY_DELAY_MS, wake = () => {};
   const run = async () => {
     for (;;) {
       let needsToken = false;
       try {
-        needsToken = await once(onEvent, onLost, () => (delay = MIN_RETRY_DELAY_MS));
+        needsToken = await once(onEvent, onEnd, onLost, () => (delay = MIN_RETRY_DELAY_MS));
       } catch (error) {
         onLost(error?.name === "AbortError" ? "it has sent nothing for several seconds" : "it does not answer");
       }
@@ -32,7 +32,7 @@ export function follow({ onEvent, onLost, askToken }) {
 }
 
 // Reads one stream to its end. Returns true if the token is missing or wrong.
-async function once(onEvent, onLost, onAnswer) {
+async function once(onEvent, onEnd, onLost, onAnswer) {
   const token = sessionStorage.getItem(TOKEN_KEY);
   const abort = new AbortController();
   let timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
@@ -53,7 +53,7 @@ async function once(onEvent, onLost, onAnswer) {
       timer = setTimeout(() => abort.abort(), SILENCE_TIMEOUT_MS);
       if (name) onEvent(name, JSON.parse(data));
     }
-    onLost("it has closed the connection");
+    onEnd();
     return false;
   } finally {
     clearTimeout(timer);

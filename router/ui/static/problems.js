@@ -4,6 +4,8 @@ import { STATE_SIGNS, STATE_WORDS, reasonOf, stateOf } from "./state.js";
 
 const MAX_SHOWN = 8;
 const CRITICAL = "critical", WARNING = "warning";
+const ROLES = ["prefill", "decode"];
+const KV_CHECKS = ["KV transfer", "engine ids"];
 // States that need nobody's attention.
 const CALM = new Set(["healthy", "unknown", "cold", "gone"]);
 
@@ -37,15 +39,21 @@ export class Problems {
   *ofRouter() {
     const { ready } = this.state.snapshot;
     if (!ready) return;
-    const told = (reasons) => Object.entries(reasons).map(([what, why]) => `${what}: ${why}`).join("; ");
+    // The problems of the engines have lines of their own.
+    const told = (reasons) => Object.entries(reasons).map(([what, why]) => (ROLES.includes(what) ? this.lackOf(what) : `${what}: ${why}`)).join("; ");
     if (ready.blocking.router) {
       const running = this.state.snapshot.totals?.in_flight ?? 0;
       yield { key: "ready", level: CRITICAL, title: "The router is shutting down", text: `${plural(running, "request")} in flight may still end, new ones are refused` };
     } else if (Object.keys(ready.blocking).length) {
       yield { key: "ready", level: CRITICAL, title: "Requests are refused with 503", text: told(ready.blocking) };
     } else if (ready.degrading.prefill) {
-      yield { key: "ready", level: WARNING, title: "No prefill engine", text: ready.degrading.prefill };
+      yield { key: "ready", level: WARNING, title: "No prefill engine can serve", text: ready.degrading.prefill.split("; ").at(-1) };
     }
+  }
+
+  lackOf(role) {
+    const known = this.state.engines.filter((one) => one.role === role || one.role === "both").length;
+    return known ? `none of ${plural(known, `${role} engine`)} can serve` : `no ${role} engine is known`;
   }
 
   *ofRequests() {
@@ -66,7 +74,7 @@ export class Problems {
     const { now } = this.state;
     for (const engine of this.state.engines) {
       const state = stateOf(engine);
-      if (CALM.has(state)) continue;
+      if (CALM.has(state) || (state === "degraded" && this.explainsDegraded)) continue;
       const since = state === "unhealthy" && engine.since ? ` since ${moment(engine.since, now)} (${ago(now - engine.since)})` : "";
       yield {
         key: `engine ${engine.name}`, level: state === "unhealthy" ? CRITICAL : WARNING, sign: STATE_SIGNS[state],
@@ -76,12 +84,18 @@ export class Problems {
     }
   }
 
+  // A check says which engines exchange no KV, why, and what to do.
+  get explainsDegraded() {
+    return (this.state.snapshot.checks ?? []).some(({ name, state }) => KV_CHECKS.includes(name) && state === "failed");
+  }
+
   // What the engines' own states do not show already.
   *ofChecks() {
     for (const { name, state, text, cure } of this.state.snapshot.checks ?? []) {
-      if (state === "ok" || state === "skipped" || name.endsWith(" engines")) continue;
+      if (state === "ok" || state === "skipped" || name.endsWith(" engines") || name.startsWith("group ")) continue;
+      const isCritical = state === "failed" && !KV_CHECKS.includes(name); // without KV transfers, requests are still answered
       yield {
-        key: `check ${name} ${text}`, level: state === "failed" ? CRITICAL : WARNING,
+        key: `check ${name} ${text}`, level: isCritical ? CRITICAL : WARNING,
         title: name[0].toUpperCase() + name.slice(1), text: text + (cure ? `. To do: ${cure}` : ""),
       };
     }

@@ -8,7 +8,7 @@ const STAGES = { receive: "receiving", queue: "queued", prefill: "prefill", deco
 const OUTCOMES = { ok: "ok", engine_error: "engine error", broken_stream: "broken stream", refused: "rejected" };
 // Longer bars than this many times the median are cut, so that one of them does not hide the others.
 const MAX_MEDIANS = 5;
-const MAX_TICKS = 5;
+const MAX_TICKS = 4, MIN_TICK_WIDTH = 62;
 
 export class Requests {
   constructor(state) {
@@ -58,15 +58,18 @@ export class Requests {
 
   // The axis ends at a round time, and stays as it is while the bars fill a good part of it.
   setScale(requests) {
-    const spans = requests.map((one) => this.elapsed(one)).sort((a, b) => a - b);
+    const served = requests.filter((one) => one.ms.first_byte !== null);
+    const spans = (served.length ? served : requests).map((one) => this.elapsed(one)).sort((a, b) => a - b);
     const longest = spans.at(-1) ?? 0, median = spans[spans.length >> 1] ?? 0;
     const wanted = Math.max(1, Math.min(longest, median * MAX_MEDIANS));
-    const { end } = this.scale;
-    if (wanted > end || wanted < end * 0.5) this.scale = roundScale(wanted * 1.02);
-    else return;
-    const ticks = [];
+    const { end } = this.scale, width = $("requests-axis").clientWidth;
+    if (wanted > end || wanted < end * 0.4) this.scale = roundScale(wanted * 1.02);
+    else if (width === this.axisWidth) return;
+    this.axisWidth = width;
+    const ticks = [], isNarrow = (width * this.scale.step) / this.scale.end < MIN_TICK_WIDTH;
     for (let at = 0; at <= this.scale.end * 1.001; at += this.scale.step) {
       const share = (at / this.scale.end) * 100, isLast = share > 99;
+      if (isNarrow && at && !isLast) continue;
       ticks.push(draw("text", { x: `${share}%`, y: 12, "text-anchor": at === 0 ? "start" : isLast ? "end" : "middle" }, at === 0 ? "0" : tick(at)));
     }
     $("requests-axis").replaceChildren(...ticks);

@@ -107,7 +107,8 @@ export function reasonOf(engine) {
   if (state === "cooling") return "it answers that it is overloaded";
   if (state === "cold") return "the router sends it warm-up requests";
   if (state === "draining") return engine.drained ? "it may be stopped" : "it gets no new requests";
-  return state === "healthy" ? "" : engine.reason;
+  // The address stands beside it, and the number of an error helps nobody.
+  return state === "healthy" ? "" : engine.reason.replaceAll(`${engine.name}: `, "").replace(/\[Errno \d+\] /, "");
 }
 
 // The latency of a request: time to first token, and mean time between two tokens of a stream.

@@ -1,0 +1,364 @@
+"""What the dashboard shows an operator when something is wrong, and that every screen can be read.
+
+Pictures of each state are written to build/dashboard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from tests.browser import opened, running_browser
+from tests.integration.dashboard_fleet import MODEL, Load, ScriptedFleet, running_fleet
+from tests.unit.router.processes import RouterProcess, running_router
+
+PICTURES = Path(__file__).parents[2] / "build" / "dashboard"
+SCREENS = [(1360, "light"), (1360, "dark"), (390, "light"), (390, "dark")]
+SOON = 5_000
+# The pairs of texts that cover each other, of all texts that can be seen.
+FIND_OVERLAPS = """() => {
+  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode, parent = node.parentElement;
+    if (!node.data.trim() || parent.closest(".unseen, [hidden], option, noscript, .skip")) continue;
+    if (!parent.checkVisibility()) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (let { left, right, top, bottom } of range.getClientRects()) {
+      for (let box = parent; box; box = box.parentElement) {
+        if (getComputedStyle(box).overflow === "visible") continue;
+        const clip = box.getBoundingClientRect();
+        left = Math.max(left, clip.left); right = Math.min(right, clip.right);
+        top = Math.max(top, clip.top); bottom = Math.min(bottom, clip.bottom);
+      }
+      if (right - left < 1 || bottom - top < 1) continue;
+      texts.push({ node, text: node.data.trim(), left, right, top, bottom });
+    }
+  }
+  const found = [];
+  texts.forEach((a, at) => texts.slice(at + 1).forEach((b) => {
+    if (a.node === b.node) return;
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide > 1 && high > 4) found.push(`${a.text} / ${b.text}`);
+  }));
+  return { found, count: texts.length };
+}"""
+# The texts whose contrast with what is behind them is below WCAG's 4.5 (AA).
+FIND_FAINT = """() => {
+  const numbers = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const colour = numbers(getComputedStyle(one).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [], unseen = ".unseen, option, .skip, .is-gone, noscript, script";
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+    if (!own || !element.checkVisibility() || element.closest(unseen)) continue;
+    const style = getComputedStyle(element), isDrawn = element.namespaceURI.endsWith("svg");
+    const ink = light(numbers(isDrawn ? style.fill : style.color));
+    const ground = light(behind(element));
+    const contrast = (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
+    if (contrast >= 4.5) continue;
+    found.push(`${element.textContent.trim().slice(0, 40)}: ${contrast.toFixed(2)}`);
+  }
+  return [...new Set(found)];
+}"""
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with running_browser() as browser:
+        yield browser
+
+
+async def save(page: Page, name: str) -> None:
+    """Write a picture of the whole page, for people to look at."""
+    await page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+
+
+def router_of(fleet: ScriptedFleet, *flags: str, port: int = 0) -> Any:
+    arguments = (*fleet.flags, "--ui", f"--port={port}", "--health-timeout=1", *flags)
+    return running_router(*arguments, engines=len(fleet.engines))
+
+
+def port_of(router: RouterProcess) -> int:
+    return int(router.url.rpartition(":")[2])
+
+
+def chat(max_tokens: int = 8) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "word " * 200}]
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "stream": True}
+
+
+def problems(page: Page) -> Any:
+    return page.locator("#problems-list li")
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+@pytest.mark.parametrize("engines", [2, 4])
+async def test_no_text_covers_another_and_all_can_be_read(
+    browser: Browser, engines: int, width: int, scheme: Any
+) -> None:
+    context = await browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme
+    )
+    async with (
+        running_fleet(engines, engines) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, seen),
+        Load(router.url, 3 * engines).running(),
+    ):
+        arcs = page.locator("#fleet-stage .arc")
+        await expect(arcs.nth(2 * engines)).to_be_attached(timeout=20_000)
+        if width > 1000:
+            await expect(page.locator("#fleet-stage .flow").nth(engines)).to_be_visible()
+        await page.locator("#requests-list .outcome-ok .row").nth(5).click()
+        await page.get_by_text(re.compile("KV transfers: ")).click()
+        for _ in range(5):  # while everything moves
+            overlaps = await page.evaluate(FIND_OVERLAPS)
+            assert overlaps["count"] > 100
+            assert overlaps["found"] == []
+            await page.wait_for_timeout(200)
+        await save(page, f"load-{engines}+{engines}-{width}-{scheme}")
+        assert await page.evaluate(FIND_FAINT) == []
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        assert seen.errors == []
+
+
+async def test_a_lost_connection_greys_the_dashboard_until_it_is_back(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with running_fleet(2, 2) as fleet:
+        async with router_of(fleet) as router:
+            port = port_of(router)
+            page = await context.new_page()
+            page.set_default_timeout(10_000)
+            await page.goto(f"{router.url}/ui")
+            async with Load(router.url, 6).running():
+                await expect(page.locator("#requests-list .outcome-ok").nth(3)).to_be_visible()
+                router.process.kill()
+                banner = page.locator("#lost")
+                await expect(banner).to_contain_text("No connection to the router since")
+                await expect(banner).to_contain_text("The figures below are from before")
+        await expect(page.get_by_role("status")).to_have_text("disconnected, reconnecting")
+        await expect(page.locator("body")).to_have_class(re.compile("is-lost"))
+        assert "grayscale" in await page.locator("main").evaluate("e => getComputedStyle(e).filter")
+        assert await page.title() == "(disconnected) disagg-router"
+        total = await page.locator("#requests-list .outcome-running .waterfall").all_inner_texts()
+        await save(page, "lost-1360")
+        await page.wait_for_timeout(1200)  # nothing moves on
+        after = await page.locator("#requests-list .outcome-running .waterfall").all_inner_texts()
+        assert after == total
+        async with router_of(fleet, port=port):
+            await expect(banner).to_be_hidden(timeout=15_000)
+            await expect(page.get_by_role("status")).to_have_text("live")
+            await expect(page.locator("body")).not_to_have_class(re.compile("is-lost"))
+            await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(4)
+
+
+async def test_a_router_that_hangs_is_noticed(browser: Browser) -> None:
+    context = await browser.new_context()
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+    ):
+        await expect(page.get_by_role("status")).to_have_text("live")
+        os.kill(router.process.pid, signal.SIGSTOP)
+        try:
+            banner = page.locator("#lost")
+            await expect(banner).to_contain_text("has sent nothing", timeout=15_000)
+        finally:
+            os.kill(router.process.pid, signal.SIGCONT)
+        await expect(banner).to_be_hidden(timeout=15_000)
+
+
+async def test_a_dead_engine_is_a_problem_with_reason_and_time(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(2, 2) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+    ):
+        await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(4)
+        await expect(page.locator("#problems")).to_be_hidden()
+        dead = fleet.decoders[1]
+        port = dead.engine.port
+        await dead.engine.stop()
+        problem = problems(page)
+        since = re.compile(rf"D2 unhealthy since \d\d:\d\d:\d\d \(\d+ s\) 127.0.0.1:{port}: .+")
+        await expect(problem).to_have_text(since, timeout=SOON)
+        card = page.get_by_role("list", name="Decode engines").get_by_role("listitem").nth(1)
+        await expect(card).to_contain_text("unhealthy")
+        await expect(card).to_contain_text("since ")
+        await expect(page.locator("#checks-list")).to_contain_text(
+            "decode engines: warning, 1 of 2 healthy"
+        )
+        assert await page.title() == "(1) disagg-router"
+        await save(page, "unhealthy-1360")
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await save(page, "unhealthy-390")
+        assert (await page.evaluate(FIND_OVERLAPS))["found"] == []
+        await dead.engine.start(port)
+        await expect(page.locator("#problems")).to_be_hidden()
+
+
+async def test_no_decode_engine_is_why_requests_are_refused(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(1, 2) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+    ):
+        await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(3)
+        for one in fleet.decoders:
+            await one.engine.stop()
+        await expect(page.locator("#fleet-graph .is-unhealthy")).to_have_count(2)
+        await expect(problems(page).first).to_contain_text("Requests are refused with 503")
+        await expect(problems(page).first).to_contain_text("none of 2 decode engines can serve")
+        answer = await _ask(router.url)
+        assert answer.status_code == 503
+        refused = problems(page).filter(has_text="1 request refused with 503 in the last 10 s")
+        await expect(refused).to_contain_text("no decode engine is healthy")
+        await save(page, "refused-1360")
+        await expect(refused).to_have_count(0, timeout=15_000)
+
+
+async def test_a_full_queue_is_why_requests_are_refused(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    limits = ("--max-engine-requests=1", "--queue-size=2")
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet, *limits) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+        Load(router.url, 8).running(),
+    ):
+        refused = problems(page).filter(has_text="refused with 503 in the last 10 s")
+        await expect(refused.first).to_contain_text("too many requests are queued already")
+        await expect(page.locator("#totals")).to_contain_text(re.compile(r"queue\s*[12]\s*of 2"))
+        await expect(page.locator("#requests-list .outcome-failed").first).to_contain_text(
+            "failed 503"
+        )
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await save(page, "queue-full-390")
+
+
+async def test_a_router_that_shuts_down_says_so(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet, "--shutdown-delay=4") as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+    ):
+        await expect(page.get_by_role("status")).to_have_text("live")
+        router.process.terminate()
+        await expect(problems(page).first).to_contain_text("The router is shutting down")
+        await expect(page.get_by_role("status")).to_have_text("shutting down")
+        await save(page, "drain-1360")
+        await expect(page.locator("#lost")).to_be_hidden()
+        assert await router.ended() == 0
+        await expect(page.locator("#lost")).to_contain_text("The router has shut down since")
+
+
+async def test_engines_that_differ_are_degraded_with_the_difference(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with running_fleet(1, 2) as fleet:
+        [first, second] = fleet.decoders
+        for one in (fleet.prefillers[0], first, second):
+            rank = one.identity["ranks"][0]
+            rank["compatibility_factors"] = {"num_layers": 36 if one is second else 28}
+            rank["compatibility_hash"] = "decaf" if one is second else "c0ffee"
+        async with router_of(fleet) as router, opened(context, f"{router.url}/ui") as (page, _):
+            card = page.locator("#fleet-graph .is-degraded")
+            await expect(card).to_contain_text("num_layers 28 and 36")
+            await expect(problems(page)).to_have_count(1)
+            for place in (problems(page), page.locator("#checks-list .check-failed")):
+                await expect(place).to_contain_text("cannot exchange KV, because they differ")
+                await expect(place).to_contain_text("To do: ")
+            await save(page, "degraded-1360")
+
+
+async def test_a_resumed_stream_has_a_mark(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(1, 2) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+        httpx.AsyncClient(base_url=router.url, timeout=30, trust_env=False) as client,
+    ):
+        await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(3)
+        async with client.stream("POST", "/v1/chat/completions", json=chat(300)) as answer:
+            texts = answer.aiter_text()
+            await anext(texts)
+            await expect(page.locator("#requests-list .row")).to_contain_text("streaming")
+            serving = next(one for one in fleet.decoders if one.busy_blocks)
+            await serving.engine.stop()
+            mark = page.locator("#requests-list .mark")
+            await expect(mark).to_have_text("↻ resumed")
+            rest = "".join([text async for text in texts])
+        assert "[DONE]" in rest
+        row = page.locator("#requests-list .row")
+        await expect(row).to_contain_text("ok ↻ resumed")
+        await expect(row.locator(".waterfall .resumed")).to_have_count(1)
+        await row.click()
+        details = page.locator("#requests-list .details")
+        await expect(details).to_contain_text("1 time by another decode engine")
+        await expect(details).to_contain_text("resumed on another engine")
+        await save(page, "resumed-1360")
+
+
+async def test_bars_have_an_axis_with_units_and_pages_are_linked(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, seen),
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        assert (await _ask(router.url)).status_code == 200
+        axis = page.locator("#requests-axis text")
+        await expect(axis.last).to_have_text(re.compile(r"^[\d.]+ (ms|s)$"))
+        links = await page.get_by_role("navigation").get_by_role("link").all()
+        names = [await link.inner_text() for link in links]
+        assert names == ["Metrics", "Readiness", "API"]
+        for link in links:
+            address = await link.evaluate("e => e.href")
+            assert (await client.get(address)).status_code == 200
+        assert seen.errors == []
+
+
+async def test_a_card_in_focus_shows_its_own_transfers(browser: Browser) -> None:
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(2, 2) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+        Load(router.url, 6).running(),
+    ):
+        arcs = page.locator("#fleet-stage .arc.prompt")
+        await expect(arcs).to_have_count(4)
+        await page.get_by_role("list", name="Prefill engines").get_by_role("listitem").first.focus()
+        await expect(arcs).to_have_count(2)
+        await page.locator("#requests-title").focus()
+        await expect(arcs).to_have_count(4)
+
+
+async def _ask(url: str) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        async with asyncio.timeout(30):
+            return await client.post("/v1/chat/completions", json=chat())
