@@ -235,6 +235,7 @@ def test_the_notes_have_a_line_of_curl() -> None:
     _, notes = done.stdout.split("NOTES:")
     assert "curl http://localhost:8000/v1/chat/completions" in notes
     assert "port-forward service/r-disagg-router 8000:80" in notes
+    assert "disagg-router doctor http://localhost:8000" in notes
 
 
 def test_golden_files_are_of_the_sets_that_are_rendered() -> None:

@@ -200,7 +200,7 @@ args:
 
 {{- define "disagg-router.engineEnv" -}}
 {{- with .Values.engines -}}
-- name: VLLM_NIXL_SIDE_CHANNEL_HOST # what other engines are told to dial
+- name: VLLM_NIXL_SIDE_CHANNEL_HOST # the address that other engines dial
   valueFrom:
     fieldRef: {fieldPath: status.podIP}
 - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ .sideChannelPort | quote }}}
