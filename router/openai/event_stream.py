@@ -30,7 +30,7 @@ FINISH_REASON = re.compile(FINISH_KEY + b'(?<="finish_reason")' + GAP + b'"([^"]
 # Finish reasons of an answer that its engine did not complete.
 BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
 MAX_LAST_EVENTS = 4
-# Up to this size, a block is searched as a whole.
+# Up to this size, a block counts as few events.
 SHORT_BLOCK_BYTES = 2048
 # Fields of a choice and of its delta that are no output.
 NO_OUTPUT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
@@ -62,11 +62,19 @@ def may_fail(content: bytes) -> bool:
     )
 
 
-def last_events(block: bytes) -> bytes:
-    """Return the end of a block of a stream with one choice where a failure would stand.
+def chunks_may_fail(block: bytes) -> bool:
+    """Return what `may_fail` does for events of a stream with one choice, without searching all.
 
-    A failure ends such a stream: a usage, [DONE] and a comment may follow, and no more.
+    A failure ends such a stream, so it does not stand before a finish reason, and few events follow
+    it: a usage, [DONE], a comment.
     """
+    at = block.rfind(FINISH_KEY)
+    if at >= 0 and FINISH_REASON.match(block, at) is not None:
+        return may_fail(block[at:])
+    return may_fail(_last_events(block))
+
+
+def _last_events(block: bytes) -> bytes:
     at = len(block)
     if at <= SHORT_BLOCK_BYTES:
         return block

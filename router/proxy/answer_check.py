@@ -23,7 +23,7 @@ from router.common.exact_json import dumps
 from router.fleet.engine import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import end_of_last_event, says_done
+from router.http_client.sse import EVENT_ENDS, end_of_last_event, says_done
 from router.openai.answers import (
     REJECTION,
     Json,
@@ -49,11 +49,11 @@ from router.openai.event_stream import (
     ERROR_KEY,
     FINISH_KEY,
     FINISH_REASON,
+    chunks_may_fail,
     ends_inside_event,
     error_in,
     has_output,
     json_events,
-    last_events,
     may_fail,
 )
 from router.proxy.messages import error_text
@@ -198,9 +198,11 @@ def is_broken_off(answer: bytes) -> bool:
 
 def _is_surely_text(block: bytes, is_several: bool) -> bool:
     text = TEXT.search(block, block.find(CHOICES_KEY))
-    if text is None or end_of_last_event(block) <= text.end():
+    if text is None:
         return False
-    return not may_fail(block if is_several else last_events(block))
+    if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= text.end():
+        return False
+    return not (may_fail(block) if is_several else chunks_may_fail(block))
 
 
 def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -> Json | None:
@@ -373,7 +375,7 @@ class StreamValidator:
         checked, self._checked = self._checked, b""
         if block is checked:
             return False
-        return may_fail(block if self._is_several else last_events(block))
+        return may_fail(block) if self._is_several else chunks_may_fail(block)
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))

@@ -321,8 +321,10 @@ def note_no_turns(engine: Engine) -> None:
 
 def stream_usage(tail: bytes) -> bytes:
     """Return the last usage in the last bytes of a stream, as `usage_in` does for an answer."""
+    if tail.rfind(b'"usage"') < 0:
+        return b""
     usage = usage_in(tail)
-    if (usage and b"\n" not in usage and b"\r" not in usage) or tail.find(b'"usage"') < 0:
+    if usage and b"\n" not in usage and b"\r" not in usage:
         return usage
     # Its event may have several lines of data.
     return usage_in(b"\n".join(data_in(tail)))
