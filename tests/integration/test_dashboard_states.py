@@ -6,6 +6,7 @@ Pictures of each state are written to build/dashboard.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -356,6 +357,127 @@ async def test_a_card_in_focus_shows_its_own_transfers(browser: Browser) -> None
         await expect(arcs).to_have_count(2)
         await page.locator("#requests-title").focus()
         await expect(arcs).to_have_count(4)
+
+
+HOSTS = "{role}-{number}-6d9f7c5b8d-x2v9q.vllm-{role}.production-llm.svc.cluster.local:8000"
+STATES: list[dict[str, Any]] = [
+    {},
+    {"health": "unhealthy", "reason": "no answer within 2 s: " + "a long reason " * 12},
+    {"degraded": "engines differ: num_layers 28 and 36"},
+    {"intent": "draining"},
+    {"circuit": "open", "circuit_reason": "answered with an error: 500"},
+    {"cooling": True},
+    {"cold": True},
+    {"health": "unknown", "reason": "not probed yet"},
+]
+
+
+def large_fleet(engines_per_role: int) -> dict[str, Any]:
+    """A snapshot with long names, large numbers and every state of engines and requests."""
+    gauge = {"kv_usage": 0.97, "waiting": 1234, "leases": 321, "bytes_per_second": 1.23e9}
+    names = {
+        role: [HOSTS.format(role=role, number=number) for number in range(engines_per_role)]
+        for role in ("prefill", "decode")
+    }
+    engines = {
+        name: {
+            "name": name,
+            "role": role,
+            "group": "a" if number % 2 else "llama-3.3-70b-fp8",
+            "models": ["m"],
+            "health": "healthy",
+            "reason": "",
+            "since": 1.7e9,
+            "degraded": "",
+            "intent": "serving",
+            "cold": False,
+            "cooling": False,
+            "in_flight": 123,
+            "holding": 12,
+            "circuit": "closed",
+            "circuit_reason": "",
+            "drained": False,
+            "gauge": gauge,
+            **STATES[number % len(STATES) if role == "decode" else 0],
+        }
+        for role, listed in names.items()
+        for number, name in enumerate(listed)
+    }
+    p, d = names["prefill"][0], names["decode"][0]
+    way = {"from": p, "to": d, "kind": "prompt", "moving": 3, "rate": 1234.5}
+    times = {"prefill_started": 2.0, "prefill_done": 100.0, "decode_started": 101.0}
+    ms = {**times, "queued": None, "admitted": None, "first_byte": 130.0, "ended": 9000.0}
+    request = {
+        "id": "x",
+        "at": 1.7e9,
+        "endpoint": "/v1/chat/completions",
+        "flow": "pull",
+        "stage": "done",
+        "status": 200,
+        "prefiller": p,
+        "decoder": d,
+        "model": "m",
+        "retries": 0,
+        "resumes": 3,
+        "conversation": "",
+        "reused_from": "",
+        "ms": ms,
+        "without_transfer": "",
+        "prompt_tokens": 123456,
+        "completion_tokens": 12345,
+        "cached_tokens": 123000,
+        "failures": [],
+        "error": "",
+    }
+    outcomes = ("ok", "broken_stream", "engine_error", "failed", "refused", "disconnected")
+    return {
+        "version": "1.2.3",
+        "refusal_window": 10,
+        "settings": [],
+        "ttl": 450,
+        "conversations": {"store": "redis"},
+        "ended": [{**request, "key": one, "outcome": one} for one in outcomes],
+        "engines": engines,
+        "engines_unlisted": 3,
+        "groups": {},
+        "running": {},
+        "ways": {"one": {**way, "bytes_per_second": 12.3e9}},
+        "totals": {
+            "requests": 123456789,
+            "in_flight": 12345,
+            "queue": {"depth": 1000, "size": 1000},
+            "by": {"ok": 123456789, "failed": 12345, "refused": 1234567, "disconnected": 99999},
+        },
+        "ready": {"blocking": {}, "degrading": {"prefill": "a; decode engines answer alone"}},
+        "refusals": [{"status": 503, "text": "too many requests are queued", "count": 12345}],
+        "checks": [{"name": "discovery: dns", "state": "warning", "text": "NXDOMAIN", "cure": ""}],
+        "turns": {"outcomes": {"cut a_long_reason": 77777777}, "kept": {}, "entries": 12345},
+        "workers": {"answered": 3, "known": 4},
+    }
+
+
+@pytest.mark.parametrize("engines_per_role", [4, 60])
+async def test_long_names_and_large_numbers_fit_at_every_width(
+    browser: Browser, engines_per_role: int
+) -> None:
+    feed = f"event: snapshot\ndata: {json.dumps(large_fleet(engines_per_role))}\n\n"
+    context = await browser.new_context()
+    await context.route(
+        "**/ui/events", lambda route: route.fulfill(content_type="text/event-stream", body=feed)
+    )
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet) as router,
+        opened(context, f"{router.url}/ui") as (page, _),
+    ):
+        await expect(page.locator("#fleet-graph .engine")).to_have_count(2 * engines_per_role)
+        if engines_per_role > len(STATES):
+            avoided = page.locator("#fleet-graph .is-avoided").first
+            await expect(avoided).to_contain_text("failed there: answered with an error: 500")
+        for width in (320, 390, 768, 1090, 1360, 1920):
+            await page.set_viewport_size({"width": width, "height": 900})
+            assert (await page.evaluate(FIND_OVERLAPS))["found"] == [], width
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 async def _ask(url: str) -> httpx.Response:

@@ -48,6 +48,9 @@ export function keep(list, known, items, create, update) {
 
 export const count = (number) => number.toLocaleString("en-US");
 
+// A number for little room: 12.3 M.
+export const compact = (number) => (number < 1e6 ? count(number) : number < 1e9 ? `${(number / 1e6).toFixed(1)} M` : `${(number / 1e9).toFixed(1)} G`);
+
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
 export function duration(ms) {

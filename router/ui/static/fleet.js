@@ -64,18 +64,23 @@ export class Fleet {
   showGroups(engines) {
     const groups = new Map();
     for (const one of engines) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
-    setClass(this.box, engines.length > MAX_CARDS ? "is-flat" : "");
+    const isFlat = engines.length > MAX_CARDS;
+    setClass(this.box, isFlat ? "is-flat" : "");
     const cards = new Map();
     keep(this.box, this.groups, [...groups], (name) => this.newGroup(name), (element, members) => {
       const name = members[0].group, { weight } = this.state.snapshot.groups?.[name] ?? {};
       element.heading.hidden = groups.size < 2;
       setText(element.heading, `Group ${name}${weight === undefined ? "" : `, weight ${weight}`}`);
+      if (isFlat) members.sort((a, b) => (stateOf(a) === "healthy") - (stateOf(b) === "healthy"));
       const sides = [members.filter((one) => one.role !== "decode"), members.filter((one) => one.role === "decode")];
       sides.forEach((side, at) => {
         const { list, known, empty } = element.sides[at];
         keep(list, known, side.map((engine) => [engine.name, engine]), (key) => this.newCard(key), (card, engine) => this.fillCard(card, engine));
         empty.hidden = side.length > 0;
-        for (const [key, card] of known) cards.set(key, card);
+        for (const [key, card] of known) {
+          card.tabIndex = isFlat ? -1 : 0;
+          cards.set(key, card);
+        }
       });
     });
     this.cards = cards;
@@ -134,7 +139,7 @@ function cardParts() {
   parts.sign.setAttribute("aria-hidden", "true");
   parts.meter = make("meter", { min: 0, max: 1, high: 0.95, optimum: 0, "aria-hidden": "true" });
   parts.facts = make("div", { class: "facts" }, make("p", {}, parts.load, " ", parts.leases), make("p", {}, parts.usage, " ", parts.moved), parts.meter);
-  const element = make("li", { tabindex: 0 },
+  const element = make("li", {},
     make("p", { class: "name" }, parts.label, " ", make("span", { class: "state" }, parts.sign, " ", parts.word)),
     make("p", {}, parts.address), parts.facts, make("p", { class: "why" }, parts.since, " ", parts.reason));
   return Object.assign(element, { parts });

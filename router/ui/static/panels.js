@@ -1,5 +1,5 @@
 // The panels of numbers and of settings, and the links to other pages.
-import { $, count, duration, keep, make, perSecond, plural, setClass, setText } from "./dom.js";
+import { $, compact, count, duration, keep, make, perSecond, plural, setClass, setText } from "./dom.js";
 import { latencyOf } from "./state.js";
 
 const RATE_WINDOW_MS = 5000;
@@ -21,15 +21,15 @@ export class Totals {
       .reduce((sum, [, number]) => sum + number, 0);
     const { ttft, itl } = this.latencies();
     const tiles = [
-      ["in flight", count(totals.in_flight), "requests"],
-      ["queue", queue ? count(queue.depth) : "–", queue ? `of ${count(queue.size)}` : "no engine limits", queue && queue.size && queue.depth >= queue.size ? "bad" : ""],
+      ["in flight", compact(totals.in_flight), "requests"],
+      ["queue", queue ? compact(queue.depth) : "–", queue ? `of ${compact(queue.size)}` : "no engine limits", queue && queue.size && queue.depth >= queue.size ? "bad" : ""],
       ["throughput", perSecond(this.rate(totals.requests)), "requests"],
       ["TTFT", quantile(ttft, 0.5), `p50 · p99 ${quantile(ttft, 0.99)}`],
       ["ITL", quantile(itl, 0.5), `p50 · p99 ${quantile(itl, 0.99)}`],
-      ["completed", count(by.ok ?? 0), `of ${plural(totals.requests, "request")}`],
-      ["failed", count(failed), "5xx, broken streams", failed ? "bad" : ""],
-      ["rejected", count(by.refused ?? 0), "4xx"],
-      ["disconnected", count(by.disconnected ?? 0), "by the client"],
+      ["completed", compact(by.ok ?? 0), `of ${compact(totals.requests)}`],
+      ["failed", compact(failed), "5xx, broken streams", failed ? "bad" : ""],
+      ["rejected", compact(by.refused ?? 0), "4xx"],
+      ["disconnected", compact(by.disconnected ?? 0), "by the client"],
     ];
     keep($("totals"), this.tiles, tiles.map((tile) => [tile[0], tile]),
       (name) => make("div", {}, make("dt", {}, name), make("dd"), make("dd", { class: "quiet" })),

@@ -60,7 +60,7 @@ export class Problems {
     const { refusals = [], refusal_window: window, totals } = this.state.snapshot;
     for (const { status, text, count: many } of refusals) {
       const what = status === 200 ? "broke in mid-stream" : status === 429 || status === 503 ? `refused with ${status}` : `failed with ${status}`;
-      const queue = totals.queue?.size && totals.queue.depth >= totals.queue.size
+      const queue = text.includes("queue") && totals.queue?.size && totals.queue.depth >= totals.queue.size
         ? ` (queue full: ${count(totals.queue.depth)} of ${count(totals.queue.size)})` : "";
       yield {
         key: `refused ${status} ${text}`, level: status === 429 ? WARNING : CRITICAL,

@@ -44,6 +44,8 @@ export class State {
     }
     const into = { ...this.snapshot[section] };
     for (const [key, item] of Object.entries(items)) {
+      // While another engine takes a stream over, its record has no first byte.
+      if (item?.resumes) item.ms.first_byte ??= into[key]?.ms.first_byte ?? null;
       if (item === null) delete into[key];
       else into[key] = item;
     }
