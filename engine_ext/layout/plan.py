@@ -197,7 +197,9 @@ class PeerLayout:
         for ids, group in zip(remote, self.local.groups, strict=True):
             most = _blocks(group.num_blocks * self.local.block_size, self.remote)
             if len(ids) > most:
-                raise PlanError(f"{len(ids)} blocks registered, all of ours would fill {most}")
+                raise PlanError(
+                    f"{len(ids)} blocks registered, more than the {most} that all local blocks fill"
+                )
 
     def _check_groups(self, *sides: BlockIds) -> None:
         number = len(self.windows)

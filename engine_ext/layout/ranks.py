@@ -36,7 +36,7 @@ class TensorRank(NamedTuple):
         first = self.rank * size // self.size
         faced = range(first, first + max(1, size // self.size))
         if len(faced) > MAX_FACED:
-            raise RankError(f"{len(faced)} remote ranks for one of ours: at most {MAX_FACED}")
+            raise RankError(f"{len(faced)} remote ranks for one local rank: at most {MAX_FACED}")
         return faced
 
     def facing(self, size: int) -> int:

@@ -74,7 +74,7 @@ def _check_device(name: str) -> None:
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but no CUDA device is available")
+        raise ValueError(f"device {name!r}: no CUDA device is available")
 
 
 class HostError(Exception):

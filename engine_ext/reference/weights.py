@@ -53,7 +53,7 @@ def load_weights(directory: Path, config: ModelConfig, device: torch.device) -> 
         tensor = tensors.pop(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{directory}: {name} has shape {tuple(tensor.shape)}, the config says {shape}"
+                f"{directory}: {name} has shape {tuple(tensor.shape)}, the config has {shape}"
             )
         return tensor
 

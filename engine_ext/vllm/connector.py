@@ -542,7 +542,7 @@ def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any]
     reference = DisaggConnector._of_this_worker
     connector = None if reference is None else reference()
     if connector is None:
-        return "no KV connector of ours"
+        return "this worker has no DisaggConnector"
     try:
         return connector.inspect(key, asked)
     except Exception as error:

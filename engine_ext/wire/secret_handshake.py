@@ -145,10 +145,12 @@ class HandshakeAnswers:
         self, secret: SharedSecret, rank: Rank, proof: Proof, client: ClientIdentity, now: float
     ) -> HandshakeAnswer:
         if not self._challenges.accept(proof.challenge, client, now):
-            return _refuse("the challenge is not ours, or too old")
+            return _refuse("this engine did not send the challenge, or sent it too long ago")
         if not hmac.compare_digest(proof.mac, _proof_mac(secret, rank, proof, self._place)):
             host, port = self._place
-            return _refuse(f"not a proof of this engine's secret, or not made for {host}:{port}")
+            return _refuse(
+                f"the peer's secret differs, or it connected to another address than {host}:{port}"
+            )
         answer = self._answer_rank(self._payloads, rank)
         return answer._replace(mac=_answer_mac(secret, proof, answer.payload))
 

@@ -38,7 +38,7 @@ Commands:
   serve       serve in front of running engines (the default, may be left out)
   drain       wait until an engine can be stopped without failing a request
   status      show the engines, groups and load of a router
-  doctor      check a fleet, and say what to do about each fault
+  doctor      check a fleet, and show what to do about each fault
   bench       put a bounded load on a router and measure it
   key         make an API key for a client of the router
   demo        start engines and a router on this machine; --compare measures them

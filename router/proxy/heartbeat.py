@@ -143,7 +143,7 @@ class HeartbeatExchange:
                 self._start_timer(self._interval)
             await self._carry(answer, idle, latest)
         elif self._is_open:
-            raise BrokenAnswerError("no event stream, though one was asked for")
+            raise BrokenAnswerError("not an event stream, although the request set stream")
         else:
             await self._discard_stream()
             await self._front.relay(status, headers, answer, idle, latest)

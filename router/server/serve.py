@@ -345,8 +345,8 @@ def announce(settings: Settings, listeners: Listeners) -> None:
         logger.info("dashboard on %s://%s/ui", scheme, address)
         if not (settings.ui_token or settings.ui_token_file or is_loopback(host)):
             logger.warning(
-                "--ui without --ui-token-file: anybody who can reach %s sees engines, requests and "
-                "settings",
+                "--ui without --ui-token-file: everyone who can reach %s sees engines, requests "
+                "and settings",
                 address,
             )
 

@@ -9,6 +9,7 @@ are riddles, and long sentences. Code, links' targets and HTML comments are not 
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from router.settings import Settings, description_of, flag_of
 from router.telemetry.metrics import Metrics
 from tests.docs.markdown import HEADING, ROOT, Line, lines_of, pages, without_comments
 
+CHART = ROOT / "charts" / "disagg-router"
 MAX_WORDS = 40
 PEOPLE = r"(?:people|person|users?|operators?|readers?|anyone|everyone|those|you|team|engineers?)"
 BANNED = {
@@ -53,6 +55,7 @@ RIDDLE = re.compile(
     r"^(?:who|whom|whose|what|nobody)\b(?! is supported| to )|^(?:coming|going)$", re.IGNORECASE
 )
 END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`]|\w+: )")
+NAME = re.compile(r"[\w.]*[._]\w+|\{[^{}]*\}")
 LINK_TARGET = re.compile(r"\]\([^)]*\)|\]\[[^\]]*\]|<https?://[^>]*>|https?://\S+|</?a\b[^>]*>")
 ITEM = re.compile(r"^\s*(?:[*+-]|\d+\.) +")
 REFERENCE = re.compile(r"^\s*(?:\[[^\]]+\]: |!!!|\?\?\?|={3,}|-{3,}|\|?[\s:|-]+\|?$)")
@@ -95,10 +98,42 @@ def check_text(text: str, where: str) -> list[Finding]:
 
 
 def check_product() -> Iterator[Finding]:
+    """Check the help of settings and metrics, the chart's comments, and messages in the code."""
     for name in Settings.model_fields:
         yield from check_text(description_of(name), flag_of(name))
     for metric in Metrics().described:
         yield from check_text(metric.text, metric.name)
+    for path in (*CHART.rglob("*.yaml"), *CHART.rglob("*.txt")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield from _words(_plain(line), f"{path.relative_to(ROOT)}:{number}")
+    for half in ("router", "engine_ext"):
+        for path in sorted((ROOT / half).rglob("*.py")):
+            for number, text in messages_in(path.read_text(encoding="utf-8")):
+                yield from _words(text, f"{path.relative_to(ROOT)}:{number}")
+
+
+def messages_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the strings of Python code that have a space, without docstrings and without names."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    hidden = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            hidden |= {id(part) for part in ast.walk(node) if part is not node}
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.expr) and (text := _literal(node)):
+            yield node.lineno, NAME.sub("X", _plain(text))
+
+
+def _literal(node: ast.expr) -> str:
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    texts = [
+        part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "{}"
+        for part in parts
+    ]
+    text = "".join(texts)
+    return text if " " in text.strip() else ""
 
 
 def _plain(line: str) -> str:

@@ -101,7 +101,7 @@ def problem(symbol: Symbol) -> str | None:
         return f"{symbol.at} uses {', '.join(found.__code__.co_names)}, not {', '.join(uses)}"
     asked = {*getattr(found, "__abstractmethods__", ())} - {*symbol.abstract.split()}
     if symbol.abstract and asked:
-        return f"{symbol.at} asks for {', '.join(sorted(asked))}, too"
+        return f"{symbol.at} also requires {', '.join(sorted(asked))}"
     return None
 
 

@@ -48,8 +48,8 @@ SEVERAL = Feature(
     "several_connectors",
     "DisaggConnector cannot be used inside MultiConnector",
     symbols(f"""
-        - ours among MultiConnector's. Weights that change, pages and our scheduler class do not
-            find it
+        - DisaggConnector among MultiConnector's. Weight changes, pages and our scheduler class do
+            not find it
         {KV}.v1.multi_connector:MultiConnector has sub_connectors
     """),
     modules=("optional.connector_names",),
@@ -116,7 +116,7 @@ RENDERS = Feature(
 
 SCHEDULER = Feature(
     "scheduler",
-    "no --scheduler-cls of ours",
+    "--scheduler-cls cannot be one of engine_ext",
     symbols(f"""
         - what our scheduler class reads and sets when it is built. With steps under way, blocks of
             an aborted request are handed out while they are written
@@ -131,8 +131,8 @@ LOAD_FAILURES = Feature(
     "load_failures",
     "answers do not report which engine's KV could not be loaded",
     symbols(f"""
-        - outputs and results of a failed request. Errors do not say which engine lost the KV, and
-            the router retries without knowing
+        - outputs and results of a failed request. Errors do not name the engine that lost the KV,
+            and the router retries without knowing
         {ENGINE}:EngineCoreOutput has finish_reason kv_transfer_params request_id
         {ENGINE}:EngineCoreOutputs has outputs
         {ENGINE}.async_llm:AsyncLLM.generate takes self prompt sampling_params request_id {ANY}
@@ -328,7 +328,7 @@ RESUME = Feature(
             new_token_ids
         vllm.v1.metrics.stats:PrefillStats.set takes self num_prompt_tokens
             num_local_cached_tokens num_external_cached_tokens
-        - vLLM's rules for the end of an answer. An answer whose replayed tokens end it goes on
+        - vLLM's rules for the end of an answer. An answer whose replayed tokens end it continues
         {SCHED}.utils:check_stop takes request max_model_len
         vllm.v1.request:Request has abort_immediately append_output_token_ids
             get_finished_reason max_tokens num_output_tokens output_token_ids prefill_stats

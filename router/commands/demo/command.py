@@ -215,7 +215,7 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
     return (
         "\n" + "\n".join(places) + f"\n\nReady. Watch it, and chat: {url}/ui\n\n"
         f"Or in another terminal:\n\n{first}\n\n{then}\n\n{second}\n\n{survives}"
-        f"{url}/ lists the rest. One line for each request follows here. "
+        f"{url}/ lists the endpoints. One line for each request follows here. "
         "Ctrl-C stops everything.\n"
     )
 

@@ -196,7 +196,9 @@ def test_a_registration_of_more_blocks_than_ours_would_fill_is_refused_and_not_k
         registration(1, blocks=range(32)), registration(2, blocks=range(33)), sender="agent-d"
     )
     prefiller.step()
-    assert prefiller.refusals == ["33 blocks registered, all of ours would fill 32"]
+    assert prefiller.refusals == [
+        "33 blocks registered, more than the 32 that all local blocks fill"
+    ]
     assert prefiller.loop.num_open == 1
     assert prefiller.stats.pushes_failed == 1
 

@@ -127,7 +127,7 @@ def test_a_name_that_is_as_we_know_it_is_no_problem(name: Symbol) -> None:
         ),
         (Symbol(f"{AT}.call", uses="abs"), "Example.call uses abs, kept, not abs"),
         (Symbol(f"{__name__}:fill", has="kept gone"), "fill has no gone"),
-        (Symbol(f"{__name__}:Asking", abstract="told"), "Asking asks for call, too"),
+        (Symbol(f"{__name__}:Asking", abstract="told"), "Asking also requires call"),
         (Symbol(f"{AT}.shared", values=(2, 3)), "Example.shared is 1, not 2 or 3"),
     ],
 )

@@ -390,8 +390,8 @@ def test_a_challenge_is_for_the_connection_that_asked(
             peer.connect(f"tcp://127.0.0.1:{server.port}")
         challenge = msgspec.msgpack.decode(told(one, encode_request(RANK)))["challenge"]
         proof = encode_request(RANK, Proof(challenge, b"nonce", b"mac"))
-        assert b"not a proof of this engine's secret" in told(one, proof)
-        assert b"the challenge is not ours" in told(another, proof)
+        assert b"the peer's secret differs" in told(one, proof)
+        assert b"this engine did not send the challenge" in told(another, proof)
 
 
 def told(peer: "zmq.Socket[bytes]", request: bytes) -> bytes:
