@@ -105,6 +105,8 @@ class TerminalLine:
             print(file=self._stream, flush=True)
 
     def show(self, line: str) -> None:
+        if self.is_terminal:  # a line that wraps cannot be replaced
+            line = line[: columns_of(self._stream) - 1]
         if line == self._shown:
             return
         before, self._shown = self._shown, line

@@ -87,12 +87,13 @@ class CompareOptions:
         for option, path in (("--json", self.json), ("--svg", self.svg)):
             if path is None:
                 continue
-            if path.is_dir():
-                raise UsageError(f"{option} {path}: is a directory")
-            place = path if path.exists() else path.parent
-            if not os.access(place, os.W_OK):
-                reason = "cannot be written" if place.exists() else f"there is no {place}"
-                raise UsageError(f"{option} {path}: {reason}")
+            is_new = not path.exists()
+            try:
+                path.open("a").close()
+                if is_new:
+                    path.unlink()
+            except OSError as error:
+                raise UsageError(f"{option} {path}: {error.strerror or error}") from None
 
 
 def plan_cpu() -> CpuPlan:

@@ -63,11 +63,12 @@ def chart(comparison: Comparison) -> str:
             height += LINE_HEIGHT
             parts.append(_text(MARGIN, height, line, 11.5, FAINT))
     height += MARGIN
-    title = escape(comparison.verdict())
+    description = escape(f"{comparison.verdict()} {comparison.machine_text()}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">\n'
-        f"<title>{title}</title>\n"
+        "<title>TTFT and ITL of one engine, and of 1 prefill + 1 decode engine</title>\n"
+        f"<desc>{description}</desc>\n"
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"

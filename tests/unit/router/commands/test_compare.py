@@ -176,6 +176,7 @@ def test_the_chart_is_svg_with_a_bar_for_each_value() -> None:
     texts = " ".join(one.text or "" for one in root.iter(f"{space}text"))
     assert "AMD & Co, 4 cores; chat <model>; 2026-11-26" in texts
     assert "50% higher" in texts
+    assert "better in 2, worse in 2" in (root.findtext(f"{space}desc") or "")
     # Twelve bars, two in the legend, and the background.
     assert len(list(root.iter(f"{space}rect"))) == 15
 
@@ -192,9 +193,9 @@ def test_the_chart_is_svg_with_a_bar_for_each_value() -> None:
         (["--compare", "--rounds", "1"], "1 is not from 2 to 100"),
         (
             ["--compare", "--json", "/nowhere/x.json"],
-            "--json /nowhere/x.json: there is no /nowhere",
+            "--json /nowhere/x.json: No such file or directory",
         ),
-        (["--compare", "--svg", "/"], "--svg /: is a directory"),
+        (["--compare", "--svg", "/"], "--svg /: Is a directory"),
         (["--compaer"], "did you mean --compare?"),
     ],
 )

@@ -1,0 +1,105 @@
+"""What a newcomer runs, with real engines: the demo's comparison, and a chat with an engine killed
+in mid-answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.commands.chat.conversation import Conversation
+from router.commands.chat.route import RequestRoutes
+from router.commands.demo.compare import CompareOptions, compare
+from router.commands.demo.comparison import ALONE, SPLIT
+from router.commands.demo.engines import ENGINES, DemoModel, DemoOptions
+from router.common.child_processes import ChildProcesses
+from tests.conftest import find_free_ports
+from tests.integration.processes import wait_for
+
+CLI = [sys.executable, "-m", "router.commands.cli"]
+
+
+@pytest.mark.timeout(300)
+def test_the_comparison_measures_real_engines(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", model, vllm=False)
+    wanted = CompareOptions(2, tmp_path / "c.json", tmp_path / "c.svg", round_s=3.0)
+    processes = ChildProcesses(tmp_path)
+    try:
+        compare(processes, options, ENGINES, DemoModel(model, "tiny"), wanted)
+    finally:
+        processes.stop()
+    content = json.loads((tmp_path / "c.json").read_text())
+    for setup in (ALONE, SPLIT):
+        for one in content["rounds"][setup]:
+            assert one["short_chats"]["failed"] == one["long_prompts"]["failed"] == 0
+            assert one["short_chats"]["completion_tokens"] == 40 * one["short_chats"]["answered"]
+            assert one["long_prompts"]["cached_tokens"] == 0
+    figures = content["figures"]
+    assert all(one["alone"] > 0 and one["split"] > 0 for one in figures)
+    assert "Equal CPU" in capsys.readouterr().out
+
+
+@contextmanager
+def demo(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Run the demo with a random model; yield the router's URL and the demo's output."""
+    (port,) = find_free_ports(1)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*CLI, "demo", "--model", "tiny", "--port", str(port)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for(lambda: "Ready." in output.read_text(), output.read_text, 110)
+        yield f"http://127.0.0.1:{port}", output
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def is_busy(engine: str) -> bool:
+    return "disagg_engine_requests_running 1.0" in httpx.get(f"{engine}/metrics").text
+
+
+@pytest.mark.timeout(300)
+def test_a_chat_shows_its_engines_and_survives_the_kill_of_one(tmp_path: Path) -> None:
+    with demo(tmp_path) as (url, output):
+        done = subprocess.run(
+            [*CLI, "chat", url, "--max-tokens", "16"],
+            input="hello there, what do you know about rivers and bridges?\nand about winters?\n",
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        first, second = done.stderr.splitlines()
+        for line in (first, second):
+            assert re.search(r"prefill \S+, decode \S+, KV moved \(\d+ blocks?\)", line)
+        reused = re.search(r"(\d+) of \d+ prompt tokens from a cache", second)
+        assert reused
+        assert int(reused[1]) > 32
+
+        # The random model would end its answers soon.
+        fields = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        conversation = Conversation(url, "tiny-random", {}, fields, timeout_s=60)
+        pieces = conversation.ask("a long story")
+        next(pieces)
+        pattern = r"decode engine \d +(\S+) +to kill it: kill -9 (\d+)"
+        engines = re.findall(pattern, output.read_text())
+        os.kill(next(int(pid) for engine, pid in engines if is_busy(engine)), 9)
+        for _ in pieces:
+            pass
+        assert conversation.answer.completion_tokens == 1500
+        route = RequestRoutes(url).find(conversation.answer.request_id)
+        assert route[-1] == "resumed on another engine"
