@@ -62,19 +62,11 @@ def may_fail(content: bytes) -> bool:
     )
 
 
-def chunks_may_fail(block: bytes) -> bool:
-    """Return what `may_fail` does for events of a stream with one choice, without searching all.
+def last_events(block: bytes) -> bytes:
+    """Return the end of a block of a stream with one choice where a failure would stand.
 
-    A failure ends such a stream, so it does not stand before a finish reason, and few events follow
-    it: a usage, [DONE], a comment.
+    A failure ends such a stream: a usage, [DONE] and a comment may follow, and no more.
     """
-    at = block.rfind(FINISH_KEY)
-    if at >= 0 and FINISH_REASON.match(block, at) is not None:
-        return may_fail(block[at:])
-    return may_fail(_last_events(block))
-
-
-def _last_events(block: bytes) -> bytes:
     at = len(block)
     if at <= SHORT_BLOCK_BYTES:
         return block

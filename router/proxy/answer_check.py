@@ -49,11 +49,11 @@ from router.openai.event_stream import (
     ERROR_KEY,
     FINISH_KEY,
     FINISH_REASON,
-    chunks_may_fail,
     ends_inside_event,
     error_in,
     has_output,
     json_events,
+    last_events,
     may_fail,
 )
 from router.proxy.messages import error_text
@@ -202,7 +202,7 @@ def _is_surely_text(block: bytes, is_several: bool) -> bool:
         return False
     if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= text.end():
         return False
-    return not (may_fail(block) if is_several else chunks_may_fail(block))
+    return not may_fail(block if is_several else last_events(block))
 
 
 def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -> Json | None:
@@ -375,7 +375,7 @@ class StreamValidator:
         checked, self._checked = self._checked, b""
         if block is checked:
             return False
-        return may_fail(block) if self._is_several else chunks_may_fail(block)
+        return may_fail(block if self._is_several else last_events(block))
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))
