@@ -43,8 +43,8 @@ are known if the router serves the dashboard (--ui).
 /new begins another conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer, or the program if
 there is none. From a pipe, each line is one message.
 
-{API_KEY} has the API key; {TOKEN} or {TOKEN}_FILE the dashboard's token, if
-there is one.
+{API_KEY} has the API key, and {TOKEN} the dashboard's token, or
+{TOKEN}_FILE the name of its file.
 """
 COMMANDS = ("/new", "/quit")
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     add("--model", metavar="NAME", help="default: the first that the router serves")
     add("--api-key", metavar="KEY", help=f"default: the variable {API_KEY}, which ps does not show")
     add("--max-tokens", type=_count, default=1024, metavar="N", help="of an answer (1024)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 (the default): no chance")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest")
     add("--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="longest pause (300)")
     add("--once", metavar="TEXT", help="send this message, print the answer and exit")
     options = parser.parse_args(argv)
@@ -71,9 +71,14 @@ def _chat(options: argparse.Namespace) -> int:
     if options.once is not None and not options.once.strip():
         raise UsageError("--once: the message is empty")
     headers = key_headers(os.environ, options.api_key)
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not know a character of the answer
+    # A terminal may lack a character of the answer, and a file may not be text.
+    for stream, errors in (
+        (sys.stdin, "replace"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=errors)
     model = options.model or first_model(url, headers)
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     conversation = Conversation(url, model, headers, fields, options.timeout)
@@ -171,6 +176,8 @@ class ChatPrinter:
 
     def _note(self, text: str) -> None:
         """Print a dim line to standard error, broken between words where the terminal ends."""
+        if sys.stderr is None:
+            return
         is_terminal = sys.stderr.isatty()
         if is_terminal:
             width = max(20, columns_of(sys.stderr) - 1)
@@ -184,7 +191,7 @@ _COMMANDS_TEXT = "/new begins another conversation, /quit ends"
 
 
 def _read_message() -> str:
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         return input("> ").strip()
     print("> ", end="", file=sys.stderr, flush=True)
     return input().strip()

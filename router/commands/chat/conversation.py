@@ -151,4 +151,4 @@ def _refusal(response: httpx.Response) -> str:
         content += block
         if len(content) > MAX_ERROR_BYTES:
             break
-    return error_message(parse_object(bytes(content)) or {})
+    return error_message(parse_object(bytes(content)) or {}) or response.reason_phrase

@@ -183,6 +183,26 @@ async def test_an_answer_that_breaks_off_is_one_line_without_control_characters_
     assert line == f"disagg-router chat: error: the answer broke off: {reason} (request r1)"
 
 
+def test_a_server_of_another_kind_is_one_line_and_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with knowing_server(dict(SUMMARY)) as address:  # it knows no POST
+        assert main(["chat", address, "--model", "m", "--once", "Hi"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "disagg-router chat: error: 501 Unsupported method ('POST')"
+
+
+async def test_bytes_that_are_not_text_are_replaced(
+    start_router: StartRouter, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d.usual = talking
+    router = await start_router()
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert await run(router.url, "--model", "m") == 0
+    assert asked(d)[0].json["messages"][0]["content"] == "caf\ufffd"
+
+
 def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "127.0.0.1:1", "--model", "m", "--once", "Hi"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
