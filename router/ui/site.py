@@ -60,15 +60,15 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
             etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
             headers = {**FILE_HEADERS, "etag": etag, "content-type": kind}
             known[entry.name] = Response(content, 200, headers)
-    router = APIRouter(tags=["Page"])
+    router = APIRouter(tags=["Dashboard"])
 
     @router.head("/ui", include_in_schema=False)
-    @router.get("/ui", summary="A page to watch engines and requests, and to chat")
+    @router.get("/ui", summary="The dashboard: engines, requests, checks, and a chat")
     async def to_page() -> Response:
         """Redirect relatively: another server may stand before the router."""
         return RedirectResponse("ui/", 307)
 
-    @router.get("/ui/events", summary="What the page shows, as server-sent events")
+    @router.get("/ui/events", summary="The dashboard's data, as server-sent events")
     async def events(request: Request) -> Response:
         _check_access(request.headers, token)
         if hub.num_viewers >= MAX_VIEWERS:

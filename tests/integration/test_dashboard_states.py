@@ -6,6 +6,7 @@ Pictures of each state are written to build/dashboard.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import httpx
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from router.ui.site import MAX_VIEWERS
 from tests.browser import opened, running_browser
 from tests.integration.dashboard_fleet import MODEL, Load, ScriptedFleet, running_fleet
 from tests.unit.router.processes import RouterProcess, running_router
@@ -25,6 +27,9 @@ from tests.unit.router.processes import RouterProcess, running_router
 PICTURES = Path(__file__).parents[2] / "build" / "dashboard"
 SCREENS = [(1360, "light"), (1360, "dark"), (390, "light"), (390, "dark")]
 SOON = 5_000
+WAIT_FOR_FRAMES = (
+    "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
+)
 # The pairs of texts that cover each other, of all texts that can be seen.
 FIND_OVERLAPS = """() => {
   const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -93,6 +98,15 @@ async def save(page: Page, name: str) -> None:
     await page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
 
 
+async def find_overlaps(page: Page) -> list[str]:
+    """Return the pairs of texts that cover each other, once the page is drawn."""
+    await page.evaluate(WAIT_FOR_FRAMES)
+    overlaps = await page.evaluate(FIND_OVERLAPS)
+    assert overlaps["count"] > 50
+    found: list[str] = overlaps["found"]
+    return found
+
+
 def router_of(fleet: ScriptedFleet, *flags: str, port: int = 0) -> Any:
     arguments = (*fleet.flags, "--ui", f"--port={port}", "--health-timeout=1", *flags)
     return running_router(*arguments, engines=len(fleet.engines))
@@ -132,9 +146,7 @@ async def test_no_text_covers_another_and_all_can_be_read(
         await page.locator("#requests-list .outcome-ok .row").nth(5).click()
         await page.get_by_text(re.compile("KV transfers: ")).click()
         for _ in range(5):  # while everything moves
-            overlaps = await page.evaluate(FIND_OVERLAPS)
-            assert overlaps["count"] > 100
-            assert overlaps["found"] == []
+            assert await find_overlaps(page) == []
             await page.wait_for_timeout(200)
         await save(page, f"load-{engines}+{engines}-{width}-{scheme}")
         assert await page.evaluate(FIND_FAINT) == []
@@ -214,7 +226,7 @@ async def test_a_dead_engine_is_a_problem_with_reason_and_time(browser: Browser)
         await save(page, "unhealthy-1360")
         await page.set_viewport_size({"width": 390, "height": 844})
         await save(page, "unhealthy-390")
-        assert (await page.evaluate(FIND_OVERLAPS))["found"] == []
+        assert await find_overlaps(page) == []
         await dead.engine.start(port)
         await expect(page.locator("#problems")).to_be_hidden()
 
@@ -332,6 +344,7 @@ async def test_bars_have_an_axis_with_units_and_pages_are_linked(browser: Browse
         httpx.AsyncClient(trust_env=False) as client,
     ):
         assert (await _ask(router.url)).status_code == 200
+        await expect(page.locator("#checks-summary")).to_have_text("4 OK")
         axis = page.locator("#requests-axis text")
         await expect(axis.last).to_have_text(re.compile(r"^[\d.]+ (ms|s)$"))
         links = await page.get_by_role("navigation").get_by_role("link").all()
@@ -341,6 +354,26 @@ async def test_bars_have_an_axis_with_units_and_pages_are_linked(browser: Browse
             address = await link.evaluate("e => e.href")
             assert (await client.get(address)).status_code == 200
         assert seen.errors == []
+
+
+async def test_a_viewer_too_many_sees_why_there_are_no_figures(browser: Browser) -> None:
+    context = await browser.new_context()
+    async with (
+        running_fleet(1, 1) as fleet,
+        router_of(fleet) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=30, trust_env=False) as client,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for _ in range(MAX_VIEWERS):
+            viewer = await stack.enter_async_context(client.stream("GET", "/ui/events"))
+            assert viewer.status_code == 200
+        async with opened(context, f"{router.url}/ui") as (page, _):
+            banner = page.locator("#lost")
+            await expect(banner).to_contain_text("The router sends no figures since")
+            await expect(banner).to_contain_text(f"{MAX_VIEWERS} viewers already")
+            await stack.aclose()
+            await page.get_by_role("button", name="Retry now").click()
+            await expect(banner).to_be_hidden()
 
 
 async def test_a_card_in_focus_shows_its_own_transfers(browser: Browser) -> None:
@@ -476,7 +509,7 @@ async def test_long_names_and_large_numbers_fit_at_every_width(
             await expect(avoided).to_contain_text("failed there: answered with an error: 500")
         for width in (320, 390, 768, 1090, 1360, 1920):
             await page.set_viewport_size({"width": width, "height": 900})
-            assert (await page.evaluate(FIND_OVERLAPS))["found"] == [], width
+            assert await find_overlaps(page) == [], width
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 

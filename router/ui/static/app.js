@@ -37,7 +37,7 @@ const parts = {
   settings: () => showSettings(state.snapshot),
 };
 const NEEDS = {
-  engines: ["fleet", "problems"], groups: ["fleet"], ways: ["fleet"], workers: ["fleet"],
+  engines: ["fleet", "problems"], groups: ["fleet"], ways: ["fleet"], workers: ["problems"],
   running: ["requests"], totals: ["totals"], turns: ["turns"],
   ready: ["problems"], refusals: ["problems"], checks: ["checks", "problems"],
 };
@@ -75,8 +75,8 @@ function onEnd() {
   else onLost("it has closed the connection");
 }
 
-function onLost(text) {
-  connection.isLost(text);
+function onLost(text, isRefusal = false) {
+  connection.isLost(text, isRefusal);
   show(parts.fleet, parts.requests, parts.totals, parts.problems);
 }
 

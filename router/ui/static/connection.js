@@ -6,6 +6,7 @@ export class Connection {
     this.state = state;
     this.lostAt = 0; // Unix time of this computer's clock, in seconds; 0: live
     this.why = "";
+    this.isRefusal = false;
   }
 
   isLive() {
@@ -25,8 +26,10 @@ export class Connection {
     setText($("link"), "shutting down");
   }
 
-  isLost(why) {
+  // `isRefusal`: the router answers, but sends no figures.
+  isLost(why, isRefusal) {
     this.why = why;
+    this.isRefusal = isRefusal;
     if (this.state.isLive || !this.lostAt) {
       this.state.freeze();
       this.lostAt = Date.now() / 1000;
@@ -43,7 +46,7 @@ export class Connection {
   showTime() {
     if (!this.lostAt) return;
     const { hasSnapshot, isStopping } = this.state;
-    const title = isStopping ? "The router has shut down" : hasSnapshot ? "No connection to the router" : "The router cannot be reached";
+    const title = this.isRefusal ? "The router sends no figures" : isStopping ? "The router has shut down" : hasSnapshot ? "No connection to the router" : "The router cannot be reached";
     setText($("lost-title"), title);
     const since = `since ${clockTime(this.lostAt)} (${ago(Date.now() / 1000 - this.lostAt)}): ${this.why}.`;
     setText($("lost-text"), hasSnapshot ? `${since} The figures below are from before.` : since);

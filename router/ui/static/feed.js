@@ -44,7 +44,7 @@ async function once(onEvent, onEnd, onLost, onAnswer) {
     });
     if (answer.status === 401) return true;
     if (!answer.ok) {
-      onLost((await errorIn(answer)) || `the answer has status ${answer.status}`);
+      onLost((await errorIn(answer)) || `the answer has status ${answer.status}`, true);
       return false;
     }
     onAnswer();

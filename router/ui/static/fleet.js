@@ -31,11 +31,10 @@ export class Fleet {
   showSummary(engines) {
     const states = this.state.engines.map(stateOf);
     const well = states.filter((one) => one === "healthy").length;
-    const { engines_unlisted: more = 0, workers } = this.state.snapshot;
-    const late = workers && workers.answered < workers.known ? `, ${workers.answered} of ${workers.known} workers answer` : "";
+    const { engines_unlisted: more = 0 } = this.state.snapshot;
     const none = this.state.hasSnapshot ? "none known yet: see Checks" : "connecting";
     setText($("fleet-summary"), engines.length
-      ? `${count(well)} of ${count(states.length + more)} healthy${more ? `, ${count(more)} not shown` : ""}${late}` : none);
+      ? `${count(well)} of ${count(states.length + more)} healthy${more ? `, ${count(more)} not shown` : ""}` : none);
   }
 
   // Adds engines that were removed a moment ago, so that a viewer notices.

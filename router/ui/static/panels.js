@@ -79,7 +79,8 @@ const checks = new Map();
 export function showChecks({ checks: results }) {
   if (!results) return;
   const bad = results.filter(({ state }) => state === "failed" || state === "warning").length;
-  setText($("checks-summary"), bad ? `${bad} of ${plural(results.length, "check")} not OK` : `all ${results.length} OK`);
+  const skipped = results.filter(({ state }) => state === "skipped").length, rest = skipped ? `, ${skipped} skipped` : "";
+  setText($("checks-summary"), bad ? `${bad} of ${plural(results.length, "check")} not OK${rest}` : `${results.length - skipped} OK${rest}`);
   keep($("checks-list"), checks, results.map((one) => [`${one.name} ${one.state === "ok" ? "" : one.text}`, one]),
     () => make("li", {}, make("span", { class: "sign", "aria-hidden": "true" }), make("p", {},
       make("strong"), make("span", { class: "unseen" }), " ", make("span"))),

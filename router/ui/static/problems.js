@@ -37,8 +37,11 @@ export class Problems {
   }
 
   *ofRouter() {
-    const { ready } = this.state.snapshot;
+    const { ready, workers } = this.state.snapshot;
     if (!ready) return;
+    if (workers.answered < workers.known) {
+      yield { key: "workers", level: WARNING, title: `${workers.answered} of ${plural(workers.known, "worker process", "worker processes")} answer`, text: "the figures are of these alone" };
+    }
     // The problems of the engines have lines of their own.
     const told = (reasons) => Object.entries(reasons).map(([what, why]) => (ROLES.includes(what) ? this.lackOf(what) : `${what}: ${why}`)).join("; ");
     if (ready.blocking.router) {
