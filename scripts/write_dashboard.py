@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboard, charts/disagg-router/files/dashboard.json: a panel a line, here."""
+"""Writes the Grafana dashboard, charts/disagg-router/files/dashboard.json: one panel a line."""
 
 from __future__ import annotations
 
@@ -45,49 +45,49 @@ def total(metric: str) -> str:
 
 
 ROWS: dict[str, list[Panel]] = {
-    "What clients see": [
+    "Requests": [
         Panel("Requests by outcome", "reqps", {"{{outcome}}": rate("requests", "outcome")}),
-        Panel("First byte", "s", shares("model_time_to_first_byte_seconds")),
-        Panel("Between two tokens", "s", shares("model_inter_token_seconds")),
-        Panel("Whole answer", "s", shares("model_request_seconds")),
-        Panel("In flight and waiting", "short", {
-            "in flight": total("requests_in_flight"), "waiting": total("queue_depth")}),
-        Panel("Refused", "reqps", {"{{reason}}": rate("refusals", "reason")}),
+        Panel("TTFT", "s", shares("model_time_to_first_byte_seconds")),
+        Panel("ITL", "s", shares("model_inter_token_seconds")),
+        Panel("End-to-end latency", "s", shares("model_request_seconds")),
+        Panel("Requests in flight and queued", "short", {
+            "in flight": total("requests_in_flight"), "queued": total("queue_depth")}),
+        Panel("Rejected requests by reason", "reqps", {"{{reason}}": rate("refusals", "reason")}),
     ],
-    "Where the time goes": [
-        Panel("Queue", "s", shares("model_queue_seconds")),
-        Panel("Prefill", "s", shares("prefill_seconds", WHERE)),
-        Panel("Transfer and first byte", "s", shares("decode_first_byte_seconds", WHERE)),
+    "Latency by stage": [
+        Panel("Queue time", "s", shares("model_queue_seconds")),
+        Panel("Prefill leg", "s", shares("prefill_seconds", WHERE)),
+        Panel("Decode leg to first byte", "s", shares("decode_first_byte_seconds", WHERE)),
     ],
     "Tokens": [
-        Panel("Tokens a second", "short", {
+        Panel("Tokens per second", "short", {
             "prompt": rate("model_prompt_tokens", "job", MODEL),
             "completion": rate("model_completion_tokens", "job", MODEL),
             "cached": rate("model_cached_tokens", "job", MODEL)}),
         Panel("Requests by model", "reqps", {
             "{{model}} {{group}}": rate("model_requests", "model, group", MODEL)}),
-        Panel("Turns of conversations", "short", {
+        Panel("Conversation turns by outcome", "short", {
             "{{outcome}}": rate("conversation_turns", "outcome")}),
     ],
     "Engines": [
-        Panel("Legs that run", "short", engines("engine_requests_in_flight", "sum")),
-        Panel("KV that waits for a decoder", "short", engines("engine_holding", "sum")),
-        Panel("Health (1 is well)", "short", engines("engine_healthy", "min")),
-        Panel("Circuit (2 is left alone)", "short", engines("engine_circuit")),
+        Panel("Request legs in flight", "short", engines("engine_requests_in_flight", "sum")),
+        Panel("Prompts whose KV is leased", "short", engines("engine_holding", "sum")),
+        Panel("Health (1: healthy)", "short", engines("engine_healthy", "min")),
+        Panel("Circuit breaker (2: open)", "short", engines("engine_circuit")),
         Panel("Failed legs", "short", {
             "{{role}} {{kind}}": rate("upstream_errors", "role, kind")}),
-        Panel("Tried again", "short", {"{{role}} {{kind}}": rate("retries", "role, kind")}),
-        Panel("Answers that moved, or could not", "short", {
+        Panel("Retried legs", "short", {"{{role}} {{kind}}": rate("retries", "role, kind")}),
+        Panel("Stream resumes by outcome", "short", {
             "{{kind}} {{outcome}}": rate("resumes", "kind, outcome")}),
-        Panel("First tokens of prefillers", "short", {
+        Panel("First tokens handed over", "short", {
             "{{outcome}}": rate("handed_over", "outcome")}),
-        Panel("Asked several decoders at once", "short", {
+        Panel("Hedged legs by outcome", "short", {
             "{{outcome}}": rate("scattered", "outcome")}),
-        Panel("Engines of groups", "short", {
+        Panel("Usable engines by group", "short", {
             "{{group}} {{role}}": "max by (group, role) "
             f"(disagg_router_group_engines{{{WHERE}}})"}),
-        Panel("Comings and goings", "short", {"{{change}}": rate("fleet_changes", "change")}),
-        Panel("Sources in trouble", "short", {
+        Panel("Fleet changes", "short", {"{{change}}": rate("fleet_changes", "change")}),
+        Panel("Failing discovery sources", "short", {
             "{{source}}": f"max by (source) (disagg_router_source_trouble{{{WHERE}}})"}),
     ],
 }  # fmt: skip
