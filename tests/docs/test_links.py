@@ -17,6 +17,20 @@ IN_REPOSITORY = re.compile(r"https://[^/]+/[^/]+/disagg-router/(?:blob|tree|raw)
 IN_SITE = re.compile(
     r"https?://[^/]+/disagg-router/(?P<page>[\w/-]*)(?:\.html|/)?(?P<anchor>#.*)?$"
 )
+NAMED_PAGE = re.compile(r"(?<![\w/])docs/[\w-]+\.md(?:#[\w-]+)?")
+SOURCES = (
+    ".py",
+    ".yaml",
+    ".yml",
+    ".txt",
+    ".tpl",
+    ".toml",
+    ".js",
+    ".html",
+    ".sh",
+    ".css",
+    ".service",
+)
 OUTSIDE = [page for page in pages() if page.parent == ROOT]
 
 
@@ -62,6 +76,17 @@ def problem_of(target: str, page: Path) -> str | None:
 def test_links_outside_of_the_site_resolve(page: Path) -> None:
     targets = targets_of(page.read_text(encoding="utf-8"))
     assert [problem for target in targets if (problem := problem_of(target, page))] == []
+
+
+def test_pages_that_code_and_charts_name_exist() -> None:
+    problems = []
+    for folder in ("router", "engine_ext", "scripts", "charts", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in SOURCES and path.name != Path(__file__).name:
+                for target in NAMED_PAGE.findall(path.read_text(encoding="utf-8")):
+                    if problem := problem_of(target, ROOT / "README.md"):
+                        problems.append(f"{path.relative_to(ROOT)}: {problem}")
+    assert problems == []
 
 
 def test_links_that_do_not_resolve_are_found() -> None:
