@@ -186,11 +186,12 @@ def lease() -> Drawing:
     """The end of a lease over time, as heartbeats move it."""
     drawing = Drawing(
         "A KV lease and its heartbeats over time",
-        "With the defaults P grants a lease of 30 seconds. D sends a heartbeat every 5 seconds,"
-        " and each one lets the lease end no earlier than 20 seconds later. Case one: D waits 38"
-        " seconds in its queue, READs the blocks and confirms, and P frees them at once. Case"
-        " two: D crashes after 17 seconds, and the lease ends by itself at 35 seconds. Case"
-        " three: no engine takes the request, and the lease ends at 30 seconds.",
+        "With the defaults P grants a lease of 30 seconds. D sends a heartbeat when the request"
+        " arrives and every 5 seconds from then on, and each one lets the lease end no earlier than"
+        " 20 seconds later. Case one: D waits 38 seconds in its queue, READs the blocks and"
+        " confirms, and P frees them at once. Case two: D crashes after 17 seconds, and the lease"
+        " ends by itself at 35 seconds. Case three: no engine takes the request, and the lease ends"
+        " at 30 seconds.",
         height=452,
     )
     zero, scale = 120, 9
@@ -201,10 +202,11 @@ def lease() -> Drawing:
     for seconds in range(0, 61, 10):
         drawing.line([(at(seconds), 44), (at(seconds), 386)], "life")
         drawing.text(at(seconds), 36, f"{seconds} s", "muted", "middle")
-    for y, end, beats in ((60, 40, range(5, 40, 5)), (186, 35, range(5, 20, 5)), (312, 30, ())):
+    for y, end, beats in ((60, 40, range(0, 40, 5)), (186, 35, range(0, 20, 5)), (312, 30, ())):
         drawing.box(zero, y, end * scale, 34, "prefill", "P: blocks under the lease")
         for beat in beats:
-            drawing.line([(at(beat), y + 66), (at(beat), y + 37)])
+            x = at(beat or 0.6)
+            drawing.line([(x, y + 66), (x, y + 37)])
     drawing.text(16, 80, "D reads late", "title")
     drawing.label(at(40) + 12, 81, "confirmed: P frees the blocks", "muted", "start")
     drawing.box(zero, 126, 38 * scale, 28, "decode", "D: queue, one heartbeat every 5 s")
