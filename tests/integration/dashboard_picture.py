@@ -67,8 +67,8 @@ async def write_picture(options: argparse.Namespace) -> None:
             await asyncio.sleep(1.5)
             await restart_busiest(fleet)
             await asyncio.sleep(RESTART_S)
+            picture = await page.screenshot(path=options.path, full_page=options.full)
             long.cancel()
-        picture = await page.screenshot(path=options.path, full_page=options.full)
         print(f"{options.path}: {len(picture) // 1000} kB")
 
 
