@@ -29,7 +29,7 @@ BANNED = {
     r"believed?|believes|belief|trust map": "verified prefix, accepts, threat model",
     r"proofs?|proven|unproven": "prefix hash, verified prefix",
     # Nouns instead of pronouns.
-    r"nobody|somebody|someone|whoever|whom|noone": "name the actor",
+    r"(?:no|some|any|every)body|someone|whoever|whom": "name the actor",
     rf"(?!{PEOPLE}\b)\w+,? who": "name the actor; a request or engine is no person",
     r"ours|theirs": "repeat the noun",
     r"the rest(?! of)": "repeat the noun",
@@ -48,7 +48,8 @@ BANNED = {
     r"asking": "attempt, request leg",
     r"between two tokens": "ITL",
     # History belongs to the changelog.
-    r"nowadays|formerly": "no history in user pages",
+    r"nowadays|formerly|as of old": "no history in user pages",
+    r"anew|in vain|for want of|hears?|heard": "plain words: again, without effect, for lack of",
 }
 WORDS = [(re.compile(rf"\b(?:{words})\b", re.I), advice) for words, advice in BANNED.items()]
 RIDDLE = re.compile(
