@@ -221,7 +221,7 @@ async def test_without_redis_each_router_counts_alone_and_no_request_fails(
         own.thaw()
     assert router.metric("key_limit_errors_total", operation="take", result="failed") == 1
     assert router.metric("key_limit_errors_total", operation="take", result="skipped") == 1
-    assert caplog.text.count("each router counts alone") == 1
+    assert caplog.text.count("each router counts on its own") == 1
 
 
 async def test_a_redis_that_was_never_there_is_no_reason_not_to_serve(

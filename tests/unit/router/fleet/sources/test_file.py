@@ -69,7 +69,7 @@ def test_all_fields_of_an_entry_are_read() -> None:
         (b"engines: [", "line 2"),
         (b"\x00", "control characters"),
         (b"\xff\xfe\xfd", ""),
-        (b"engines: []\nmodels: []", "'models' is not known"),
+        (b"engines: []\nmodels: []", "unknown key 'models': the only key is engines"),
         (b"engines: [7]", "engine 1"),
         (b"engines: [{url: 'http://h:1'}]", "role"),
         (b"engines: [{role: decode}]", "url"),
