@@ -56,7 +56,8 @@ export class Problems {
 
   lackOf(role) {
     const known = this.state.engines.filter((one) => one.role === role || one.role === "both").length;
-    return known ? `none of ${plural(known, `${role} engine`)} can serve` : `no ${role} engine is known`;
+    if (known === 1) return `the only ${role} engine cannot serve`;
+    return known ? `none of ${known} ${role} engines can serve` : `no ${role} engine is known`;
   }
 
   *ofRequests() {
