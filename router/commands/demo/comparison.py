@@ -141,6 +141,12 @@ class ComparedFigure:
         return min(self.rounds_split) > max(self.rounds_alone)
 
     @property
+    def spread(self) -> float:
+        """By how much the slowest round of a setup exceeds its fastest, as a share."""
+        both = (self.rounds_alone, self.rounds_split)
+        return max(max(rounds) / max(min(rounds), SHORTEST_S) - 1 for rounds in both)
+
+    @property
     def change(self) -> str:
         """What 1 prefill + 1 decode changes."""
         if not self.is_clear:
@@ -215,6 +221,14 @@ class Comparison:
             f"{SPLIT}: better in {better}, worse in {worse} of {len(figures)} figures; "
             f"{len(figures) - better - worse} without a clear change."
         )
+
+    def stability_text(self) -> str:
+        spreads = {
+            share: max(one.spread for one in self.figures() if one.share == share)
+            for share in SHARES
+        }
+        each = ", ".join(f"{spread:.0%} in {share}" for share, spread in spreads.items())
+        return f"Rounds of one setup differ by up to {each}."
 
     def content(self) -> dict[str, Any]:
         """Return the JSON report."""
@@ -315,6 +329,7 @@ def _circumstances(comparison: Comparison) -> Iterator[str]:
     share = max(one.generator_cpu / one.seconds for one in (alone, split))
     text = f"Load generator: {share:.0%} of a core, at most {late * 1000:.0f} ms late."
     yield text + (" That delays TTFT: free some cores and repeat." if late > LATE_S else "")
+    yield comparison.stability_text()
     yield (
         "Lower is better. A change is clear if every round of one was faster than every round of "
         "the other."

@@ -79,6 +79,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     yield comparison.machine_text()
     yield comparison.cpu.text()
     yield comparison.load_text()
+    yield comparison.stability_text()
 
 
 def _text(

@@ -149,6 +149,7 @@ def test_the_report_fits_a_narrow_terminal(width: int) -> None:
         "4 threads on cores 0, 1, 2, 3",
         "5% of a core, not saturated",
         "40 s alone, 40 s as prefill and decode",
+        "differ by up to 122% in p50, 122% in p99.",
     ):
         assert part in text
 
@@ -318,4 +319,4 @@ async def test_requests_are_sent_in_time_though_none_is_answered() -> None:
         late = await load.run_at([0.0, 0.1, 0.2], "r")
     assert figures.answered == 3
     assert slow.most == 3
-    assert 0 <= late <= time.monotonic() - started - 0.2
+    assert 0 <= late < time.monotonic() - started
