@@ -6,6 +6,7 @@ one ends it:
 * `live_requests.LiveRequests` learns of each request of this process from `proxy`;
 * `engine_polling.EnginePoller` asks engines for their KV usage and for the transfers that they made
   (`transfers`);
+* `standing_checks.run_checks` lists what the router checks all the time;
 * `snapshot.SnapshotSource` makes a snapshot of this process, and `snapshot.OtherWorkers` exchanges
   snapshots with the other worker processes;
 * `hub.DashboardHub` merges them four times a second and sends the changes to all viewers;

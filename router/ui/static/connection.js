@@ -16,8 +16,12 @@ export class Connection {
     this.lostAt = 0;
     document.body.classList.remove("is-lost", "is-connecting");
     $("lost").hidden = true;
-    $("link").className = "live";
-    setText($("link"), "live");
+    if (this.state.isStopping) {
+      this.isStopping();
+    } else {
+      $("link").className = "live";
+      setText($("link"), "live");
+    }
     if (wasLost) setText($("announce"), "The connection to the router is back.");
   }
 
