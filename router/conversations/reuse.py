@@ -135,7 +135,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
-    elif decoder.in_flight >= bound.floor and bound.is_overloaded(
+    elif decoder.total_legs >= bound.floor and bound.is_overloaded(
         decoder, fleet.usable_engines(EngineRole.DECODE)
     ):
         return TurnReuse(turn, unproven, "decoder_overloaded")

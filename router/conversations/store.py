@@ -185,6 +185,14 @@ class SignedStore:
         """Use other keys from now on; values that were signed with a remaining key stay valid."""
         self._signer = signer
 
+    def sign(self, key: str, value: bytes) -> bytes:
+        """Return the value with a signature by the present signer."""
+        return self._signer.sign(key, value)
+
+    def verify(self, key: str, signed: bytes) -> bytes | None:
+        """Return the value, or None if it was not signed for `key` with one of the secrets."""
+        return self._signer.verify(key, signed)
+
     async def take(self, key: str) -> bytes | None:
         """Remove and return a value. Raises UnverifiedError, too; the value is gone even then."""
         signed = await self._store.take(key)

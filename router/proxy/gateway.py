@@ -62,13 +62,15 @@ class RouteFinder:
         floor = min(PREFILL_LOAD_FLOOR, self.load_bound.floor)
         prefill_bound = LoadBound(self.load_bound.factor, floor)
         self._fleet = fleet
-        index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
+        self.index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
         self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
-        self._prefill = GroupPolicies(
-            PREFILL_POLICIES[settings.prefill_policy], prefill_bound, index
+        prefill, decode = (
+            PREFILL_POLICIES[settings.prefill_policy],
+            POLICIES[settings.decode_policy],
         )
-        self._decode = GroupPolicies(POLICIES[settings.decode_policy], self.load_bound, index)
+        self._prefill = GroupPolicies(prefill, prefill_bound, self.index)
+        self._decode = GroupPolicies(decode, self.load_bound, self.index)
         self._prefill_turn = self._decode_turn = 0
         self._looked_at: Snapshot | None = None
         self._needs_chunks = False

@@ -316,15 +316,13 @@ async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
 
 
 def _begin(run: Run, engine: Engine, tokens: int) -> None:
-    engine.in_flight += 1
-    engine.tokens_in_flight += tokens
+    engine.add_load(1, tokens)
     if engine.breaker.circuit is HALF_OPEN:
         run.gateway.fleet.note_leg_started(engine, run)
 
 
 def _end(run: Run, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
-    engine.in_flight -= 1
-    engine.tokens_in_flight -= tokens
+    engine.add_load(-1, -tokens)
     if answer is not None:
         answer.close()
     if engine.breaker.trial is run:

@@ -12,7 +12,7 @@ fourth ... chunk of a prompt. Matches are then found in larger steps, but none i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
@@ -43,6 +43,8 @@ class ChunkIndex:
 
     def __init__(self, memory: int = DEFAULT_MEMORY, host_tokens: int = 0) -> None:
         self._host_tokens = host_tokens
+        self.on_sent: Callable[[str, Sequence[int]], None] = lambda name, chunks: None
+        """Called for each prompt that this router has sent to an engine."""
         self._max_young = max(1, memory // BYTES_PER_CHUNK // 2)
         self.era = 0
         self._clear()

@@ -22,9 +22,9 @@ class Candidate(Protocol):
     """An engine to choose. Its name is unique and never changes."""
 
     name: str
-    in_flight: int
-    """Request legs that run on the engine."""
-    tokens_in_flight: int
+    total_legs: int
+    """Request legs that run on the engine, with those that other routers have reported."""
+    total_tokens: int
     """Estimated prompt tokens of these legs."""
 
     @property
@@ -139,8 +139,8 @@ class CandidateCache(Generic[T]):
         self._cached.clear()
 
 
-legs = attrgetter("in_flight")
-load = attrgetter("tokens_in_flight", "in_flight")
+legs = attrgetter("total_legs")
+load = attrgetter("total_tokens", "total_legs")
 
 
 def filled(order: list[E], *more: Iterable[E]) -> list[E]:
@@ -203,9 +203,9 @@ class LoadBound:
     def is_overloaded(
         self, engine: Candidate, candidates: Sequence[Candidate], chance: int = 0
     ) -> bool:
-        if engine.in_flight < self.floor:
+        if engine.total_legs < self.floor:
             return False
-        return engine.in_flight > self.limit(candidates, chance)
+        return engine.total_legs > self.limit(candidates, chance)
 
 
 class RoundRobin(Policy):

@@ -93,7 +93,7 @@ class PrefixAffinity(Policy):
         overloaded: list[E] = []
         while depth and len(overloaded) < MAX_ORDERED:
             first = self._least_loaded(engines, candidates, bits, query)
-            if first.in_flight < self._bound.floor or not self._bound.is_overloaded(
+            if first.total_legs < self._bound.floor or not self._bound.is_overloaded(
                 first, candidates, mix(query.turn)
             ):
                 return _with_stand_in(first, candidates, query.turn)
@@ -122,6 +122,7 @@ class PrefixAffinity(Policy):
             del unanswered[next(iter(unanswered))]
         unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks)
         self._index.add(name, query.chunks)
+        self._index.on_sent(name, query.chunks)
 
     def note_cached(self, name: str, query: RoutingQuery, cached_tokens: int | None) -> None:
         """Compare the expectation with the answer. Half of it suffices: tokens are estimated."""
@@ -187,17 +188,17 @@ class PrefillCost(PrefixAffinity):
         if not depth:
             return self._by_load.order(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query)
-        if not one.tokens_in_flight:
+        if not one.total_tokens:
             return _with_stand_in(one, candidates, query.turn)
         idle = self._by_load.order(candidates, query)
         # With several idle engines, the wait is all that counts.
-        share = 1.0 if len(idle) > 2 and not idle[-1].tokens_in_flight else QUEUE_SHARE
+        share = 1.0 if len(idle) > 2 and not idle[-1].total_tokens else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
-        costs = [(tokens + share * engine.tokens_in_flight, engine) for engine in idle]
+        costs = [(tokens + share * engine.total_tokens, engine) for engine in idle]
         least, among = costs[0][0], bits.all
         for _ in range(MAX_LEVELS):
             missing = tokens - depth * TOKENS_PER_CHUNK
-            cost = missing + share * one.tokens_in_flight
+            cost = missing + share * one.total_tokens
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)

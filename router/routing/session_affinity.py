@@ -88,12 +88,12 @@ class SessionAffinity(Policy):
             return self._by_load.order(candidates, query)
         nearest = self._rings.get(candidates).nearest(query.session)
         order = [candidates[index] for index in nearest]
-        if order[0].in_flight < self._bound.floor:
+        if order[0].total_legs < self._bound.floor:
             return order[:MAX_ORDERED]
         limit = self._bound.limit(candidates, mix(query.turn))
-        fit = [engine for engine in order if engine.in_flight <= limit]
+        fit = [engine for engine in order if engine.total_legs <= limit]
         others = () if len(fit) == MAX_ORDERED else self._by_load.order(candidates, query)
-        return filled(fit, [one for one in others if one.in_flight <= limit], others, order)
+        return filled(fit, [one for one in others if one.total_legs <= limit], others, order)
 
     def forget(self, name: str) -> None:
         """Drop the rings, since a ring's candidates would keep a removed engine alive."""

@@ -45,6 +45,7 @@ from router.http_client.pool import EnginePool, EngineTls, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
+from router.routing.peers import PeerRouters
 from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
@@ -57,6 +58,7 @@ from router.ui.site import dashboard_routes
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
+    from router.routing.peer_exchange import PeerExchange
 
 logger = logging.getLogger("disagg_router")
 # How long requests wait at start for service discovery.
@@ -113,6 +115,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
+    exchange = _peer_exchange(settings, gateway, store)
     dashboard = None
     if settings.ui:
         dashboard = DashboardHub(gateway, registry, prober, watched, certificates)
@@ -137,6 +140,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         tasks += [loop.create_task(file.run()) for file in watched.values()]
         if authenticator is not None:
             tasks.append(loop.create_task(authenticator.renew_leases()))
+        if exchange is not None:
+            tasks.append(loop.create_task(exchange.exchange_forever()))
         try:
             await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
             if settings.warm_up != "off":
@@ -147,6 +152,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.close()
+            if exchange is not None:
+                await exchange.close()
             fleet.close()
 
     app = FastAPI(
@@ -227,6 +234,28 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
         )
     except ValueError as error:
         raise SettingsError([f"--key-limits-store: {error}"]) from error
+
+
+def _peer_exchange(
+    settings: Settings, gateway: Gateway, store: Store | None
+) -> PeerExchange | None:
+    """Return the exchange of load with other routers, if they share a Redis."""
+    if not settings.share_routing or not isinstance(store, SignedStore):
+        return None
+    from router.routing.peer_exchange import PeerExchange  # slow to import, and seldom needed
+
+    peers = PeerRouters(gateway.routes.index)
+    gateway.metrics.peer_routers.set_function(lambda: len(peers))
+    password = read_secret(settings, "conversation_store_password")
+    return PeerExchange(
+        peers,
+        lambda: gateway.fleet.engines,
+        store,
+        settings.conversation_store,
+        password,
+        settings.conversation_store_timeout,
+        gateway.metrics.peer_exchange_errors,
+    )
 
 
 def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:

@@ -86,6 +86,9 @@ class SelectionSettings(SettingsGroup):
         hold more, the router remembers every second, fourth ... chunk of a prompt.
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
         prefix. The router reads from the engine how many it keeps in its accelerator.
+    share_routing: Exchange load and the contents of caches with the other routers, through the
+        Redis of --conversation-store. Needs --conversation-store-key. Without Redis, each router
+        goes by its own requests.
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.
@@ -105,6 +108,7 @@ class SelectionSettings(SettingsGroup):
     decode_policy: Policy = "power_of_two"
     max_prefix_memory: ByteSize = ByteSize(256 * MIB)
     host_cache_tokens: Count = 0
+    share_routing: bool = True
     min_remote_prefill_tokens: Count = 0
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
     without_prefiller_tokens: Count = 16_384

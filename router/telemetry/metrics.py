@@ -167,6 +167,14 @@ class Metrics:
             "Operations on the Redis that counts usage for keys' limits that failed, or were "
             "skipped after a failure.",
         )
+        self.peer_routers = made.gauge(
+            "peer_routers", "Other routers whose load this router takes into account."
+        )
+        self.peer_exchange_errors = made.counter(
+            "peer_exchange_errors{operation,result}",
+            "Exchanges of load with other routers through Redis that failed, that were skipped "
+            "after a failure, or that found an invalid report.",
+        )
         self.file_trouble = made.callback_gauge(
             "file_trouble{file}",
             "1 while a watched file has unusable content and the last usable content stays in "

@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             seed=options.seed,
             speed=SPEEDS[options.speed],
             routers=routers,
+            share_interval=options.share_interval,
             arrivals=traces.get(shape, ()),
         )
         outcome = Simulation(setup).run()
@@ -171,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         help="arrivals of one instant are spread until the next; the published ones come in ticks",
     )
     add("--routers", nargs="+", type=engines, default=[1], metavar="N",
-        help="routers that share nothing, each of which gets requests by chance (1)")  # fmt: skip
+        help="routers, each of which gets requests by chance (1)")  # fmt: skip
+    add("--share-interval", type=_positive, default=0.0, metavar="S",
+        help="seconds between reports of a router to the others (they share nothing)")  # fmt: skip
     add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")
     add("--ttft-goal", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--tpot-goal", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")

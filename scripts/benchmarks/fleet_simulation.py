@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import Generic, TypeVar
 
 from router.routing.chunk_index import ChunkIndex
+from router.routing.peers import PeerRouters
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import POLICIES, PREFILL_POLICIES
@@ -125,7 +126,7 @@ class Prefiller(Engine):
         done, self.batch = self.batch, []
         for (job, _, _, prefiller, _, tokens), _ in done:
             self.cache.add(job.chunks)
-            prefiller.end(tokens)
+            prefiller.add_load(-1, -tokens)
         return done
 
 
@@ -179,7 +180,7 @@ class Decoder(Engine):
         while self.running and self.running[0][0] <= self.steps + 1e-6:
             job, seen = heapq.heappop(self.running)[2]
             self.cache.add(job.after)
-            seen.end(job.tokens)
+            seen.add_load(-1, -job.tokens)
             done.append(job)
         return done
 
@@ -197,24 +198,28 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass(slots=True, eq=False)
 class Seen(Generic[E]):
-    """An engine as a router sees it: only this router's own legs count as its load."""
+    """An engine as a router sees it: its own legs, and in the totals what other routers report."""
 
     engine: E
     name: str
     in_flight: int = 0
     tokens_in_flight: int = 0
+    total_legs: int = 0
+    total_tokens: int = 0
 
     @property
     def cache_tokens(self) -> int:
         return self.engine.cache.tokens
 
-    def begin(self, tokens: int) -> None:
-        self.in_flight += 1
+    def add_load(self, legs: int, tokens: int) -> None:
+        self.in_flight += legs
         self.tokens_in_flight += tokens
+        self.total_legs += legs
+        self.total_tokens += tokens
 
-    def end(self, tokens: int) -> None:
-        self.in_flight -= 1
-        self.tokens_in_flight -= tokens
+    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
+        self.total_legs = self.in_flight + legs
+        self.total_tokens = self.tokens_in_flight + tokens
 
 
 class Router:
@@ -229,6 +234,10 @@ class Router:
         self.decode_policy = decode(setup.decode_bound, index)
         self.prefillers = tuple(Seen(one, one.name) for one in prefillers)
         self.decoders = tuple(Seen(one, one.name) for one in decoders)
+        self.peers = PeerRouters(index)
+
+    def report(self) -> bytes:
+        return self.peers.report((*self.prefillers, *self.decoders))
 
 
 PREFILL_BOUND = LoadBound(1.5, 2)
@@ -269,7 +278,9 @@ class Setup:
     seed: int = 0
     speed: Speed = SPEEDS["generic"]
     routers: int = 1
-    """They share nothing; each request goes to one by chance."""
+    """Each request goes to one by chance."""
+    share_interval: float = 0.0
+    """Seconds between two reports of a router to the others; 0: they share nothing."""
     arrivals: Sequence[Arrival] = ()
 
 
@@ -309,7 +320,7 @@ class Simulation:
         self._numbers = count()
         self._now = 0.0
         self._left = len(setup.arrivals) or setup.requests
-        self._counted_from = WARM_UP_SHARE * self._left
+        self._counted_from, self._total = WARM_UP_SHARE * self._left, self._left
         self._done = 0
         self._turn = 0
         self._phase_ends, self._rate_now = 0.0, 1.0
@@ -321,11 +332,21 @@ class Simulation:
             self._at(at, self._ask, job)
         if not self.setup.arrivals:
             self._at(0.0, self._arrive)
+        for number, router in enumerate(self.routers if self.setup.share_interval else ()):
+            self._at(number / len(self.routers) * self.setup.share_interval, self._share, router)
         events = self._events
         while events:
             self._now, _, act, arguments = heapq.heappop(events)
             act(*arguments)
         return self.outcome
+
+    def _share(self, router: Router) -> None:
+        report = router.report()
+        for other in self.routers:
+            other.peers.take(report, self._now)
+            other.peers.update(self._now)
+        if self._done < self._total:
+            self._at(self._now + self.setup.share_interval, self._share, router)
 
     def _at(self, when: float, act: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
@@ -387,7 +408,7 @@ class Simulation:
     def _stay(self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder]) -> None:
         self.outcome.alone += 1
         router.decode_policy.note_sent(decoder.name, ask)
-        decoder.begin(job.tokens)
+        decoder.add_load(1, job.tokens)
         done, cached = decoder.engine.prefill(job, self._now)
         self._plan(decoder.engine)
         self._at(done, self._computed, job, ask, router, decoder, cached)
@@ -398,9 +419,9 @@ class Simulation:
         tokens = job.tokens - policy.expected_tokens(prefiller.name, ask)
         policy.note_sent(prefiller.name, ask)
         router.decode_policy.note_sent(decoder.name, ask)
-        prefiller.begin(tokens)
+        prefiller.add_load(1, tokens)
         if not self.setup.late:
-            decoder.begin(job.tokens)
+            decoder.add_load(1, job.tokens)
         engine = prefiller.engine
         engine.waiting.append((job, ask, router, prefiller, decoder, tokens))
         if not engine.batch:
@@ -410,7 +431,7 @@ class Simulation:
         for (job, ask, router, prefiller, decoder, _), cached in engine.finish():
             router.prefill_policy.note_cached(prefiller.name, ask, cached)
             if self.setup.late:
-                decoder.begin(job.tokens)
+                decoder.add_load(1, job.tokens)
             missing = job.tokens - decoder.engine.look_up(job)
             moved = TRANSFER_S + missing / self._speed.transfer_tokens_per_s
             self._at(self._now + moved, self._computed, job, ask, router, decoder, job.tokens)

@@ -61,10 +61,16 @@ def test_goals_that_nothing_meets_have_no_goodput(
     assert rows(capsys, *arguments, "--ttft-goal", "0.001")[0][5] == "0.000"
 
 
-def test_several_routers_each_know_their_own_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ("--shape", "chat", "--requests", "600", "--prefill-policy", "prefix")
-    one, four = rows(capsys, *shape, "--routers", "1", "4", "--prefillers", "4", "--decoders", "2")
-    assert int(one[10].rstrip("%")) > int(four[10].rstrip("%"))
+def test_several_routers_find_as_much_as_one_if_they_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ("--shape", "chat", "--requests", "1200", "--prefill-policy", "prefix")
+    fleet = ("--prefillers", "4", "--decoders", "2")
+    one, four = rows(capsys, *shape, *fleet, "--routers", "1", "4")
+    (sharing,) = rows(capsys, *shape, *fleet, "--routers", "4", "--share-interval", "0.2")
+    hits = [int(row[10].rstrip("%")) for row in (one, four, sharing)]
+    assert hits[1] < hits[2] - 3
+    assert hits[2] >= hits[0] - 3
 
 
 @pytest.mark.parametrize(

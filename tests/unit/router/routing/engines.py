@@ -12,8 +12,8 @@ BOUND = LoadBound(1.5, 8)
 @dataclass(slots=True, eq=False)
 class Engine:
     name: str
-    in_flight: int = 0
-    tokens_in_flight: int = 0
+    total_legs: int = 0
+    total_tokens: int = 0
     cache_tokens: int = 0
 
 
@@ -25,5 +25,5 @@ def loaded(loads: list[tuple[int, int]]) -> tuple[Engine, ...]:
     """From pairs of tokens and legs."""
     made = engines(len(loads))
     for engine, (tokens, legs) in zip(made, loads, strict=True):
-        engine.tokens_in_flight, engine.in_flight = tokens, legs
+        engine.total_tokens, engine.total_legs = tokens, legs
     return made

@@ -112,7 +112,7 @@ def test_the_fuller_of_two_random_engines_is_never_first() -> None:
 def test_load_policies_keep_every_engine_near_the_mean(name: str, most: int, count: int) -> None:
     candidates = engines(count)
     _fill(EVERY[name](BOUND, ChunkIndex()), candidates, 50 * count)
-    assert max(engine.in_flight for engine in candidates) <= 50 + most
+    assert max(engine.total_legs for engine in candidates) <= 50 + most
 
 
 @given(st.integers(0, 1100), st.integers(0, 2**64 - 1))
@@ -134,9 +134,9 @@ def test_only_what_is_above_floor_and_mean_is_overloaded(
     loads: list[tuple[int, int]], floor: int, factor: float
 ) -> None:
     candidates = loaded(loads)[:SAMPLE_SIZE]
-    mean = sum(engine.in_flight for engine in candidates) / len(candidates)
+    mean = sum(engine.total_legs for engine in candidates) / len(candidates)
     for engine in candidates:
-        expected = engine.in_flight >= floor and engine.in_flight > factor * mean
+        expected = engine.total_legs >= floor and engine.total_legs > factor * mean
         assert LoadBound(factor, floor).is_overloaded(engine, candidates) == expected
 
 
@@ -159,7 +159,7 @@ def _fill(policy: Policy, candidates: tuple[Engine, ...], turns: int) -> Counter
         ask = RoutingQuery(turn, f"session {turn}", (turn,))
         engine = policy.order(candidates, ask)[0]
         policy.note_sent(engine.name, ask)
-        engine.in_flight += 1
-        engine.tokens_in_flight += 1
+        engine.total_legs += 1
+        engine.total_tokens += 1
         chosen[engine.name] += 1
     return chosen

@@ -46,32 +46,32 @@ FLEET = engines(6)
 @pytest.fixture(autouse=True)
 def _idle() -> None:
     for engine in FLEET:
-        engine.in_flight = engine.tokens_in_flight = 0
+        engine.total_legs = engine.total_tokens = 0
 
 
 def test_the_longest_match_wins_and_the_next_one_stands_in_when_it_is_overloaded() -> None:
     a, b, c = FLEET[:3]
     policy = _told((a, (1, 2)), (b, (1, 2, 3, 4)), (c, (1,)))
     assert policy.order(FLEET, _ask(1, 2, 3, 4, 5))[0] is b
-    b.in_flight = 20
+    b.total_legs = 20
     order = policy.order(FLEET, _ask(1, 2, 3, 4, 5))
     assert order[0] is a
-    a.in_flight = 20
+    a.total_legs = 20
     assert policy.order(FLEET, _ask(1, 2, 3, 4, 5))[0] is c
 
 
 def test_of_equal_matches_the_less_loaded_wins() -> None:
     a, b = FLEET[:2]
     policy = _told((a, (1, 2)), (b, (1, 2)))
-    a.tokens_in_flight = 5
+    a.total_tokens = 5
     assert policy.order(FLEET, _ask(1, 2, 9))[0] is b
-    b.tokens_in_flight = 6
+    b.total_tokens = 6
     assert policy.order(FLEET, _ask(1, 2, 9))[0] is a
 
 
 def test_an_unknown_prompt_goes_by_load() -> None:
     for engine in FLEET[1:]:
-        engine.tokens_in_flight = 1
+        engine.total_tokens = 1
     assert _told((FLEET[3], (1, 2))).order(FLEET, _ask(7, 8))[0] is FLEET[0]
 
 
@@ -241,22 +241,22 @@ def test_prefill_goes_where_the_least_is_left_to_compute() -> None:
     a, b = FLEET[:2]
     policy = _told((a, (1, 2)), (b, (1, 2, 3, 4)), make=PrefillCost)
     for engine in FLEET:
-        engine.tokens_in_flight = 10_000
+        engine.total_tokens = 10_000
     assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[:2] == [b, a]
     # Beyond two more chunks' worth of queue, the shorter match is better.
     limit = 2 * TOKENS_PER_CHUNK / QUEUE_SHARE
-    b.tokens_in_flight = 10_000 + int(limit) - 1
+    b.total_tokens = 10_000 + int(limit) - 1
     assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[0] is b
-    b.tokens_in_flight = 10_000 + int(limit) + 1
+    b.total_tokens = 10_000 + int(limit) + 1
     assert policy.order(FLEET, _prompt(1, 2, 3, 4, 5))[0] is a
 
 
 def test_idle_engine_without_a_match_gets_the_prompt_once_it_is_sooner() -> None:
     a, *others = FLEET
     policy = _told((a, (1, 2, 3, 4)), make=PrefillCost)
-    a.tokens_in_flight = 4 * TOKENS_PER_CHUNK - 1
+    a.total_tokens = 4 * TOKENS_PER_CHUNK - 1
     assert policy.order(FLEET, _prompt(1, 2, 3, 4))[0] is a
-    a.tokens_in_flight = 4 * TOKENS_PER_CHUNK + 1
+    a.total_tokens = 4 * TOKENS_PER_CHUNK + 1
     assert policy.order(FLEET, _prompt(1, 2, 3, 4))[0] in others
 
 
@@ -275,12 +275,12 @@ def test_prefill_cost_is_the_least_of_all_engines(
         policy.note_sent(FLEET[engine].name, query)
         policy.note_cached(FLEET[engine].name, query, 0)
     for one, tokens in zip(FLEET, queued, strict=True):
-        one.tokens_in_flight = tokens
+        one.total_tokens = tokens
     query = _prompt(*_chained(asked))
 
     def cost(engine: Engine) -> float:
         missing = query.tokens - policy.expected_tokens(engine.name, query)
-        return missing + QUEUE_SHARE * engine.tokens_in_flight
+        return missing + QUEUE_SHARE * engine.total_tokens
 
     assert cost(policy.order(FLEET, query)[0]) == min(map(cost, FLEET))
 

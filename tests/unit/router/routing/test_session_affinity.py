@@ -63,23 +63,23 @@ def test_a_session_leaves_an_overloaded_engine_and_returns() -> None:
     policy, candidates = SessionAffinity(BOUND), engines(5)
     ask = RoutingQuery(1, session="s")
     own, next_one = policy.order(candidates, ask)[:2]
-    own.in_flight = 20
+    own.total_legs = 20
     order = policy.order(candidates, ask)
     assert order[0] is next_one
     assert own not in order[:2]
-    own.in_flight = 7
+    own.total_legs = 7
     assert policy.order(candidates, ask)[0] is own
 
 
 def test_when_its_engines_are_all_overloaded_a_session_goes_by_load() -> None:
     policy, candidates = SessionAffinity(BOUND), engines(100)
     for place in HashRing([engine.name for engine in candidates]).nearest("s"):
-        candidates[place].in_flight = candidates[place].tokens_in_flight = 100
+        candidates[place].total_legs = candidates[place].total_tokens = 100
     order = policy.order(candidates, RoutingQuery(2, session="s"))
-    assert order[0].in_flight == 0
+    assert order[0].total_legs == 0
 
 
 def test_without_a_session_load_decides() -> None:
     policy, candidates = SessionAffinity(BOUND), engines(2)
-    candidates[0].tokens_in_flight = 1
+    candidates[0].total_tokens = 1
     assert all(policy.order(candidates, RoutingQuery(n))[0] is candidates[1] for n in range(20))
