@@ -239,11 +239,11 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
         engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
         assert engine is not None
         await told(engine)
-        engine.in_flight += 5
+        engine.add_load(5, 0)
         await chat(router, AGAIN)
         assert (offered(p), turns(router, "decoder_overloaded")) == (None, 1)
         await eventually(lambda: given_back(home) == [KEPT])
-        engine.in_flight -= 5
+        engine.add_load(-5, 0)
 
 
 @pytest.mark.parametrize("alone", [True, False])
