@@ -44,7 +44,7 @@ const NEEDS = {
 
 function onEvent(name, content) {
   state.take(name, content);
-  connection.isLive();
+  connection.showLive();
   if (name === "snapshot") {
     setText($("version"), content.version);
     showLinks(content);
@@ -71,12 +71,12 @@ function findModels() {
 
 // A router that shuts down ends the feed, and answers until its last request has ended.
 function onEnd() {
-  if (state.isStopping) connection.isStopping();
+  if (state.isStopping) connection.showStopping();
   else onLost("it has closed the connection");
 }
 
 function onLost(text, isRefusal = false) {
-  connection.isLost(text, isRefusal);
+  connection.showLost(text, isRefusal);
   show(parts.fleet, parts.requests, parts.totals, parts.problems);
 }
 

@@ -9,7 +9,7 @@ export class Connection {
     this.isRefusal = false;
   }
 
-  isLive() {
+  showLive() {
     if (this.state.isLive && $("link").className === "live") return;
     const wasLost = this.state.hasSnapshot && this.lostAt;
     this.state.isLive = true;
@@ -17,7 +17,7 @@ export class Connection {
     document.body.classList.remove("is-lost", "is-connecting");
     $("lost").hidden = true;
     if (this.state.isStopping) {
-      this.isStopping();
+      this.showStopping();
     } else {
       $("link").className = "live";
       setText($("link"), "live");
@@ -25,13 +25,13 @@ export class Connection {
     if (wasLost) setText($("announce"), "The connection to the router is back.");
   }
 
-  isStopping() {
+  showStopping() {
     $("link").className = "";
     setText($("link"), "shutting down");
   }
 
   // `isRefusal`: the router answers, but sends no figures.
-  isLost(why, isRefusal) {
+  showLost(why, isRefusal) {
     this.why = why;
     this.isRefusal = isRefusal;
     if (this.state.isLive || !this.lostAt) {
