@@ -72,9 +72,8 @@ class Detokenizer:
 class StopStrings:
     """Finds stop strings in streamed text; keeps back exactly what may still become one."""
 
-    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
-        self._include = include_in_output
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
         self._held = ""
 
     def scan(self, piece: str) -> tuple[str, str | None]:
@@ -84,7 +83,7 @@ class StopStrings:
         if found:
             at, stop = min(found)
             self._held = ""
-            return text[: at + len(stop) if self._include else at], stop
+            return text[:at], stop
         cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[cut:]
         return text[:cut], None
@@ -136,17 +135,14 @@ class GeneratedAnswer:
         self._detokenizer = Detokenizer(
             tokenizer, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        self._stops = StopStrings(
-            sampling.stop, include_in_output=sampling.include_stop_str_in_output
-        )
+        self._stops = StopStrings(sampling.stop)
 
     def accept(self, token_id: int) -> Accepted:
         """Add the sequence's next token. Returns the new text, and why the answer ends with it."""
         sampling = self._sampling
         self._num_output_tokens += 1
         finish = self._stop_token(token_id)
-        is_visible = finish is None or sampling.include_stop_str_in_output
-        text, matched = self._detokenizer.push(token_id) if is_visible else "", None
+        text, matched = self._detokenizer.push(token_id) if finish is None else "", None
         if self._num_output_tokens > sampling.min_tokens:
             text, matched = self._stops.scan(text)
         if matched is not None and finish is None:
@@ -163,9 +159,8 @@ class GeneratedAnswer:
         sampling = self._sampling
         if self._num_output_tokens <= sampling.min_tokens and sampling.grammar is None:
             return None  # Never sampled so early; in a resumed answer it ends nothing.
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return stopped()
-        return stopped(token_id) if token_id in sampling.stop_token_ids else None
+        is_end = token_id in self._eos_token_ids and not sampling.ignore_eos
+        return stopped() if is_end else None
 
 
 class ResumeError(ValueError):

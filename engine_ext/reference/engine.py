@@ -37,36 +37,20 @@ CALL_TIMEOUT_S = 30.0
 DRAIN_POLL_S = 0.02
 CHECK_INTERVAL_S = 10.0
 """Between two checks of the bookkeeping; one costs milliseconds for a large cache."""
-_NOT_RUNNING = "the engine is not running"
-
-
-class EngineEndedError(RuntimeError):
-    """The engine's thread has ended."""
 
 
 class OutputStream:
-    """One request's outputs. Outputs that come while the consumer is busy are merged into one, so a
-    slow consumer needs no more memory than the answer itself."""
+    """One request's outputs, for one consumer, in its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pending: list[RequestOutput] = []
-        self._ready = asyncio.Event()
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self.get = self._outputs.get
 
     def put(self, output: RequestOutput) -> None:
         """From any thread."""
         with contextlib.suppress(RuntimeError):  # The loop is closed, so there is no reader.
-            self._loop.call_soon_threadsafe(self._add, output)
-
-    def _add(self, output: RequestOutput) -> None:
-        self._pending.append(output)
-        self._ready.set()
-
-    async def get(self) -> RequestOutput:
-        await self._ready.wait()
-        self._ready.clear()
-        outputs, self._pending = self._pending, []
-        return merge(outputs)
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
@@ -129,12 +113,12 @@ class ReferenceEngine:
                 answered = output.finish_reason is not None
         finally:
             if not answered:
-                self._put(partial(self._abort, request.request_id, stream))
+                self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Its consumer gets a last output with finish_reason `abort`. One that has ended gives up
         what it keeps for a remote. Unknown ids are ignored."""
-        self._put(partial(self._abort, request_id, None))
+        self._put(partial(self._abort, request_id))
 
     def decline(self, params: dict[str, Any]) -> None:
         """A request with these `kv_transfer_params` was refused: a remote may hold blocks for it.
@@ -163,18 +147,13 @@ class ReferenceEngine:
 
     def check_integrity(self) -> None:
         """Between two steps. Raises IntegrityError, or TimeoutError after half a minute."""
-        try:
-            self._call(self._core.scheduler.check_integrity).result(CALL_TIMEOUT_S)
-        except EngineEndedError:
-            self._core.scheduler.check_integrity()
+        self._call(self._core.scheduler.check_integrity).result(CALL_TIMEOUT_S)
 
     async def release(self, engine_id: str, request_id: str) -> bool:
         """No remote will read this request's KV. True: it was held."""
         released = self._call(partial(self._core.scheduler.release, engine_id, request_id))
-        with contextlib.suppress(EngineEndedError):
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await asyncio.wrap_future(released)
-        return False
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            return await asyncio.wrap_future(released)
 
     def drain(self, timeout: float) -> bool:
         """Waits until no remote reader needs our blocks. Blocks; False after `timeout` seconds.
@@ -214,13 +193,11 @@ class ReferenceEngine:
         command()
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run `function` between two steps; EngineEndedError if no step follows."""
+        """Run `function` between two steps, or at once if no step follows."""
         result: Future[T] = Future()
 
         def run() -> None:
             try:
-                if self._has_ended:
-                    raise EngineEndedError(_NOT_RUNNING)
                 result.set_result(function())
             except Exception as error:
                 result.set_exception(error)
@@ -285,16 +262,12 @@ class ReferenceEngine:
         if self._has_ended:
             stream.put(_not_running(request.request_id))
             return
+        self._streams[request.request_id] = stream
         output = self._core.add(request, resumed)
-        if output is None or output.finish_reason is None:
-            self._streams[request.request_id] = stream
-        if output is not None:
-            self._deliveries.append((stream, output))
+        self._address([output] if output else [])
 
-    def _abort(self, request_id: str, owner: OutputStream | None) -> None:
-        """With an `owner`, only if the request belongs to that stream."""
-        is_owners = owner is None or self._streams.get(request_id, owner) is owner
-        if is_owners and not self._has_ended:
+    def _abort(self, request_id: str) -> None:
+        if not self._has_ended:
             output = self._core.abort(request_id)
             self._address([output] if output else [])
 
@@ -312,4 +285,6 @@ class ReferenceEngine:
 
 
 def _not_running(request_id: str) -> RequestOutput:
-    return RequestOutput(request_id=request_id, finish_reason="error", error=_NOT_RUNNING)
+    return RequestOutput(
+        request_id=request_id, finish_reason="error", error="the engine is not running"
+    )

@@ -5,7 +5,6 @@ own rotary embedding, pairs beside each other; Hugging Face has halves. And a GG
 its tokenizer by vocabulary and merges alone: text is split before them as SmolLM2 wants it.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from safetensors.torch import save
+from tokenizers import Tokenizer, pre_tokenizers
+
+from engine_ext.reference.tiny_model import byte_level_tokenizer, write_files
 
 Fields = dict[str, Any]
 
@@ -46,18 +47,18 @@ def convert(source: Path, target: Path) -> None:
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     weights = dict(_weights(reader, fields))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer(fields).save(str(target / "tokenizer.json"))
     ids = {
         f"{name}_token_id": fields[f"tokenizer.ggml.{kind}_token_id"]
         for name, kind in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
-    for name, content in (
-        ("tokenizer_config", _tokenizer_config(fields, ids)),
-        ("generation_config", ids),
-        ("config", _config(fields, is_tied="lm_head.weight" not in weights) | ids),
-    ):
-        (target / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    files: dict[str, Any] = {
+        "model.safetensors": save(weights, {"format": "pt"}),
+        "tokenizer.json": _tokenizer(fields).to_str(pretty=True).encode(),
+        "tokenizer_config.json": _tokenizer_config(fields, ids),
+        "generation_config.json": ids,
+        "config.json": _config(fields, is_tied="lm_head.weight" not in weights) | ids,
+    }
+    write_files(target, files)
 
 
 def _weights(reader: "gguf.GGUFReader", fields: Fields) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,17 +89,9 @@ def _tokenizer(fields: Fields) -> Tokenizer:
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), byte_level]
-    )
-    made.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    made.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
-    return made
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return byte_level_tokenizer(vocabulary, merges, special, digits)
 
 
 def _tokenizer_config(fields: Fields, ids: dict[str, int]) -> dict[str, Any]:
@@ -123,12 +116,9 @@ def _config(fields: Fields, *, is_tied: bool) -> dict[str, Any]:
         "num_attention_heads": fields["llama.attention.head_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields["llama.rope.dimension_count"],
-        "hidden_act": "silu",
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": fields["llama.rope.freq_base"],
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": is_tied,
         "torch_dtype": "bfloat16",
     }

@@ -2,35 +2,24 @@
 
 The package llguidance computes after each token which tokens may come next. The thread that reads a
 request compiles its grammar, so that a wrong one is refused before anything is computed; the
-engine's thread starts a copy of it for each answer. llguidance compiles some schemas (twenty
-patterns that must all match) forever, and a thread that is in it cannot be stopped. So each new
-schema is compiled first in a process that can be killed.
+engine's thread starts a copy of it for each answer. Nothing stops a thread that compiles a schema
+without end, such as twenty patterns that must all match.
 """
 
 import functools
-import subprocess
-import sys
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 MAX_GRAMMAR = 256 * 1024
 """Characters of one schema."""
 NUM_KEPT = 32
 """Compiled grammars: clients send the same few again and again."""
-COMPILE_TIMEOUT_S = 5.0
-"""An ordinary schema takes some milliseconds."""
-_COMPILE = """
-import llguidance, resource, sys
-seconds = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # if its parent is killed first
-text, tokenizer = sys.stdin.buffer.read().decode(), llguidance.LLTokenizer("byte")
-llguidance.LLMatcher(tokenizer, text, log_level=0).compute_bitmask()
-"""
-JSON_OPTIONS: dict[str, Any] = {
+JSON_OPTIONS: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -80,10 +69,8 @@ class GrammarCompiler:
             raise ValueError("this model has no token that ends an answer")
         if len(schema) > MAX_GRAMMAR:
             raise ValueError(f"it is longer than {MAX_GRAMMAR} characters")
-        library = _library()
-        definition = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
-        check_compiles(definition)
-        matcher = library.LLMatcher(self._vocabulary, definition, log_level=0)
+        definition = LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        matcher = LLMatcher(self._vocabulary, definition, log_level=0)
         # The first mask takes longest, and shows most of what is too complex.
         trial = matcher.deep_copy()
         trial.compute_bitmask()
@@ -94,36 +81,9 @@ class GrammarCompiler:
     @functools.cached_property
     def _vocabulary(self) -> Any:
         """Takes most of a second for 50,000 tokens, so it is made for the first grammar."""
-        return _library().LLTokenizer(
+        return LLTokenizer(
             self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
         )
-
-
-def check_compiles(definition: str, timeout_s: float = COMPILE_TIMEOUT_S) -> None:
-    """Raise ValueError for a grammar that is not compiled in time, or crashes the compiler.
-
-    A grammar that is merely wrong passes: the compiler itself explains best what is wrong.
-    """
-    command = [sys.executable, "-P", "-c", _COMPILE, str(int(timeout_s) + 1)]
-    quiet = subprocess.DEVNULL
-    try:
-        ended = subprocess.run(
-            command, input=definition.encode(), timeout=timeout_s, stdout=quiet, stderr=quiet
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"it is too complex: not compiled in {timeout_s:g} s") from None
-    if ended.returncode != 0:
-        raise ValueError("it is too complex to be compiled")
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise ValueError(
-            "the package llguidance is not installed: pip install 'disagg-router[engine]'"
-        ) from None
-    return llguidance
 
 
 def _first_lines(error: str) -> str:

@@ -3,9 +3,11 @@ connector, its HTTP server. The one place that knows all parts."""
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import uvloop
@@ -16,16 +18,15 @@ from engine_ext.common.types import CacheGeometry
 from engine_ext.connector import Connector, build_connector
 from engine_ext.http import identity
 from engine_ext.reference.answer import StopRules
-from engine_ext.reference.compatibility import model_factors, renders
 from engine_ext.reference.config import EngineConfig, ReferenceSettings
 from engine_ext.reference.core import ConnectorFactory, EngineCore
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model import Decoder
-from engine_ext.reference.model_config import ModelConfig, read_model_config
+from engine_ext.reference.model_config import ModelConfig, model_factors, read_model_config, renders
 from engine_ext.reference.server.app import build_app
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from engine_ext.reference.server.serving import serve
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.reference.weights import load_weights
@@ -61,24 +62,24 @@ def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) 
 
 def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
     """Raises ValueError, one line, for a checkpoint that does not fit its config.json."""
-    max_positions = max_model_len(config, model_config)
     weights = load_weights(config.model, model_config, torch.device(config.device))
-    return Decoder(model_config, weights, max_positions)
+    return Decoder(model_config, weights, max_model_len(config, model_config))
 
 
 def _check_device(name: str) -> None:
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = "unknown"
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda, cuda:N")
+    if name != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r}: no CUDA device is available")
 
 
 class HostError(Exception):
-    """The engine cannot start, or cannot stop: one line that says why."""
+    """The engine cannot start, or did not stop well: one line that says why."""
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,13 @@ class Host:
             if not self.engine.drain(max(0.0, shutdown_timeout - spent)):
                 logger.warning("other engines have not read all leased blocks")
         finally:
-            self._stop()
-        logger.info("stopped")
-
-    def _stop(self) -> None:
-        try:
-            self.engine.shutdown(STEP_TIMEOUT_S)
-        except TimeoutError as error:
-            raise HostError(str(error)) from error
+            try:
+                self.engine.shutdown(STEP_TIMEOUT_S)
+            except TimeoutError as error:
+                raise HostError(str(error), status=1) from error
         if self.engine.has_failed:
-            raise HostError("the engine failed: see the log")
+            raise HostError("the engine failed: see the log", status=1)
+        logger.info("stopped")
 
 
 def build_host(settings: ReferenceSettings) -> Host:
@@ -116,7 +114,8 @@ def build_host(settings: ReferenceSettings) -> Host:
         model_config = read_model_config(config.model, config.dtype, config.device)
         model = _served_model(settings, model_config)
         started = time.monotonic()
-        engine = build_engine(config, _connector_factory(settings) if settings.connector else None)
+        connect = partial(_connect, settings) if settings.connector else None
+        engine = build_engine(config, connect)
         logger.info("loaded %s in %.1f s", config.model, time.monotonic() - started)
         return Host(model, engine, _description(settings))
     except (ValueError, OSError, AgentError) as error:
@@ -138,20 +137,18 @@ def _served_model(settings: ReferenceSettings, model_config: ModelConfig) -> Ser
     )
 
 
-def _connector_factory(settings: ReferenceSettings) -> ConnectorFactory:
-    config, engine, at = settings.connector, settings.engine, settings.side_channel
+def _connect(
+    settings: ReferenceSettings, model_config: ModelConfig, geometry: CacheGeometry
+) -> Connector:
+    config, engine, (host, port) = settings.connector, settings.engine, settings.side_channel
     assert config is not None
-
-    def connect(model_config: ModelConfig, geometry: CacheGeometry) -> Connector:
-        return build_connector(
-            config,
-            replace(geometry, is_staged=is_staged(config, engine)),
-            host=at.host,
-            port=at.port,
-            model_factors=model_factors(engine.model, model_config),
-        )
-
-    return connect
+    return build_connector(
+        config,
+        replace(geometry, is_staged=is_staged(config, engine)),
+        host=host,
+        port=port,
+        model_factors=model_factors(engine.model, model_config),
+    )
 
 
 def is_staged(config: ConnectorConfig, engine: EngineConfig) -> bool:
@@ -166,12 +163,12 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         versions={"torch": identity.installed_version("torch")},
         access=OPEN,
     )
-    connector, at = settings.connector, settings.side_channel
+    connector = settings.connector
     if connector is None:
         return description
     return replace(
         description,
-        side_channels=(identity.SideChannel(0, at.host, at.port),),
+        side_channels=(identity.SideChannel(0, *settings.side_channel),),
         transfer_modes=(connector.transfer_mode,),
         capabilities=(*CAPABILITIES, *WITH_CONNECTOR, *identity.capabilities_of(connector)),
         access=connector.access,

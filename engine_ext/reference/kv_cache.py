@@ -71,18 +71,17 @@ def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     asked = config.max_model_len
     if asked is None:
         return min(positions, in_cache)
-    if asked > positions:
-        raise ValueError(f"max_model_len {asked} is more than the model's {positions} positions")
-    if asked > in_cache:
-        raise ValueError(f"max_model_len {asked} is more than the KV cache's {in_cache} tokens")
+    for limit, what in ((positions, "model's {} positions"), (in_cache, "KV cache's {} tokens")):
+        if asked > limit:
+            raise ValueError(f"max_model_len {asked} is more than the {what.format(limit)}")
     return asked
 
 
 def num_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
-    per_token = model_config.num_layers * model_config.kv_bytes_per_token_and_layer
-    block_bytes = per_token * config.block_size
+    row_bytes = model_config.num_kv_heads * model_config.row_dim * model_config.dtype.itemsize
+    block_bytes = model_config.num_layers * row_bytes * config.block_size
     count = config.kv_cache_memory_mib * 2**20 // block_bytes
     if count < 2:
         raise ValueError(

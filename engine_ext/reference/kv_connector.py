@@ -1,10 +1,10 @@
-"""What this engine needs of a KV connector; `engine_ext.connector.Connector` provides it.
+"""What this engine needs of a KV connector, and the connector of an engine that transfers nothing.
 
-The methods' bodies are the connector of an engine that transfers nothing, `NoConnector`.
+`engine_ext.connector.Connector` provides it; the hooks are described there and in its two halves.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_ext.common.config import LoadFailurePolicy
 from engine_ext.common.inspection import Inspection
@@ -26,93 +26,46 @@ from engine_ext.worker.staging import StagingFactory
 
 class SchedulerHalf(Protocol):
     @property
-    def proofs_unreadable(self) -> int:
-        """For ConnectorStats. Read from any thread."""
-        return 0
-
+    def proofs_unreadable(self) -> int: ...
     @property
-    def engine_id_clashes(self) -> int:
-        """Likewise."""
-        return 0
-
+    def engine_id_clashes(self) -> int: ...
     @property
-    def load_failures(self) -> LoadFailures:
-        """What answers report of failed loads."""
-        return LoadFailures()
-
+    def load_failures(self) -> LoadFailures: ...
+    @property
+    def wants_steps(self) -> bool: ...
     def on_new_request(self, request: EngineRequest) -> None: ...
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
-    ) -> MatchedTokens:
-        return MatchedTokens(0, False)
-
+    ) -> MatchedTokens: ...
     def update_state_after_alloc(
         self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None: ...
-    def fail_load(self, request_id: str) -> None:
-        """`update_state_after_alloc` raised for a request that now waits for a load."""
-
-    @property
-    def wants_steps(self) -> bool:
-        """Whether `on_step` is to be called."""
-        return False
-
+    def fail_load(self, request_id: str) -> None: ...
     def on_step(
         self, request_id: str, block_ids: BlockIds, num_computed_tokens: int, num_new_tokens: int
     ) -> None: ...
-    def on_preempted(self, request_id: str) -> None:
-        """Its blocks go to others; it is computed again later."""
-
-    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
-        return "fail"
-
-    def has_pending_work(self) -> bool:
-        return False
-
-    def release(self, engine_id: str, request_id: str) -> bool:
-        """Give up what is kept for a remote reader. True: it was kept."""
-        return False
-
-    def revoke(self, request_id: str) -> bool:
-        """Likewise, for a request whose answer no client received."""
-        return False
-
-    def drain(self) -> None:
-        """Give up what is kept for later; what a remote reader waits for stays."""
-
-    def build_connector_meta(self) -> StepMetadata:
-        return EMPTY_STEP
-
-    def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Returns the results that the engine is to act upon."""
-        return results
-
+    def on_preempted(self, request_id: str) -> None: ...
+    def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy: ...
+    def has_pending_work(self) -> bool: ...
+    def release(self, engine_id: str, request_id: str) -> bool: ...
+    def revoke(self, request_id: str) -> bool: ...
+    def drain(self) -> None: ...
+    def build_connector_meta(self) -> StepMetadata: ...
+    def update_connector_output(self, results: TransferResults) -> TransferResults: ...
     def request_finished(
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
-    ) -> FinishDecision:
-        return FinishDecision(delay_free=False, kv_transfer_params=None)
-
-    def fail_finish(self, request_id: str) -> FinishDecision:
-        """`request_finished` raised: whether the blocks must stay all the same."""
-        return FinishDecision(delay_free=False, kv_transfer_params=None)
+    ) -> FinishDecision: ...
+    def fail_finish(self, request_id: str) -> FinishDecision: ...
 
 
 class WorkerHalf(Protocol):
     def set_wake(self, wake: Callable[[], None]) -> None: ...
     def start_load_kv(self, meta: StepMetadata) -> None: ...
-    def fail_loads(self, meta: StepMetadata) -> None:
-        """`start_load_kv` raised: loads that did not get through are reported as failed."""
-
+    def fail_loads(self, meta: StepMetadata) -> None: ...
     def wait_for_save(self, meta: StepMetadata) -> None: ...
-    def get_transfer_results(self) -> TransferResults:
-        return TransferResults()
-
-    def stats(self) -> ConnectorStats:
-        return ConnectorStats()
-
-    def inspect(self, asked: str | None = None) -> Inspection | None:
-        """None without a connector. Raises TimeoutError."""
-        return None
+    def get_transfer_results(self) -> TransferResults: ...
+    def stats(self) -> ConnectorStats: ...
+    def inspect(self, asked: str | None = None) -> Inspection | None: ...
 
 
 class KVConnector(Protocol):
@@ -120,25 +73,37 @@ class KVConnector(Protocol):
     def scheduler(self) -> SchedulerHalf: ...
     @property
     def worker(self) -> WorkerHalf: ...
-    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
-        """Register the KV memory, or the host buffers that `stage` makes; transfers may begin."""
-
-    def shutdown(self) -> None:
-        """No access to the KV memory after this."""
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None: ...
+    def shutdown(self) -> None: ...
 
 
-class _NoScheduler(SchedulerHalf):
-    pass
+class _NoHalf:
+    """`results` of the hooks, each of which does nothing else; None for one that is not there."""
 
+    def __init__(self, results: dict[str, Any], **attributes: Any) -> None:
+        self._results = results
+        vars(self).update(attributes)
 
-class _NoWorker(WorkerHalf):
-    pass
+    def __getattr__(self, hook: str) -> Any:
+        return lambda *_: self._results.get(hook)
 
 
 class NoConnector:
-    # An empty body does nothing, as it should here.
-    scheduler = _NoScheduler()  # type: ignore[abstract]
-    worker = _NoWorker()  # type: ignore[abstract]
+    def __init__(self) -> None:
+        self.scheduler: Any = _NoHalf(
+            {
+                "get_num_new_matched_tokens": MatchedTokens(0, False),
+                "build_connector_meta": EMPTY_STEP,
+                "request_finished": FinishDecision(delay_free=False, kv_transfer_params=None),
+            },
+            update_connector_output=lambda results: results,
+            wants_steps=False,
+            proofs_unreadable=0,
+            engine_id_clashes=0,
+            load_failures=LoadFailures(),
+        )
+        results = {"get_transfer_results": TransferResults(), "stats": ConnectorStats()}
+        self.worker: Any = _NoHalf(results)
 
     def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
         pass

@@ -24,8 +24,6 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     """Alternatives to report per token; 0 reports the chosen token alone, None nothing."""
@@ -42,8 +40,6 @@ class GenerateRequest:
     kv_transfer_params: dict[str, Any] | None = None
     cache_hit_threshold: float | None = None
     """Share of its tokens whose KV must be at hand, 0 to 1. None: the engine's default."""
-    is_only: bool = True
-    """The answer has no other choices. Only such an answer can continue on another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +97,12 @@ def failed(error: str) -> Finish:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since the engine's start."""
+    """Totals since the engine's start; server/metrics.py describes each."""
 
     prompt_tokens: int = 0
     prompt_tokens_computed: int = 0
-    """Prompt tokens this engine ran through the model, recomputation included."""
     prompt_tokens_cached: int = 0
-    """Prompt tokens found in the local prefix cache."""
     prompt_tokens_fetched: int = 0
-    """Prompt tokens whose KV came from another engine."""
     generation_tokens: int = 0
     requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason."""
@@ -124,8 +117,5 @@ class EngineStats(Counters):
     num_waiting: int
     num_waiting_for_remote_kv: int
     num_blocks_total: int
-    """Usable blocks."""
     num_blocks_free: int
-    """Blocks without a holder, those with reusable cached contents included."""
     num_blocks_delayed: int
-    """Blocks of finished requests, held for a remote reader."""

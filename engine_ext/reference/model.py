@@ -27,24 +27,17 @@ class ChunkInput:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSpan:
-    """The first `count` rows of the batch, one token each."""
+class AttentionSpan:
+    """Rows of the batch that attend together: one chunk, or all the sequences that decode."""
 
+    rows: slice
     count: int
+    """Sequences; each has as many rows as the others."""
     cache_rows: Tensor
     """[count * kv_heads * width]: the K and V to bring together, of a layer seen as [num_blocks *
     kv_heads, ...]."""
     mask: Tensor
-    """[count, 1, 1, width * block_size], added to the scores."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """These rows of the batch are one sequence's chunk with `context` tokens before it."""
-
-    rows: slice
-    context: int
-    cache_rows: Tensor
+    """[count, 1, heads per kv_head * length, width * block_size], added to the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +46,7 @@ class ForwardBatch:
     positions: Tensor
     write_rows: Tensor
     """[tokens * kv_heads]: the places of their K and V in a layer seen as [..., row_dim]."""
-    decode: DecodeSpan | None
-    prefills: tuple[PrefillSpan, ...]
+    spans: tuple[AttentionSpan, ...]
     logit_rows: Tensor
     """The last row of each chunk."""
 
@@ -62,25 +54,24 @@ class ForwardBatch:
 class BatchBuilder:
     def __init__(self, config: ModelConfig, *, block_size: int, device: torch.device) -> None:
         self._heads = torch.arange(config.num_kv_heads).view(1, -1, 1)
+        self._group = config.num_heads // config.num_kv_heads
+        self._dtype = config.dtype
         self._block_size = block_size
         self._device = device
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """`chunks`: those of one token first."""
         decodes = [chunk for chunk in chunks if len(chunk.token_ids) == 1]
-        first, prefills = len(decodes), []
-        for chunk in chunks[len(decodes) :]:
-            last = first + len(chunk.token_ids)
-            rows = self._cache_rows([chunk.block_ids])
-            prefills.append(PrefillSpan(slice(first, last), chunk.start, rows))
-            first = last
+        groups = [[chunk] for chunk in chunks[len(decodes) :]]
+        spans: list[AttentionSpan] = []
+        for group in [decodes, *groups] if decodes else groups:
+            spans.append(self._span(group, spans[-1].rows.stop if spans else 0))
         ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0)
         return ForwardBatch(
             token_ids=self._tensor([token for chunk in chunks for token in chunk.token_ids]),
             positions=self._tensor([place for chunk in chunks for place in chunk.positions]),
             write_rows=self._write_rows(chunks),
-            decode=self._decode(decodes) if decodes else None,
-            prefills=tuple(prefills),
+            spans=tuple(spans),
             logit_rows=(ends - 1).to(self._device),
         )
 
@@ -91,19 +82,23 @@ class BatchBuilder:
         rows = torch.tensor(blocks).view(-1, 1) * heads.numel() + heads.view(1, -1)
         return (rows * size + torch.tensor(offsets).view(-1, 1)).flatten().to(self._device)
 
-    def _decode(self, chunks: Sequence[ChunkInput]) -> DecodeSpan:
-        width = max(len(c.block_ids) for c in chunks)
+    def _span(self, chunks: Sequence[ChunkInput], first: int) -> AttentionSpan:
+        """`chunks` of one length; `first` is their first row in the batch."""
+        width = max(len(chunk.block_ids) for chunk in chunks)
         table = [[*c.block_ids, *[NULL_BLOCK] * (width - len(c.block_ids))] for c in chunks]
-        lengths = torch.tensor([[c.positions.stop] for c in chunks])
-        beyond = torch.arange(width * self._block_size) >= lengths
-        mask = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
-        mask = mask.view(len(chunks), 1, 1, -1).to(self._device)
-        return DecodeSpan(len(chunks), self._cache_rows(table), mask)
-
-    def _cache_rows(self, table: Sequence[Sequence[int]]) -> Tensor:
-        """Head by head: gathered, they are [sequence, head, position] without a second copy."""
         blocks = torch.tensor(table).unsqueeze(1)
-        return (blocks * self._heads.numel() + self._heads).flatten().to(self._device)
+        # Head by head: gathered, they are [sequence, head, position] without a second copy.
+        cache_rows = (blocks * self._heads.numel() + self._heads).flatten()
+        positions = torch.tensor([list(chunk.positions) for chunk in chunks], device=self._device)
+        places = torch.arange(width * self._block_size, device=self._device)
+        unseen = (places > positions.unsqueeze(-1)).repeat(1, self._group, 1)
+        mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device)
+        return AttentionSpan(
+            rows=slice(first, first + positions.numel()),
+            count=len(chunks),
+            cache_rows=cache_rows.to(self._device),
+            mask=mask.masked_fill_(unseen, float("-inf")).unsqueeze(1),
+        )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
@@ -113,9 +108,10 @@ def rotary_tables(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), the half-split form of Llama:
-    cosine and sine, float32, [max_positions, 1, rotated_dim], the factors of the left and the right
+    cosine and sine, float32, [max_positions, 1, rotated], the factors of the left and the right
     half of a head, the sines with their signs."""
-    exponents = torch.arange(0, config.rotated_dim, 2, dtype=torch.float32) / config.rotated_dim
+    dim = config.latent.rotated if config.latent else config.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, config.rope_theta**-exponents).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
@@ -150,36 +146,20 @@ class PagedAttention:
         """
         width = layer.shape[-1]
         layer.view(-1, width).index_copy_(0, batch.write_rows, fresh.reshape(-1, width))
-        parts = []
-        if batch.decode is not None:
-            parts.append(self._decode(query[: batch.decode.count], layer, batch.decode))
-        parts += [self._prefill(query[span.rows], layer, span) for span in batch.prefills]
+        parts = [self._attend(query[span.rows], layer, span) for span in batch.spans]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _decode(self, query: Tensor, layer: Tensor, span: DecodeSpan) -> Tensor:
+    def _attend(self, query: Tensor, layer: Tensor, span: AttentionSpan) -> Tensor:
         """The query heads that share a K and V head take the place of query positions."""
         key, value = self._gather(layer, span.cache_rows, span.count)
-        grouped = query.view(span.count, layer.shape[1], -1, query.shape[-1])
-        mask = span.mask.to(query.dtype)
-        out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=self._scale)
-        return out.reshape(span.count, -1)
-
-    def _prefill(self, query: Tensor, layer: Tensor, span: PrefillSpan) -> Tensor:
-        """`query` holds the last positions; row i sees all keys up to its own position."""
-        key, value = self._gather(layer, span.cache_rows, 1)
-        rows, seen, mask = len(query), span.context + len(query), None
-        if span.context:
-            mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(span.context)
+        kv_heads = layer.shape[1]
+        grouped = query.view(span.count, -1, kv_heads, query.shape[1] // kv_heads, query.shape[2])
+        grouped = grouped.permute(0, 2, 3, 1, 4)
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            key[:, :, :seen],
-            value[:, :, :seen],
-            mask,
-            is_causal=mask is None,
-            scale=self._scale,
-            enable_gqa=True,
+            grouped.flatten(2, 3), key, value, span.mask, scale=self._scale
         )
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        out = out.view(*grouped.shape[:4], -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(len(query), -1)
 
     def _gather(self, layer: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """K and V, each [count, kv_heads, positions, ...], until the next gather."""

@@ -1,15 +1,26 @@
-"""The model's shape, read from a Hugging Face directory."""
+"""The model's shape, read from a Hugging Face directory, and what two engines must agree on before
+one may use the other's KV.
 
+Equal architecture is not enough: KV of other weights loads without complaint and answers nonsense.
+Hashing all weights would take minutes for a real model, so each safetensors file counts with its
+size, its header (names, shapes, offsets) and a sample of its bytes.
+"""
+
+import hashlib
+import json
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine_ext.reference.tokenizer import read_json_object
+from engine_ext.common.short_hash import short_hash
+from engine_ext.reference.tokenizer import Tokenizer, chat_template_source, read_json_object
 
 _ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "DeepseekV2ForCausalLM")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _UNSUPPORTED = ("quantization_config", "use_sliding_window", "mlp_bias", "attention_bias")
 
 
@@ -55,14 +66,6 @@ class ModelConfig:
     def row_dim(self) -> int:
         """Values that the cache has of one token, layer and KV head."""
         return self.latent.rank + self.latent.rotated if self.latent else 2 * self.head_dim
-
-    @property
-    def rotated_dim(self) -> int:
-        return self.latent.rotated if self.latent else self.head_dim
-
-    @property
-    def kv_bytes_per_token_and_layer(self) -> int:
-        return self.num_kv_heads * self.row_dim * self.dtype.itemsize
 
 
 def read_model_config(directory: Path, dtype: str = "auto", device: str = "cpu") -> ModelConfig:
@@ -157,3 +160,45 @@ def _resolve_dtype(raw: dict[str, Any], asked: str, device: str) -> torch.dtype:
     if asked not in _DTYPES:
         raise ValueError(f"unsupported dtype {asked!r}; supported: auto, {', '.join(_DTYPES)}")
     return _DTYPES[asked]
+
+
+def model_factors(directory: Path, config: ModelConfig) -> dict[str, str]:
+    """Factors of the compatibility hash, each readable by the operator who meets a mismatch."""
+    return {
+        "architecture": config.architecture,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "num_layers": str(config.num_layers),
+        "num_kv_heads": str(config.num_kv_heads),
+        "head_dim": str(config.head_dim),
+        **({"latent": str(config.latent)} if config.latent else {}),
+        "rope": f"{config.rope_theta:g} None",
+        "weights": _weights_digest(directory),
+    }
+
+
+def renders(directory: Path) -> dict[str, str]:
+    """What two engines must share to read token ids, and to render messages, alike."""
+    tokenizer = Tokenizer.load(directory)
+    named = json.dumps([tokenizer.special_tokens, bool(tokenizer.config.get("add_bos_token"))])
+    template = chat_template_source(directory, tokenizer)
+    return {
+        "model": _weights_digest(directory),
+        "tokenizer": short_hash(named, (directory / "tokenizer.json").read_bytes()),
+        "chat_template": "none" if template is None else short_hash(named, template),
+    }
+
+
+def _weights_digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (header_bytes,) = struct.unpack("<Q", prefix.ljust(8, b"\0"))
+            digest.update(prefix + file.read(min(header_bytes, size)))
+            for i in range(_SAMPLES):
+                file.seek(8 + header_bytes + max(0, size - 8 - header_bytes) * i // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+        digest.update(str(size).encode())
+    return digest.hexdigest()[:16]

@@ -55,9 +55,8 @@ class Sampler:
                 continue
             chosen = logits[row]
             if must_go_on:
-                stops = self._eos_token_ids.union(seq.sampling.stop_token_ids)
                 chosen = chosen.clone()
-                chosen[[t for t in stops if 0 <= t < len(chosen)]] = float("-inf")
+                chosen[list(self._eos_token_ids)] = float("-inf")
             if seq.constraint is not None:
                 forbidden = ~seq.constraint.allowed(len(chosen)).to(logits.device)
                 chosen = chosen.masked_fill(forbidden, float("-inf"))

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOAD_FAILED = "the KV cache of this request could not be loaded from the remote engine"
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -228,10 +226,6 @@ class Scheduler:
         held = [seq.block_ids for seq in self.live()]
         self._blocks.check_integrity([*held, *self.orphaned.values(), *self.delayed.values()])
 
-    def may_refuse(self, seq: Sequence) -> bool:
-        """Whether its threshold can end `seq` when it is to be admitted."""
-        return self._threshold(seq) > 0 and not prefills(seq.kv_transfer_params)
-
     def _schedule_decodes(self, step: SchedulerStep) -> None:
         index = 0
         while index < len(self.running) and step.budget > 0:
@@ -338,7 +332,7 @@ class Scheduler:
         self._schedule_prefill(seq, step)
 
     def _preempt(self, seq: Sequence, step: SchedulerStep) -> None:
-        is_asked = seq.is_only and hands_back(seq.kv_transfer_params, self._config.hand_back)
+        is_asked = hands_back(seq.kv_transfer_params, self._config.hand_back)
         if is_asked and resume_payload.logprobs_fit(seq.num_output_tokens, seq.sampling.logprobs):
             self.finish(seq, HANDED_BACK)
             step.ended.append(seq)
@@ -372,7 +366,7 @@ class Scheduler:
         self._take_load_failure(seq)
         policy = self._ask(self._connector.load_failure_policy, seq, default="fail")
         if policy != "recompute":
-            self.finish(seq, failed(_LOAD_FAILED))
+            self.finish(seq, failed("this request's KV cache could not be loaded from the remote"))
             return False
         self._compute_again(seq)
         return True

@@ -23,12 +23,12 @@ class Sequence:
         self.kv_transfer_params: Any = request.kv_transfer_params
         self.sampling: SamplingParams = request.sampling
         self.cache_hit_threshold = request.cache_hit_threshold
-        self.is_only = request.is_only
         self.prompt_token_ids: Seq[int] = request.prompt_token_ids
         self.content_keys: Keys = ()
         """This engine has neither media nor adapters nor salts."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
-        self.generator = _generator(request.sampling.seed)
+        seed = request.sampling.seed
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed % 2**63)
         self.constraint: Grammar | None = None
         self.num_sent_tokens = 0
         """Tokens of the answer that the client had before the request came."""
@@ -95,7 +95,3 @@ class Sequence:
 
     def blocks_by_group(self) -> BlockIds:
         return (tuple(self.block_ids),)
-
-
-def _generator(seed: int | None) -> torch.Generator | None:
-    return None if seed is None else torch.Generator().manual_seed(seed % 2**63)

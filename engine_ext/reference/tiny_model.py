@@ -14,7 +14,7 @@ With `--latent 64` it is a DeepSeek-V2 without experts: multi-head latent attent
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -97,27 +97,31 @@ class TinyModel:
 
 
 def write_tiny_model(directory: Path, model: TinyModel | None = None) -> Path:
-    """Writes the model, the same bytes for the same `model`, and returns `directory`.
-
-    Files are replaced one by one, `config.json` last: a directory that has it is complete.
-    """
+    """Writes the model, the same bytes for the same `model`, and returns `directory`. One token is
+    one byte: the token's id is the byte's value."""
     model = model or TinyModel()
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer_config = _TOKENIZER_CONFIG | {"model_max_length": model.max_positions}
-    files: dict[str, bytes | dict[str, Any]] = {
+    tokenizer = byte_level_tokenizer(byte_alphabet(), [], SPECIAL_TOKENS)
+    files: dict[str, Any] = {
         "model.safetensors": save(_weights(model), {"format": "pt"}),
-        "tokenizer.json": byte_tokenizer().to_str(pretty=True).encode(),
-        "tokenizer_config.json": tokenizer_config,
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _TOKENIZER_CONFIG | {"model_max_length": model.max_positions},
         "generation_config.json": _GENERATION_CONFIG,
         "config.json": _config(model),
     }
+    write_files(directory, files)
+    return directory
+
+
+def write_files(directory: Path, files: dict[str, Any]) -> None:
+    """Contents are bytes, or objects for JSON. Files are replaced one by one, `config.json` last: a
+    directory that has it is complete."""
     for name, content in files.items():
         if isinstance(content, dict):
             content = (json.dumps(content, indent=2) + "\n").encode()
         scratch = directory / f".{name}.{os.getpid()}"
         scratch.write_bytes(content)
         scratch.replace(directory / name)
-    return directory
 
 
 def _config(model: TinyModel) -> dict[str, Any]:
@@ -150,26 +154,28 @@ def _config(model: TinyModel) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "hidden_act": "silu",
         "max_position_embeddings": model.max_positions,
-        "initializer_range": model.initializer_range,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "tie_word_embeddings": False,
-        "use_cache": True,
-        "use_sliding_window": False,
         "bos_token_id": ENDOFTEXT_ID,
         "eos_token_id": IM_END_ID,
         "torch_dtype": "float32",
     }
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte: the token's id is the byte's value."""
-    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+def byte_level_tokenizer(
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    special: Iterable[str],
+    *first_split: pre_tokenizers.PreTokenizer,
+) -> Tokenizer:
+    """Byte-level BPE, as GPT-2 has it; `first_split` divides the text before."""
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first_split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokens = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokenizer.add_special_tokens(tokens)
     return tokenizer
 
 

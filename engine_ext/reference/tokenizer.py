@@ -105,7 +105,6 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": True,
         }
         try:

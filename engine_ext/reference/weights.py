@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_ext.reference.model_config import LatentShape, ModelConfig
+from engine_ext.reference.model_config import ModelConfig
 
 Take = Callable[..., Tensor]
 """`take(name, *shape)` removes a tensor from the checkpoint; ValueError for a missing one."""
@@ -95,13 +95,9 @@ def _layer(take_any: Take, index: int, config: ModelConfig) -> LayerWeights:
     def take(name: str, *shape: int) -> Tensor:
         return take_any(f"model.layers.{index}.{name}", *shape)
 
-    attention = (
-        _latent_attention(take, config, config.latent)
-        if config.latent
-        else _grouped_attention(take, config)
-    )
+    fuse = _latent_attention if config.latent else _grouped_attention
     return LayerWeights(
-        **attention,
+        **fuse(take, config),
         input_norm=take("input_layernorm.weight", hidden),
         mlp_norm=take("post_attention_layernorm.weight", hidden),
         gate_up=torch.cat([take(f"mlp.{n}_proj.weight", mlp, hidden) for n in ("gate", "up")]),
@@ -124,7 +120,7 @@ def _grouped_attention(take: Take, config: ModelConfig) -> dict[str, Tensor]:
     return fused
 
 
-def _latent_attention(take: Take, config: ModelConfig, latent: LatentShape) -> dict[str, Tensor]:
+def _latent_attention(take: Take, config: ModelConfig) -> dict[str, Tensor]:
     """Folds the projections of latent attention into those of one shared head.
 
     A head's key is `up_key @ latent`, so its product with a query is that of `up_key.T @ query`
@@ -133,7 +129,8 @@ def _latent_attention(take: Take, config: ModelConfig, latent: LatentShape) -> d
     row that the cache has of a token, and nothing of the cache is ever expanded. That makes the
     projections larger: it is for small models.
     """
-    heads, hidden = config.num_heads, config.hidden_size
+    heads, hidden, latent = config.num_heads, config.hidden_size, config.latent
+    assert latent is not None
     query = take("self_attn.q_proj.weight", heads * config.head_dim, hidden)
     shared = take("self_attn.kv_a_proj_with_mqa.weight", config.row_dim, hidden)
     norm = take("self_attn.kv_a_layernorm.weight", latent.rank)

@@ -82,13 +82,6 @@ async def test_streamed_chat_says_the_same(client: Any) -> None:
     assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == 8
 
 
-async def test_several_choices(client: Any) -> None:
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=HI, max_tokens=4, n=3, temperature=1, seed=1
-    )
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-
-
 async def test_completions(client: Any) -> None:
     answer = await client.completions.create(
         model=MODEL, prompt="Once upon", max_tokens=4, logprobs=1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -74,9 +75,15 @@ def _live(
     from engine_ext.reference import cli, host
 
     class Remembered(host.Host):
-        def _stop(self) -> None:
-            words.write_text(json.dumps(_counts(self.engine)))
-            super()._stop()
+        def run(self, bound: socket.socket, *, shutdown_timeout: int) -> None:
+            shut_down = self.engine.shutdown
+
+            def shutdown(timeout: float) -> None:
+                words.write_text(json.dumps(_counts(self.engine)))
+                shut_down(timeout)
+
+            self.engine.shutdown = shutdown  # type: ignore[assignment, method-assign]
+            super().run(bound, shutdown_timeout=shutdown_timeout)
 
     host.Host = Remembered  # type: ignore[misc] # the command makes it
     sys.exit(cli.main(arguments))

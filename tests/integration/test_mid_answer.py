@@ -144,7 +144,7 @@ def test_only_what_is_proven_is_loaded(prefiller: Server, decoder: Server, alone
 
 ENDS: dict[str, dict[str, Any]] = {
     "max_tokens": {"max_tokens": 1},
-    "a stop token": {},
+    "a stop string": {},
 }
 
 
@@ -153,8 +153,8 @@ def test_where_the_first_token_ends_the_answer_the_prefillers_blocks_are_given_b
     name: str, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     prompt = text_of(100, 4400)
-    first = complete(alone, prompt, max_tokens=1).tokens
-    fields = ENDS[name] or {"stop_token_ids": list(first)}
+    known = complete(alone, prompt, max_tokens=1)
+    first, fields = known.tokens, ENDS[name] or {"stop": known.text}
     params = start(prefiller, prompt)
     released = metric(prefiller, "disagg_engine_kv_leases_released_total")
     answer = post(decoder, "", {"retain": False, **params}, **fields)

@@ -147,25 +147,6 @@ def test_sampling_with_a_seed_is_that_of_one_engine_alone(router: Server, alone:
     assert complete(router, prompt, **sampling).tokens == complete(alone, prompt, **sampling).tokens
 
 
-def test_several_answers_and_several_prompts_are_right_and_leave_no_block(
-    router: Server, prefiller: Server, alone: Server
-) -> None:
-    body = {
-        "model": "tiny",
-        "prompt": [text_of(80, 800), text_of(90, 801)],
-        "max_tokens": 8,
-        "n": 2,
-        "temperature": 0,
-    }
-    ours, theirs = (
-        [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
-        for server in (router, alone)
-    )
-    assert ours == theirs
-    assert len(ours) == 4
-    wait_for(lambda: released(prefiller), "P's blocks are freed")
-
-
 def test_a_client_cannot_point_the_decoder_at_an_address(router: Server, decoder: Server) -> None:
     params = {
         "do_remote_prefill": True,

@@ -7,7 +7,6 @@ the engine is healthy, the next answer is right, and every block has come back.
 
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -369,44 +368,3 @@ def hears_of_garbage(server: Server, sender: NixlAgent, before: float) -> None:
 
     wait_for(heard, "the notifications have arrived", 10)
     assert metric(server, UNKNOWN) - before == NUM_UNKNOWN
-
-
-@pytest.mark.parametrize("several", [{"n": 2}, {"prompt": [text_of(80, 20), text_of(90, 21)]}])
-def test_a10_bodies_with_several_choices_and_ps_params_release_p_at_once(
-    prefiller: Server, decoder: Server, alone: Server, mode: str, several: dict[str, Any]
-) -> None:
-    prompt = text_of(80, 20)
-    leases, granted = "disagg_engine_kv_leases_active", "disagg_engine_kv_leases_granted_total"
-    before = metric(prefiller, granted)
-    known = where(prefiller)
-    # It is granted a step after the answer.
-    wait_for(lambda: metric(prefiller, granted) > before, "the coordinates' own lease has begun")
-    wait_for(lambda: metric(prefiller, leases) == 0, "the coordinates' own lease has ended", 20)
-    expired = metric(prefiller, EXPIRED)
-    if mode == "pull":
-        params = prefill(prefiller, prompt)
-    else:
-        name = str(uuid.uuid4())
-        params = {**LEFT, **known, "remote_request_id": name, "transfer_id": name}
-        body = prefill_body(prompt)
-        body["kv_transfer_params"] = {**body["kv_transfer_params"], "transfer_id": name}
-        assert prefiller.post("/v1/completions", body).status_code == 200
-    status, answer = ask(decoder, prompt, params, several)
-    assert status == 200, answer
-    assert len(answer["choices"]) == 2
-    assert tuple(answer["choices"][0]["token_ids"]) == complete(alone, prompt).tokens
-    wait_for(lambda: metric(prefiller, leases) == 0, "P's blocks are released", 20)
-    assert metric(prefiller, EXPIRED) == expired
-    every_block_is_back(decoder)
-
-
-def test_a10_a_prefill_leg_with_several_choices_leases_one_and_leaks_none(
-    prefiller: Server, decoder: Server, alone: Server, mode: str
-) -> None:
-    prompt = text_of(80, 22)
-    body = {**prefill_body(prompt), "n": 2}
-    response = prefiller.post("/v1/completions", body)
-    assert response.status_code == 200
-    turn = decode(decoder, prompt, response.json()["kv_transfer_params"])
-    assert differences([complete(alone, prompt)], [turn.answer]) == []
-    every_block_is_back(prefiller)

@@ -20,14 +20,12 @@ from engine_ext.reference.server.answers import (
     AnswerFormat,
     ChatDialect,
     CompletionDialect,
-    run,
     streamed_answer,
     whole_answer,
     with_errors,
 )
-from engine_ext.reference.server.job import prepare, remote_params
+from engine_ext.reference.server.job import ServedModel, prepare, remote_params, tokenize
 from engine_ext.reference.server.metrics import EngineCollector
-from engine_ext.reference.server.prompts import ServedModel, tokenize
 from engine_ext.reference.server.requests import (
     ApiError,
     ChatBody,
@@ -56,7 +54,6 @@ def build_app(
     """`itself`: the engine's description at `/disagg/identity`."""
     app = FastAPI(
         title="disagg-engine",
-        version=package_version(),
         docs_url=None,
         redoc_url=None,
         exception_handlers={
@@ -89,7 +86,7 @@ def build_app(
                 engine.decline(params)
             raise
         dialect = dialect_of(job, model.tokenizer)
-        outputs = run(engine, job)
+        outputs = engine.generate(job.request, job.resumed)
         try:
             if not job.body.stream:
                 body = await _until_disconnect(request.receive, whole_answer(dialect, outputs))
@@ -101,8 +98,7 @@ def build_app(
             first = await _until_disconnect(request.receive, anext(events))
         except ClientGoneError:
             logger.info("%s: the client left", job.id)
-            for each in job.requests:
-                engine.abort(each.request_id)
+            engine.abort(job.request.request_id)
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return StreamingResponse(
             with_errors(first, events),
@@ -137,10 +133,6 @@ def build_app(
         check_health()
         return Response()
 
-    @app.get("/version")
-    async def version() -> Response:
-        return _json({"version": package_version()})
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -170,10 +162,6 @@ def build_app(
         return _json(leases.page([leases.rank(seen, key)] if seen else []))
 
     return app
-
-
-def package_version() -> str:
-    return identity.installed_version("disagg-router")
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

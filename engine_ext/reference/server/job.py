@@ -6,39 +6,74 @@ Blocking: templates and tokenizers take their time.
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from http import HTTPStatus
 from typing import Any
+
+import orjson
 
 from engine_ext.common import resume_payload as wire
 from engine_ext.common.resume_payload import ResumePayload, ResumePayloadError, read_resume_payload
-from engine_ext.reference.answer import ResumedAnswer, ResumeError, hands_over, resume_answer
-from engine_ext.reference.messages import GenerateRequest, SamplingParams
-from engine_ext.reference.server.prompts import (
-    ServedModel,
-    TokenIds,
-    check_token_ids,
-    encode,
-    read_prompts,
-    render,
+from engine_ext.reference.answer import (
+    ResumedAnswer,
+    ResumeError,
+    StopRules,
+    hands_over,
+    resume_answer,
 )
+from engine_ext.reference.grammar import Grammar, GrammarCompiler
+from engine_ext.reference.messages import GenerateRequest, SamplingParams
 from engine_ext.reference.server.requests import (
+    ApiError,
     ChatBody,
+    ChatTemplateRequest,
     CompletionBody,
     EngineBadRequestError,
+    ForcedTool,
     GenerationBody,
+    TokenizeTextBody,
     json_object,
+    parse,
     parse_generation,
 )
-from engine_ext.reference.server.structured_output import Forced, forced_by, grammar_of
+from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 from engine_ext.scheduler.admission import prefills
 
 PARAM = "kv_transfer_params"
 RESUME = f"{PARAM}.{wire.KEY}"
-MAX_SEQUENCES = 1024
 MAX_ID_LENGTH = 128
 
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    names: tuple[str, ...]
+    """The model names that clients may use. Answers contain the first one."""
+    vocab_size: int
+    """Token ids below this are the model's; the tokenizer may know fewer."""
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    rules: StopRules
+    grammars: GrammarCompiler
+    created: int = 0
+    """Unix time for /v1/models."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.rules.max_model_len
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError. A request that names no model means this one."""
+        if name and name not in self.names:
+            known = ", ".join(self.names)
+            message = f"The model `{name}` does not exist. Valid aliases: {known}."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +82,20 @@ class Job:
     """As the client sees it."""
     created: int
     model: str
-    requests: tuple[GenerateRequest, ...]
-    """One for each choice, in the order of their indices."""
+    request: GenerateRequest
     body: GenerationBody
     """For the form of the answer."""
     resumed: ResumedAnswer | None
-    """The only choice of this job continues an answer that another engine began."""
-    forced: Forced | None
-    """The answer consists of tool calls."""
+    """The answer that another engine began, and that this one continues."""
+    tool: ForcedTool | None
+    """The answer is the arguments of this tool; None: it is text."""
     tell_token_ids: str | None
     """A stream reports its token ids in comments: those of the output, or all."""
 
     @property
-    def num_sent(self) -> int:
-        """Tokens of the answer that the client has."""
-        return self.resumed.num_sent if self.resumed else 0
+    def sent_token_ids(self) -> tuple[int, ...]:
+        """Tokens of the answer that the client had before this engine continued it."""
+        return self.resumed.token_ids[: self.resumed.num_sent] if self.resumed else ()
 
 
 def prepare(
@@ -72,69 +106,77 @@ def prepare(
     model.check_name(request.model)
     if isinstance(request, ChatBody) and request.top_logprobs and not request.logprobs:
         raise EngineBadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    transfer = _read_transfer(request, model)
-    prompts = _prompts(request, transfer, model)
+    params = request.kv_transfer_params
+    ours = (wire.KEY, wire.TELL_TOKEN_IDS)
+    tell_token_ids = params.get(wire.TELL_TOKEN_IDS) if params else None
+    if tell_token_ids not in (None, wire.OUTPUT, wire.ALL):
+        raise EngineBadRequestError(
+            f"{PARAM}.{wire.TELL_TOKEN_IDS} is neither output nor all", PARAM
+        )
+    if params and not isinstance(params.get(wire.HAND_BACK, False), bool):
+        raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
+    payload = _read_payload(params, model)
+    if payload is not None:
+        prompt = payload.prompt_token_ids
+    else:
+        given = render(request, model) if isinstance(request, ChatBody) else request.prompt
+        prompt = encode(given, model, add_special_tokens=request.add_special_tokens)
+    room = _room(request, len(prompt), model)
+    if payload is not None and prefills(params):
+        # It samples one token more than the payload has, whatever the router asks for.
+        least = len(payload.output_token_ids) + 1
+        room = min(model.max_model_len - len(prompt), max(room, least))
+    tool = request.forced_tool() if isinstance(request, ChatBody) else None
+    sampling = _sampling(request, model, room, tool)
     # Ids travel in notifications between engines, where `:` and `,` separate fields.
-    given = (id_header or request.request_id or "").strip()[:MAX_ID_LENGTH]
-    job_id = f"{request.id_prefix}-{_FOREIGN.sub('-', given) or uuid.uuid4().hex}"
-    forced = forced_by(request) if isinstance(request, ChatBody) else None
-    rooms = [transfer.max_tokens(_room(request, prompt, model), model) for prompt in prompts]
-    sampling = _sampling(request, model, rooms, forced)
+    name = _FOREIGN.sub("-", (id_header or request.request_id or "").strip()[:MAX_ID_LENGTH])
+    job_id = f"{request.id_prefix}-{name or uuid.uuid4().hex}"
     return Job(
         id=job_id,
         created=int(time.time()),
         model=model.name,
-        requests=tuple(_engine_requests(job_id, request, prompts, sampling, transfer.params)),
+        request=GenerateRequest(
+            # Unique even if a client sends the same id twice.
+            request_id=f"{job_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            kv_transfer_params=params and {k: v for k, v in params.items() if k not in ours},
+            cache_hit_threshold=request.cache_hit_threshold,
+        ),
         body=request,
-        resumed=transfer.resume(sampling, model),
-        forced=forced,
-        tell_token_ids=transfer.tell_token_ids,
+        resumed=_resume(payload, request, sampling, model) if payload else None,
+        tool=tool,
+        tell_token_ids=tell_token_ids,
     )
 
 
-def _engine_requests(
-    job_id: str,
-    request: GenerationBody,
-    prompts: list[TokenIds],
-    sampling: SamplingParams,
-    params: dict[str, Any] | None,
-) -> Iterator[GenerateRequest]:
-    """The KV parameters are of the first prompt. All its choices may load KV, but only the first
-    choice retains blocks for another engine."""
-    loads = (params or {}).get("do_remote_prefill") is True
-    for place, prompt in enumerate(prompts):
-        name = job_id if isinstance(request, ChatBody) else f"{job_id}-{place}"
-        # Unique even if a client sends the same id twice.
-        name = f"{name}-{uuid.uuid4().hex[:8]}"
-        for child in range(request.n):
-            seed = None if sampling.seed is None else sampling.seed + child
-            yield GenerateRequest(
-                request_id=f"{child}_{name}" if request.n > 1 else name,
-                prompt_token_ids=prompt,
-                sampling=replace(sampling, seed=seed),
-                kv_transfer_params=params if place == 0 and (child == 0 or loads) else None,
-                cache_hit_threshold=request.cache_hit_threshold,
-                is_only=len(prompts) * request.n == 1,
-            )
+def _read_payload(params: dict[str, Any] | None, model: ServedModel) -> ResumePayload | None:
+    """Raises EngineBadRequestError."""
+    try:
+        payload = read_resume_payload(params)
+    except ResumePayloadError as error:
+        raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
+    if payload is not None:
+        tokens = payload.prompt_token_ids + payload.output_token_ids
+        check_token_ids(tokens, model, PARAM)
+        if len(tokens) > model.max_model_len:
+            problem = f"has {len(tokens)} tokens, the model's context {model.max_model_len}"
+            raise EngineBadRequestError(f"{RESUME} {problem}", PARAM)
+    return payload
 
 
-def _prompts(
-    request: CompletionBody | ChatBody, transfer: "TransferFields", model: ServedModel
-) -> list[TokenIds]:
-    prompts: list[str | TokenIds]
-    if transfer.payload is not None:
-        return [transfer.payload.prompt_token_ids]
-    if isinstance(request, CompletionBody):
-        prompts = read_prompts(request.prompt)
-        if len(prompts) * request.n > MAX_SEQUENCES:
-            raise EngineBadRequestError(f"prompts times n must be at most {MAX_SEQUENCES}", "n")
-    else:
-        prompts = [render(request, model)]
-    special = request.add_special_tokens
-    return [encode(prompt, model, add_special_tokens=special) for prompt in prompts]
+def _resume(
+    payload: ResumePayload, request: GenerationBody, sampling: SamplingParams, model: ServedModel
+) -> ResumedAnswer:
+    """Raises EngineBadRequestError for tokens that the answer cannot have."""
+    tokenizer, is_handed_over = model.tokenizer.backend, hands_over(request.kv_transfer_params)
+    try:
+        return resume_answer(payload, sampling, tokenizer, model.rules, hands_over=is_handed_over)
+    except ResumeError as error:
+        raise EngineBadRequestError(f"{RESUME}: {error}", PARAM) from None
 
 
-def _room(request: CompletionBody | ChatBody, prompt: TokenIds, model: ServedModel) -> int:
+def _room(request: CompletionBody | ChatBody, num_prompt: int, model: ServedModel) -> int:
     """Tokens that the answer may have. vLLM's rule: more than the context has left are cut to what
     is left, more than the whole context are refused."""
     asked, param = request.max_tokens, "max_tokens"
@@ -142,12 +184,9 @@ def _room(request: CompletionBody | ChatBody, prompt: TokenIds, model: ServedMod
         asked, param = request.max_completion_tokens, "max_completion_tokens"
     limit = model.max_model_len
     if asked is not None and asked > limit:
-        raise EngineBadRequestError(
-            f"{param}={asked} cannot be greater than max_model_len={limit}. "
-            "Please request fewer output tokens.",
-            param,
-        )
-    left = limit - len(prompt)
+        problem = f"{param}={asked} cannot be greater than max_model_len={limit}."
+        raise EngineBadRequestError(f"{problem} Please request fewer output tokens.", param)
+    left = limit - num_prompt
     room = left if asked is None else min(asked, left)
     if room < 1:
         raise EngineBadRequestError(f"max_tokens must be at least 1, got {room}.", "max_tokens")
@@ -155,95 +194,35 @@ def _room(request: CompletionBody | ChatBody, prompt: TokenIds, model: ServedMod
 
 
 def _sampling(
-    request: CompletionBody | ChatBody, model: ServedModel, rooms: list[int], forced: Forced | None
+    request: CompletionBody | ChatBody, model: ServedModel, room: int, tool: ForcedTool | None
 ) -> SamplingParams:
-    """`rooms`: for each prompt, the tokens that its answer may have. The engine ends each answer at
-    the end of the context, too."""
-    if request.min_tokens > min(rooms):
-        raise EngineBadRequestError(
-            f"min_tokens must be less than or equal to max_tokens={min(rooms)}, "
-            f"got {request.min_tokens}.",
-            "min_tokens",
-        )
-    check_token_ids(request.stop_token_ids, model, "stop_token_ids")
+    """`room`: the tokens that the answer may have."""
+    if request.min_tokens > room:
+        problem = f"min_tokens must be at most max_tokens={room}, not {request.min_tokens}."
+        raise EngineBadRequestError(problem, "min_tokens")
+    shared = [one.name for one in fields(SamplingParams) if one.name in GenerationBody.model_fields]
     return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=max(request.top_k, 0),
-        seed=None if request.seed == -1 else request.seed,
-        max_tokens=max(rooms),
-        min_tokens=request.min_tokens,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        ignore_eos=request.ignore_eos,
+        **{name: getattr(request, name) for name in shared}
+        | {"seed": None if request.seed == -1 else request.seed, "max_tokens": room},
         logprobs=request.num_logprobs,
-        skip_special_tokens=request.skip_special_tokens,
-        grammar=grammar_of(request, model, forced),
+        grammar=_grammar(request, model, tool),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFields:
-    """What `kv_transfer_params` mean for the server; `params` are those for the connector."""
-
-    params: dict[str, Any] | None = None
-    payload: ResumePayload | None = None
-    tell_token_ids: str | None = None
-
-    def max_tokens(self, asked: int, model: ServedModel) -> int:
-        """A prefill that resumes an answer samples one token more, whatever the router asks for."""
-        if self.payload is None or not prefills(self.params):
-            return asked
-        left = model.max_model_len - len(self.payload.prompt_token_ids)
-        return min(left, max(asked, len(self.payload.output_token_ids) + 1))
-
-    def resume(self, sampling: SamplingParams, model: ServedModel) -> ResumedAnswer | None:
-        """Raises EngineBadRequestError for tokens that the answer cannot have."""
-        if self.payload is None:
-            return None
-        tokenizer, is_handed_over = model.tokenizer.backend, hands_over(self.params)
-        try:
-            return resume_answer(
-                self.payload, sampling, tokenizer, model.rules, hands_over=is_handed_over
-            )
-        except ResumeError as error:
-            raise EngineBadRequestError(f"{RESUME}: {error}", PARAM) from None
-
-
-def _read_transfer(request: GenerationBody, model: ServedModel) -> TransferFields:
-    params = request.kv_transfer_params
-    if params is None:
-        return TransferFields()
-    ours = (wire.KEY, wire.TELL_TOKEN_IDS)
-    rest = {name: value for name, value in params.items() if name not in ours}
-    tell = params.get(wire.TELL_TOKEN_IDS)
-    if tell not in (None, wire.OUTPUT, wire.ALL):
-        problem = f"{PARAM}.{wire.TELL_TOKEN_IDS} must be {wire.OUTPUT} or {wire.ALL}"
-        raise EngineBadRequestError(problem, PARAM)
-    if not isinstance(params.get(wire.HAND_BACK, False), bool):
-        raise EngineBadRequestError(f"{PARAM}.{wire.HAND_BACK} must be a boolean", PARAM)
+def _grammar(
+    request: GenerationBody, model: ServedModel, tool: ForcedTool | None
+) -> Grammar | None:
+    """The arguments of a tool replace any other form."""
+    wanted, param = request.response_format, "response_format"
+    schema = wanted.schema_of_answer() if wanted else None
+    if tool is not None:
+        schema, param = tool.parameters, "tool_choice"
+    if schema is None:
+        return None
     try:
-        payload = read_resume_payload(params)
-    except ResumePayloadError as error:
-        raise EngineBadRequestError(f"{PARAM}: {error}", PARAM) from None
-    if payload is not None:
-        _check_payload(payload, request, model)
-    return TransferFields(rest, payload, tell)
-
-
-def _check_payload(payload: ResumePayload, request: GenerationBody, model: ServedModel) -> None:
-    if request.n > 1:
-        raise EngineBadRequestError(f"{RESUME} is of one answer, and n is {request.n}", "n")
-    check_token_ids(payload.prompt_token_ids, model, PARAM)
-    check_token_ids(payload.output_token_ids, model, PARAM)
-    count = len(payload.prompt_token_ids) + len(payload.output_token_ids)
-    if count > model.max_model_len:
-        raise EngineBadRequestError(
-            f"{RESUME} holds {count} tokens, and this model's maximum context length is "
-            f"{model.max_model_len} tokens.",
-            PARAM,
-        )
+        return model.grammars.compile(orjson.dumps(schema).decode())
+    except (ValueError, orjson.JSONEncodeError) as error:  # orjson's: It is nested too deeply.
+        raise EngineBadRequestError(f"{param} cannot be followed: {error}", param) from None
 
 
 def remote_params(body: bytes) -> dict[str, Any] | None:
@@ -256,3 +235,60 @@ def remote_params(body: bytes) -> dict[str, Any] | None:
         return None
     names_one = params.get("do_remote_prefill") or params.get("remote_block_ids")
     return params if names_one else None
+
+
+def encode(
+    prompt: str | list[int], model: ServedModel, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """Raises EngineBadRequestError for an empty or too long prompt, or an unknown token id."""
+    limit = model.max_model_len
+    if isinstance(prompt, str):
+        prompt = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        check_token_ids(prompt, model, "prompt")
+    if not prompt:
+        raise EngineBadRequestError("the prompt must not be empty", "prompt")
+    if len(prompt) > limit:
+        raise EngineBadRequestError(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+            f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
+            "Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
+    return tuple(prompt)
+
+
+def check_token_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    for token in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token < model.vocab_size:
+            raise EngineBadRequestError(f"Token id {token} is out of vocabulary", param)
+
+
+def render(conversation: ChatTemplateRequest, model: ServedModel) -> str:
+    """The prompt's text. Raises EngineBadRequestError if the template says no."""
+    if model.chat_template is None:
+        problem = "this model has no chat template: use /v1/completions"
+        raise EngineBadRequestError(problem, "messages")
+    try:
+        return model.chat_template.render(
+            [message.for_template() for message in conversation.messages],
+            tools=conversation.tools,
+            arguments=conversation.chat_template_kwargs,
+        )
+    except ValueError as error:
+        raise EngineBadRequestError(str(error), "messages") from error
+
+
+def tokenize(model: ServedModel, body: bytes) -> dict[str, Any]:
+    """vLLM's `/tokenize`: of a `prompt`, or of `messages` as a chat would send them."""
+    fields = json_object(body)
+    request: TokenizeTextBody | ChatTemplateRequest
+    if "messages" in fields:
+        request = parse(ChatTemplateRequest, fields)
+        text = render(request, model)
+    else:
+        request = parse(TokenizeTextBody, fields)
+        text = request.prompt
+    model.check_name(request.model)
+    ids = model.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}

@@ -23,11 +23,15 @@ _GAUGES = (
     ("requests_waiting_for_remote_kv", "num_waiting_for_remote_kv", "Requests being fetched"),
     ("blocks", "num_blocks_total", "Usable KV blocks"),
     ("blocks_free", "num_blocks_free", "KV blocks without a holder, cached contents included"),
-    ("blocks_delayed", "num_blocks_delayed", "KV blocks held for a remote reader"),
+    (
+        "blocks_delayed",
+        "num_blocks_delayed",
+        "KV blocks of finished requests, held for a remote reader",
+    ),
 )
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of all requests",
-    "prompt_tokens_computed": "Prompt tokens run through the model",
+    "prompt_tokens_computed": "Prompt tokens run through the model, recomputation included",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache",
     "prompt_tokens_fetched": "Prompt tokens whose KV came from another engine",
     "generation_tokens": "Tokens generated",

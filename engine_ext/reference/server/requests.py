@@ -2,46 +2,42 @@
 
 Unknown fields are ignored. Known ones that would change the answer and that this engine does not
 have are refused, unless they ask for what happens anyway.
+
+A request may want its answer in a form: `response_format`, or the arguments of a tool, if
+`tool_choice` names one, or is "required" and there is only one. A grammar then admits nothing else.
+With "auto" the model's text is text: only a model's own parser could recognize a call in it.
 """
 
-import codecs
 import contextlib
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import orjson
 import pydantic
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from engine_ext.common.load_failure import KEY
 from engine_ext.scheduler.admission import parse_threshold
 
 INT64 = 2**63
 MAX_LOGPROBS = 20
-MAX_REPORTED_ERRORS = 3
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "prompt_embeds": ([],),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
+_UNSUPPORTED: dict[str, Any] = {
+    **dict.fromkeys(("continue_final_message", "echo", "include_stop_str_in_output"), False),
+    "use_beam_search": False,
+    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty"), 0),
+    **dict.fromkeys(("best_of", "n", "repetition_penalty"), 1),
+    **{
+        name: []
+        for name in ("allowed_token_ids", "bad_words", "logits_processors", "stop_token_ids")
+    },
+    **dict.fromkeys(("chat_template", "prompt_embeds", "prompt_logprobs", "structured_outputs")),
+    "truncate_prompt_tokens": None,
+    "add_generation_prompt": True,
+    "logit_bias": {},
+    "suffix": "",
 }
-"""Field: the values that ask for nothing."""
+"""Field: the value that asks for nothing; with None, every value asks for something."""
 
 
 class ApiError(Exception):
@@ -92,26 +88,32 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """None if the answer is free. Raises EngineBadRequestError."""
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is None:
+            problem = "response_format of type json_schema needs the field json_schema"
+            raise EngineBadRequestError(problem, "response_format")
+        return self.json_schema.body
+
 
 class GenerationBody(_Body):
     """What completions and chat completions share."""
 
     id_prefix: ClassVar[str]
 
-    n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = None
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda value: max(value, 0))] = 0
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1024)]],
+        tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=64),
-    ] = []
-    stop_token_ids: list[int] = Field([], max_length=1024)
-    include_stop_str_in_output: bool = False
+    ] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
@@ -127,7 +129,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     id_prefix = "cmpl"
 
-    prompt: Any = None
+    prompt: str | list[pydantic.StrictInt] = ""
     max_tokens: int | None = 16  # A chat continues to the end of the context.
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
@@ -187,12 +189,17 @@ class ChatTemplateRequest(_Body):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ToolName(BaseModel):
-    name: str
-
-
 class ToolChoice(BaseModel):
-    function: ToolName
+    function: dict[Literal["name"], str]
+
+
+class ForcedTool(NamedTuple):
+    """The tool whose arguments the answer is."""
+
+    name: str
+    parameters: dict[str, Any]
+    finish_reason: str
+    """Of an answer that is complete. As OpenAI has it, "stop" if the request names the tool."""
 
 
 class ChatBody(GenerationBody, ChatTemplateRequest):
@@ -200,13 +207,27 @@ class ChatBody(GenerationBody, ChatTemplateRequest):
 
     max_completion_tokens: int | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    def forced_tool(self) -> ForcedTool | None:
+        """None if the model may answer freely. Raises EngineBadRequestError."""
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return None
+        named = choice.function["name"] if isinstance(choice, ToolChoice) else None
+        functions = [tool.get("function") for tool in self.tools or []]
+        known = [one for one in functions if isinstance(one, dict) and "name" in one]
+        wanted = [one for one in known if named in (None, one["name"])]
+        if len(wanted) != 1:
+            problem = f"tool_choice must mean one of the tools, not {len(wanted)}: give its name"
+            raise EngineBadRequestError(problem, "tool_choice")
+        parameters = wanted[0].get("parameters") or {"type": "object", "properties": {}}
+        return ForcedTool(wanted[0]["name"], parameters, "stop" if named else "tool_calls")
 
 
 class TokenizeTextBody(_Body):
@@ -218,13 +239,10 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The object without its null members: in this API null means the same as absent.
-
-    A byte order mark before it is no harm. orjson refuses what would hurt later: NaN and
-    infinities, lone surrogates, deep nesting.
-    """
+    """The object without its null members: in this API null means the same as absent. orjson
+    refuses what would hurt later: NaN and infinities, lone surrogates, deep nesting."""
     try:
-        value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise EngineBadRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -233,28 +251,19 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:
-    """Raises EngineBadRequestError that names every wrong field, up to three."""
+    """Raises EngineBadRequestError that names the first wrong field."""
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-    messages = []
-    for entry in found[:MAX_REPORTED_ERRORS]:
-        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in entry["loc"])
-        messages.append(f"{path.lstrip('.')}: {entry['msg']}")
-    raise EngineBadRequestError("; ".join(messages), str(found[0]["loc"][0]))
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+    raise EngineBadRequestError(f"{path.lstrip('.')}: {first['msg']}", str(first["loc"][0]))
 
 
 def parse_generation(kind: type[B], body: bytes) -> B:
     """Raises EngineBadRequestError for what `kind` forbids or the engine does not have."""
     fields = json_object(body)
     for name in _UNSUPPORTED.keys() & fields.keys():
-        if fields[name] not in _UNSUPPORTED[name]:
-            raise EngineBadRequestError(
-                f"{name} is not supported by this engine; leave it out", name
-            )
-    if fields.get("stream_options") and not fields.get("stream"):
-        raise EngineBadRequestError(
-            "stream_options can only be set when stream is true", "stream_options"
-        )
+        if fields[name] != _UNSUPPORTED[name]:
+            raise EngineBadRequestError(f"{name} is not supported by this engine", name)
     return parse(kind, fields)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_ext.reference.compatibility import model_factors, renders
-from engine_ext.reference.model_config import read_model_config
+from engine_ext.reference.model_config import model_factors, read_model_config, renders
 from engine_ext.reference.tiny_model import write_tiny_model
 
 

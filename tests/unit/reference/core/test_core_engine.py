@@ -154,13 +154,12 @@ async def test_an_abort_by_id_ends_the_stream(start: Start) -> None:
     assert result.finish_reason == "abort"
 
 
-async def test_a_slow_consumer_gets_everything_in_few_pieces(start: Start) -> None:
+async def test_a_slow_consumer_gets_everything(start: Start) -> None:
     engine = start()
     outputs = engine.generate(endless("slow"))
     first = await anext(outputs)
     await until(lambda: engine.stats().requests_finished.get("length") == 1)
     rest = [output async for output in outputs]
-    assert len(rest) <= 2
     assert len(merge([first, *rest]).token_ids) == 400
 
 

@@ -133,7 +133,7 @@ SAMPLINGS: dict[str, SamplingParams] = {
     "the chosen one's logprob alone": greedy(6, logprobs=0, ignore_eos=True),
     "seeded": greedy(20, temperature=1.0, seed=7, ignore_eos=True),
     "seeded, truncated": greedy(20, temperature=1.3, seed=-5, top_p=0.9, top_k=40),
-    "min_tokens": greedy(20, min_tokens=15, temperature=1.5, seed=3, stop_token_ids=(65, 66, 67)),
+    "min_tokens": greedy(20, min_tokens=15, temperature=1.5, seed=3),
     "special tokens": greedy(16, skip_special_tokens=False, temperature=2.0, seed=4),
 }
 
@@ -173,12 +173,9 @@ SCRIPT = "dée 🙂 xyz stop xyzw abc".encode()
     [
         {},
         {"stop": ("xyzw",)},
-        {"stop": ("xyzw",), "include_stop_str_in_output": True},
         {"stop": ("🙂 x", "never")},
         {"stop": ("zzz", "é"), "min_tokens": 3},
         {"stop": ("xyz",), "min_tokens": 12},
-        {"stop_token_ids": (ord("w"),)},
-        {"stop_token_ids": (ord("w"),), "include_stop_str_in_output": True},
         {"max_tokens": 3},
         {"max_tokens": 9, "stop": ("🙂 xyz",)},
         {"stop": ("abcd",)},
@@ -194,7 +191,6 @@ def test_stop_strings_and_characters_cross_the_seam(
 
 ENDS: dict[str, tuple[dict[str, Any], Sequence[int], tuple[str, str, str | int | None]]] = {
     "end of sequence": ({}, [*b"ab", IM_END_ID], ("ab", "stop", None)),
-    "stop token": ({"stop_token_ids": (98,)}, b"ab", ("a", "stop", 98)),
     "stop string": ({"stop": ("bc",)}, b"abc", ("a", "stop", "bc")),
     "max_tokens": ({"max_tokens": 3}, b"abc", ("abc", "length", None)),
     "behind the end": ({"stop": ("b",)}, b"abcdef", ("a", "stop", "b")),
@@ -226,11 +222,11 @@ def test_what_ends_the_answer_among_the_given_tokens_ends_it_without_a_step(
     assert driver.core.stats().requests_finished == {reason: 1}
 
 
-@pytest.mark.parametrize("early", [IM_END_ID, 65])
+@pytest.mark.parametrize("early", [IM_END_ID, ENDOFTEXT_ID])
 def test_what_may_not_end_the_answer_yet_does_not(
     early: int, driver: Driver, tokenizer: Tokenizer
 ) -> None:
-    sampling = greedy(8, min_tokens=4, stop_token_ids=(65,))
+    sampling = greedy(8, min_tokens=4)
     alone = Undisturbed(PROMPT, sampling, ())
     begun = resume_answer(ResumePayload(PROMPT, (66, early)), sampling, tokenizer, RULES)
     assert begun.finish is None
@@ -389,8 +385,6 @@ def test_given_or_generated_the_answer_is_the_same(
         max_tokens=data.draw(st.integers(1, 45)),
         min_tokens=data.draw(st.integers(0, 10)),
         stop=tuple(data.draw(stops)),
-        stop_token_ids=tuple(data.draw(st.lists(tokens_of_any_kind, max_size=1))),
-        include_stop_str_in_output=data.draw(st.booleans()),
         ignore_eos=data.draw(st.booleans()),
         skip_special_tokens=data.draw(st.booleans()),
     )

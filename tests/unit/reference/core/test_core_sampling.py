@@ -12,11 +12,13 @@ from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import SamplingParams
 from engine_ext.reference.sampler import Sampler
 from engine_ext.reference.sequence import Sequence
-from engine_ext.reference.tiny_model import byte_tokenizer
+from engine_ext.reference.tiny_model import SPECIAL_TOKENS, byte_level_tokenizer
+from engine_ext.reference.tokenizer import byte_alphabet
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import greedy, prompt, request
 
 EOS = 2
+BYTES = byte_level_tokenizer(byte_alphabet(), [], SPECIAL_TOKENS).to_str()
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, -1.0])
 
 
@@ -164,7 +166,11 @@ def test_a_form_is_kept_by_a_sequence_that_gave_up_its_blocks_on_the_way(
 
 
 def test_a_token_that_a_form_forbids_ends_its_own_request_only() -> None:
-    compiler = GrammarCompiler(byte_tokenizer().to_str(), vocab_size=259, eos_token_ids={256, 258})
+    compiler = GrammarCompiler(
+        BYTES,
+        vocab_size=259,
+        eos_token_ids={256, 258},
+    )
     constraint = compiler.compile('{"const": 12}').start()
     other = compiler.compile('{"const": 12}').start()
     assert constraint.allowed(259).nonzero().flatten().tolist() == [ord("1")]

@@ -80,13 +80,6 @@ def test_ignore_eos_goes_on(make_driver: MakeDriver) -> None:
     assert (result.text, result.finish_reason) == ("abcd", "length")
 
 
-def test_a_stop_token_is_named_and_not_shown(make_driver: MakeDriver) -> None:
-    result = say(make_driver, b"abcdef", stop_token_ids=(ord("c"),))
-    assert (result.text, result.finish_reason, result.stop_reason) == ("ab", "stop", ord("c"))
-    shown = say(make_driver, b"abcdef", stop_token_ids=(ord("c"),), include_stop_str_in_output=True)
-    assert shown.text == "abc"
-
-
 def test_a_stop_string_across_tokens_ends_at_its_last_token(make_driver: MakeDriver) -> None:
     result = say(make_driver, b"abcdef", stop=("cde",))
     assert (result.text, result.finish_reason, result.stop_reason) == ("ab", "stop", "cde")
@@ -107,8 +100,6 @@ def test_text_kept_back_comes_with_the_end(make_driver: MakeDriver) -> None:
 def test_nothing_stops_before_min_tokens(make_driver: MakeDriver) -> None:
     eos = say(make_driver, [*b"ab", IM_END_ID], min_tokens=4)
     assert eos.text == "abXab"
-    token = say(make_driver, b"abc", stop_token_ids=(ord("b"),), min_tokens=3)
-    assert token.text == "aXca"
     text = say(make_driver, b"abc", stop=("b",), min_tokens=3)
     assert (text.text, text.stop_reason) == ("abca", "b")
 

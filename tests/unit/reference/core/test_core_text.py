@@ -110,7 +110,7 @@ def test_text_and_match_fit_together_however_the_pieces_are_cut(
 ) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:z] for a, z in itertools.pairwise(bounds)]
-    found, matched = scan_all(StopStrings(stops, include_in_output=False), pieces)
+    found, matched = scan_all(StopStrings(stops), pieces)
     if matched is None:
         assert found == text
         assert not any(stop in text for stop in stops)
@@ -120,18 +120,13 @@ def test_text_and_match_fit_together_however_the_pieces_are_cut(
 
 
 def test_only_what_may_become_a_stop_string_is_kept_back() -> None:
-    stops = StopStrings(["</s>", "END"], include_in_output=False)
+    stops = StopStrings(["</s>", "END"])
     assert stops.scan("hello <") == ("hello ", None)
     assert stops.scan("/") == ("", None)
     assert stops.scan("b>E") == ("</b>", None)
     assert stops.scan("ND of it") == ("", "END")
 
 
-def test_a_stop_string_can_stay_in_the_output() -> None:
-    stops = StopStrings(["END"], include_in_output=True)
-    assert scan_all(stops, ["the E", "N", "D!"]) == ("the END", "END")
-
-
 def test_the_earliest_match_wins() -> None:
-    stops = StopStrings(["cd", "b"], include_in_output=False)
+    stops = StopStrings(["cd", "b"])
     assert stops.scan("abcd") == ("a", "b")

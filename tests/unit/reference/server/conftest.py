@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,

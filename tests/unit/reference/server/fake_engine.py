@@ -24,7 +24,7 @@ from engine_ext.reference.messages import (
     TokenLogprob,
 )
 from engine_ext.reference.server.app import build_app
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from engine_ext.reference.server.serving import ReferenceServer
 from engine_ext.reference.tokenizer import ChatTemplate, Tokenizer
 

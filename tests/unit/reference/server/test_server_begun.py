@@ -16,8 +16,7 @@ from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
 from engine_ext.reference.host import build_engine
-from engine_ext.reference.server.job import prepare, remote_params
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel, prepare, remote_params
 from engine_ext.reference.server.requests import ChatBody, CompletionBody, EngineBadRequestError
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
@@ -67,7 +66,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CALLS: dict[str, dict[str, Any]] = {
     "one tool": {"tool_choice": NAMED},
-    "any tools": {"tool_choice": "required"},
+    "the only tool": {"tool_choice": "required", "tools": TOOLS[1:]},
 }
 
 
@@ -277,7 +276,7 @@ async def test_nothing_is_rendered_or_tokenized(
     """Neither the messages nor the prompt of the body are looked at."""
     prompt = roomy.tokenizer.encode("Once")
     too_long = {"messages": [{"role": "user", "content": "x" * 3000}]}
-    for path, asked in ((CHAT, too_long), (COMPLETIONS, {"prompt": {}})):
+    for path, asked in ((CHAT, too_long), (COMPLETIONS, {"prompt": "x" * 3000})):
         body = BODY | asked | begun_with([65], prompt, 0) | {"max_tokens": 3, "stream": stream_it}
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
@@ -385,7 +384,6 @@ def test_whatever_is_given_is_taken_or_refused(
 
 ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two answers": (CHAT, {"n": 2}, "n"),
-    "two answers to a prompt": (COMPLETIONS, {"n": 2}, "n"),
     "logprobs": (CHAT, {"logprobs": True}, "kv_transfer_params"),
     "logprobs of a completion": (COMPLETIONS, {"logprobs": 0}, "kv_transfer_params"),
     "another form": (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine_ext.reference.messages import FinishReason, GenerateRequest, RequestOutput
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from tests.unit.reference.server.fake_engine import (
     FakeEngine,
     RunningServer,
@@ -33,19 +33,18 @@ async def send(server: RunningServer, path: str, **body: object) -> asyncio.Stre
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("stream", "said"), [(False, 0), (False, 1), (True, 0), (True, 1)])
 async def test_a_client_that_leaves_ends_its_requests_at_once(
-    stream: bool, said: int, n: int, path: str, model: ServedModel, engine: FakeEngine
+    stream: bool, said: int, path: str, model: ServedModel, engine: FakeEngine
 ) -> None:
     engine.gate.clear()
     engine.open_until = said
     async with serving(model, engine) as server:
-        writer = await send(server, path, stream=stream, n=n)
-        await until(lambda: len(engine.requests) == n)
+        writer = await send(server, path, stream=stream)
+        await until(lambda: len(engine.requests) == 1)
         assert engine.closed == []
         writer.close()
-        await until(lambda: len(engine.closed) == n)
+        await until(lambda: len(engine.closed) == 1)
     assert engine.finished == []
     assert sorted(engine.aborted) == ([] if stream and said else sorted(engine.closed))
 
@@ -118,19 +117,6 @@ async def test_a_failure_in_a_stream_is_its_last_event(path: str, model: ServedM
     assert (done, end) == ("data: [DONE]", "")
 
 
-async def test_one_failing_sibling_ends_the_others(model: ServedModel) -> None:
-    def script(request: GenerateRequest) -> Iterable[RequestOutput]:
-        if request.request_id.startswith("1_"):
-            return failing("error", 0)(request)
-        return saying(*"abcdefghij")(request)
-
-    engine = FakeEngine(script)
-    async with serving(model, engine) as server:
-        response = await server.post(PATHS[0], **BODY, n=3)
-        assert response.status_code == 500
-        await until(lambda: len(engine.closed) == 3)
-
-
 async def test_a_defect_of_the_engine_shows_the_client_no_inside(model: ServedModel) -> None:
     async with serving(model, FakeEngine(breaking(after=1))) as server:
         whole = await server.post(PATHS[0], **BODY)
@@ -167,14 +153,13 @@ async def test_an_error_names_the_engine_whose_kv_was_not_loaded(
     assert "10.0.0.1" not in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_answer_that_was_computed_instead_names_the_engine_whose_kv_was_not_loaded(
-    path: str, n: int, model: ServedModel
+    path: str, model: ServedModel
 ) -> None:
     async with serving(model, FakeEngine(having_lost_its_kv(saying(*"ab")))) as server:
-        whole = await server.post(path, **BODY, n=n)
-        streamed = await server.post(path, **BODY, n=n, stream=True)
+        whole = await server.post(path, **BODY)
+        streamed = await server.post(path, **BODY, stream=True)
     assert whole.json()["kv_transfer_params"] == {"kv_load_failure": LOST}
     assert streamed.text.startswith(": kv_load_failure {")
     comment, _, rest = streamed.text.partition("\n")

@@ -10,7 +10,7 @@ import pytest
 
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.host import build_engine
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from tests.unit.reference.server.fake_engine import in_process, served_model
 from tests.unit.reference.server.test_server_begun import (
     BODY,
@@ -91,13 +91,6 @@ async def test_a_stream_ends_with_the_reason_alone(path: str, client: httpx.Asyn
     for one in back:
         assert one.tokens == alone.tokens[: len(one.tokens)]
         assert alone.text.startswith(one.text)
-
-
-async def test_one_of_several_answers_is_not_handed_back(client: httpx.AsyncClient) -> None:
-    """Nobody could go on with it."""
-    (path, _) = PATHS
-    answer = (await client.post(path, json=BODY | LONG | ASKED | {"n": 3})).json()
-    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 
 async def test_what_is_no_boolean_is_refused(client: httpx.AsyncClient) -> None:

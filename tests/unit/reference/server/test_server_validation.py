@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.reference.server.prompts import ServedModel
+from engine_ext.reference.server.job import ServedModel
 from tests.unit.reference.server.fake_engine import FakeEngine, in_process, saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,19 +37,15 @@ WRONG_IN_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
+    ({"n": 2}, "n"),
     ({"seed": 2**63}, "seed"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ["a" * 1025]}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"stop": {}}, "stop"),
-    ({"stop_token_ids": [259]}, "stop_token_ids"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"stop_token_ids": "1"}, "stop_token_ids"),
+    ({"stop_token_ids": [1]}, "stop_token_ids"),
     ({"stream": "perhaps"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": 1}, "stream_options"),
     ({"kv_transfer_params": [1]}, "kv_transfer_params"),
     ({"kv_transfer_params": "x"}, "kv_transfer_params"),
@@ -75,8 +71,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [True]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [[1], [None]]}, "prompt"),
-    ({"prompt": ["a"] * 1025}, "n"),
-    ({"prompt": ["a"] * 1024, "n": 2}, "n"),
+    ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": [259]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [10**40]}, "prompt"),
@@ -119,8 +114,8 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
     ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
     ({"tool_choice": "required", "tools": [{"type": "custom"}]}, "tool_choice"),
-    ({"tool_choice": "required", "tools": _tools(7)}, "tools"),
-    ({"tool_choice": "required", "tools": _tools({"$defs": 7})}, "tools"),
+    ({"tool_choice": "required", "tools": _tools(7)}, "tool_choice"),
+    ({"tool_choice": "required", "tools": TOOLS * 2}, "tool_choice"),
     ({"tool_choice": "required", "tools": _tools({"type": "nothing"})}, "tool_choice"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -214,24 +209,16 @@ async def test_what_is_too_long_is_refused_in_vllms_words(client: httpx.AsyncCli
 async def test_more_tokens_than_fit_are_cut_to_those_that_do(
     path: str, client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    body = {"prompt": ["a" * 200, "a" * 100], "messages": [USER], "max_tokens": 250}
+    body = {"prompt": "a" * 200, "messages": [USER], "max_tokens": 250}
     assert (await client.post(path, json=body)).status_code == 200
-    room = {COMPLETIONS: 256 - 100, CHAT: 256 - 21}[path]
+    room = {COMPLETIONS: 256 - 200, CHAT: 256 - 21}[path]
     assert {request.sampling.max_tokens for request in engine.requests} == {room}
 
 
-async def test_min_tokens_must_fit_beside_each_of_the_prompts(client: httpx.AsyncClient) -> None:
-    body = {"prompt": ["a" * 200, "a" * 100], "max_tokens": 250, "min_tokens": 57}
+async def test_min_tokens_must_fit_beside_the_prompt(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "a" * 200, "max_tokens": 250, "min_tokens": 57}
     message, _ = await _refusal(client, COMPLETIONS, **body)
-    assert message == "min_tokens must be less than or equal to max_tokens=56, got 57."
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_byte_order_mark_is_no_part_of_the_json(
-    path: str, client: httpx.AsyncClient
-) -> None:
-    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "hi", "messages": [USER]}).encode()
-    assert (await client.post(path, content=body)).status_code == 200
+    assert message == "min_tokens must be at most max_tokens=56, not 57."
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models", "/health", "/tokenize"])
@@ -262,7 +249,7 @@ async def test_an_unknown_model_is_a_404(path: str, client: httpx.AsyncClient) -
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
         {"logit_bias": {}, "best_of": 1, "min_p": 0, "suffix": None},
-        {"response_format": {"type": "text"}, "tool_choice": "none", "n": 2, "temperature": 0},
+        {"response_format": {"type": "text"}, "tool_choice": "none", "n": 1, "temperature": 0},
         {"stream_options": None, "kv_transfer_params": None, "stop": None},
     ],
 )
