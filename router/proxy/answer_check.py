@@ -64,6 +64,8 @@ ABORT, ERROR, PREEMPTED = "abort", "error", "preempted"
 RETURNED = (REJECTION, PREEMPTED)
 RETURNED_AFTER_TOOL_CALL = ("tool_calls", PREEMPTED)
 PREEMPTED_VALUE = b'"preempted"'
+# The name of an error's member, or the value of its `object` or `type`.
+ERROR_NAME = b'"error"'
 # Finish reasons of an answer that is complete, and that its engine did not return.
 USUAL_REASONS = frozenset((b"stop", b"length"))
 CODE = re.compile(r"[45][0-9]{2}")
@@ -168,12 +170,15 @@ def generation_content(answer: EngineAnswer) -> Json | None:
 
 
 def _is_surely_answer(raw: bytes) -> bool:
-    """Return True for a body that ends as JSON does and whose only finish reason is a usual one."""
+    """Return True for a body without an error whose only finish reason is a usual one, and whose
+    braces are closed: JSON that was cut off has an open one."""
     at = raw.rfind(FINISH_KEY)
-    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0:
+    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or ERROR_NAME in raw:
         return False
     finish = FINISH_REASON.match(raw, at)
-    return finish is not None and finish[1] in USUAL_REASONS
+    if finish is None or finish[1] not in USUAL_REASONS:
+        return False
+    return raw.count(b"{") == raw.count(b"}") and raw.count(b"[") == raw.count(b"]")
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:

@@ -17,7 +17,8 @@ from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of, first_output_event
 from router.proxy.resume_buffer import ResumeBuffer
-from tests.unit.router.mock_engine import event
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, Script, event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
 
 SECOND_ROLE = said(index=1, delta={"role": "assistant", "content": ""}, finish_reason=None)
@@ -242,3 +243,29 @@ def test_nothing_that_is_cut_passes_behind_a_finish(
     passed = ending.passing(TEXT + STOP, False) + ending.passing(end, True) + ending.last
     assert passed == TEXT + STOP + passes
     assert (ending.failure is None) == (passes == end and (not is_several or b"DONE" in end))
+
+
+WHOLE = (
+    b'{"id":"x","object":"text_completion","choices":[{"index":0,"text":"a {b} [c]","logprobs":'
+    b'{"tokens":["a"]},"finish_reason":"stop","stop_reason":null}],"usage":{"prompt_tokens":3}}'
+)
+CUT_OFF = [WHOLE[:end] for end in range(1, len(WHOLE)) if WHOLE[end - 1 : end] == b"}"]
+AN_ERROR = WHOLE.replace(b"text_completion", b"error")
+
+
+@pytest.mark.parametrize("body", [*CUT_OFF, AN_ERROR])
+async def test_body_that_is_cut_off_or_is_an_error_is_no_answer(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, body: bytes
+) -> None:
+    router = await start_router()
+    d.scripts = [answers(body)] * 4
+    assert (await router.complete()).status_code >= 500
+    d.scripts = [answers(WHOLE)]
+    assert (await router.complete()).json()["choices"][0]["finish_reason"] == "stop"
+
+
+def answers(body: bytes) -> Script:
+    async def script(request: Received, peer: Peer) -> None:
+        await peer.answer(body)
+
+    return script
