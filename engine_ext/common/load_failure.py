@@ -39,19 +39,16 @@ class LoadFailures:
     """The failed loads that no answer has reported yet, by request: the latest MAX_FAILURES."""
 
     def __init__(self) -> None:
-        self._by_request: OrderedDict[str, dict[str, Any]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._by_request)
+        self.by_request: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def note(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
         """Record that the KV of this request was not loaded from that engine."""
-        keep_latest(self._by_request, request_id, _on_wire(address, problem), MAX_FAILURES)
+        keep_latest(self.by_request, request_id, _on_wire(address, problem), MAX_FAILURES)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
         """Return the failure in its wire form and forget it. None if the load has not failed, or
         the request ended first."""
-        return self._by_request.pop(request_id, None)
+        return self.by_request.pop(request_id, None)
 
 
 def _on_wire(address: PeerAddress, problem: LoadProblem) -> dict[str, Any]:

@@ -118,8 +118,13 @@ class HostBlockSupply:
         """When a request last took blocks or freed some."""
         self._revoked_at = clock()
 
-    def next_step(self) -> None:
+    def next_step(self) -> bool:
+        """Return True if nothing runs, and the host has lacked blocks for a loaded request for
+        LATE_SECONDS. The host does not ask about such a request."""
         self._step += 1
+        if self._running or not self._loaded:
+            return False
+        return self._clock() - next(iter(self._loaded.values())) >= LATE_SECONDS
 
     def ask(self, request_id: str) -> Shortage:
         """Note that the host asks about this request. Return what it lacked before."""
@@ -158,13 +163,6 @@ class HostBlockSupply:
         """Note that the KV is loaded. The request runs as soon as the host has the blocks it
         lacks."""
         self._loaded[request_id] = self._clock()
-
-    def has_late_starter(self) -> bool:
-        """Return True if nothing runs, and the host has lacked blocks for a loaded request for
-        LATE_SECONDS. The host does not ask about such a request."""
-        if self._running or not self._loaded:
-            return False
-        return self._clock() - next(iter(self._loaded.values())) >= LATE_SECONDS
 
     def left(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

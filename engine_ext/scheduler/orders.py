@@ -50,9 +50,9 @@ class Orders:
 
     def take(self) -> StepMetadata:
         """Return all orders for the next step, and empty this object."""
-        if not self:
-            return EMPTY_STEP
         contents = _contents(self)
+        if not any(contents):
+            return EMPTY_STEP
         meta = StepMetadata(*map(tuple, contents))
         for content in contents:
             content.clear()

@@ -339,9 +339,8 @@ class SchedulerConnector:
         return bool(self._orders)
 
     def build_connector_meta(self) -> StepMetadata:
-        if self._supply.has_late_starter():
+        if self._supply.next_step():
             self._make_room(1, Shortage.BLOCKS)
-        self._supply.next_step()
         return self._orders.take()
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:

@@ -47,7 +47,7 @@ from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
-from engine_ext.vllm.guard import guarded, nothing
+from engine_ext.vllm.guard import guarded, guarded_step, nothing
 from engine_ext.vllm.optional import EARLY_EXIT, EARLY_WRITES, IDLE_REST, LOAD_FAILURES
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
@@ -237,12 +237,13 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             RequestView(request), block_ids, num_external_tokens
         )
 
-    @guarded(lambda: NO_ORDERS)
+    @guarded_step(lambda: NO_ORDERS)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """If this raises, the orders go with a later step."""
-        if self._prompt_progress or scheduler_output.preempted_req_ids:
+        if self._prompt_progress.prompts or scheduler_output.preempted_req_ids:
             self._report_prompts(scheduler_output)
-        step = self.scheduler.build_connector_meta()
+        assert self._scheduler is not None
+        step = self._scheduler.build_connector_meta()
         return NO_ORDERS if step is EMPTY_STEP else DisaggMetadata(step)
 
     @guarded(nothing)
@@ -254,7 +255,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         for step in self._prompt_progress.computed(scheduler_output):
             self.scheduler.on_step(*step)
 
-    @guarded(nothing)
+    @guarded_step(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """vLLM frees what it finds in `finished_recving` after this call, whatever
         `request_finished` has answered: what is kept is taken out, and comes in
@@ -265,8 +266,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             self._problems.update(problems.by_request)
         failed = connector_output.failed_recving
         ended = connector_output.finished_sending or connector_output.finished_recving
-        if not ended and not failed and not self._unprocessed:
-            return  # nothing was reported, as in most steps
+        if not ended and not failed and self._unprocessed is NO_RESULTS:
+            return
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
         connector_output.finished_sending = {name for name in sent if not name.startswith("\0")}

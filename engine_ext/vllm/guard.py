@@ -36,5 +36,23 @@ def guarded(
     return decorate
 
 
+def guarded_step(fallback: Callable[[], Any]) -> Callable[[H], H]:
+    """As `guarded`, for a hook of one argument that vLLM calls in every step: packing arguments
+    takes as long as such a hook."""
+
+    def decorate(hook: H) -> H:
+        @functools.wraps(hook)
+        def call(self: Any, output: Any) -> Any:
+            try:
+                return hook(self, output)
+            except Exception:
+                logger.exception("KV connector: %s", hook.__name__)
+            return fallback()
+
+        return cast(H, call)
+
+    return decorate
+
+
 def nothing() -> None:
     """The fallback of a hook that returns nothing."""

@@ -42,31 +42,28 @@ class _AdmittedPrompt:
 
 class PromptProgress:
     def __init__(self) -> None:
-        self._prompts: dict[str, _AdmittedPrompt] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._prompts)
+        self.prompts: dict[str, _AdmittedPrompt] = {}
 
     def follow(self, view: EngineRequest) -> None:
-        self._prompts[view.request_id] = _AdmittedPrompt(view)
+        self.prompts[view.request_id] = _AdmittedPrompt(view)
 
     def forget(self, request_id: str) -> None:
-        self._prompts.pop(request_id, None)
+        self.prompts.pop(request_id, None)
 
     def preempted(self, output: "SchedulerOutput") -> list[str]:
         """Those whose blocks went to others before this step."""
-        names = [name for name in output.preempted_req_ids or () if name in self._prompts]
+        names = [name for name in output.preempted_req_ids or () if name in self.prompts]
         for name in names:
-            self._prompts[name].admit((), 0)
+            self.prompts[name].admit((), 0)
         return names
 
     def computed(self, output: "SchedulerOutput") -> Iterator[Computed]:
         """Yield what earlier steps have computed of the prompts in this step."""
-        if not self._prompts:
+        if not self.prompts:
             return
         self._note(output)
         for name, num_new_tokens in output.num_scheduled_tokens.items():
-            prompt = self._prompts.get(name)
+            prompt = self.prompts.get(name)
             if prompt is None or prompt.view.num_computed_tokens <= prompt.num_found:
                 continue
             block_ids = tuple(map(tuple, prompt.block_ids))
@@ -74,12 +71,12 @@ class PromptProgress:
 
     def _note(self, output: "SchedulerOutput") -> None:
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._prompts:
-                self._prompts[new.req_id].admit(new.block_ids, new.num_computed_tokens)
+            if new.req_id in self.prompts:
+                self.prompts[new.req_id].admit(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         steps = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for name, block_ids, num_tokens in steps:
-            prompt = self._prompts.get(name)
+            prompt = self.prompts.get(name)
             if prompt is None:
                 continue
             if name in cached.resumed_req_ids:

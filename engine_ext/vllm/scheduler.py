@@ -7,7 +7,8 @@ there, and vLLM's own methods are.
 
 import importlib
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -63,6 +64,43 @@ class DisaggSchedulerBase(Host):
             raise ValueError(f"{HAND_BACK} must be true or false")
         if self.returns_all:
             _require(PREEMPTION_RETURN, HAND_BACK)
+        self.woken = threading.Event()
+        """A worker has woken the engine since the last step; see idle_rest.py."""
+        self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []
+        self.on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]] = []
+        """What parts do with each step that was scheduled, and with the outputs of each."""
+
+
+class SchedulePart(Host):
+    """The one `schedule` of all parts: a chain of overrides costs more in each step than all that
+    they do."""
+
+    woken: threading.Event
+    on_scheduled: list[Callable[[SchedulerOutput], None]]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.woken.is_set():
+            self.woken.clear()
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        for look_at in self.on_scheduled:
+            look_at(output)
+        return output
+
+
+class OutputsPart(Host):
+    """The one `update_from_output` of all parts."""
+
+    on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]]
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        for add_to in self.on_outputs:
+            add_to(outputs)
+        return outputs
 
 
 def _require(feature: Feature, asked: str) -> None:
@@ -131,23 +169,20 @@ class LoadFailuresPart(Host):
     """The first output of a stream, or the last one of another request, says from which engine its
     prompt's KV could not be loaded; see patch_load_errors."""
 
+    on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ours = find_our_connector(self.connector)
         self._load_failures = LoadFailures() if ours is None else ours.scheduler.load_failures
+        self.on_outputs.append(self._add_load_failures)
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
-            scheduler_output, model_runner_output
-        )
-        if self._load_failures:
+    def _add_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        if self._load_failures.by_request:
             try:
                 self._name_load_failures(outputs)
             except Exception:
                 logger.exception("the reports of failed loads could not be made")
-        return outputs
 
     def _name_load_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for each in (each for of_client in outputs.values() for each in of_client.outputs):
@@ -160,8 +195,7 @@ class LoadFailuresPart(Host):
 
 
 def _parts() -> Iterator[Any]:
-    """Yield the parts that are on. An early end is reported behind all other outputs of a step, so
-    its parts come first."""
+    """Yield the parts that are on."""
     for feature, module, part in (
         (THRESHOLD, "threshold", "ThresholdPart"),
         (PREEMPTION_RETURN, "preemption_return", "PreemptionReturnPart"),
@@ -170,6 +204,10 @@ def _parts() -> Iterator[Any]:
     ):
         if support.is_on(feature):
             yield getattr(importlib.import_module(f"engine_ext.vllm.optional.{module}"), part)
+    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, IDLE_REST, RESUME))):
+        yield SchedulePart
+    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES))):
+        yield OutputsPart
     for feature, own in (
         (LOAD_FAILURES, LoadFailuresPart),
         (FAILURE_POLICY, FailurePolicyPart),

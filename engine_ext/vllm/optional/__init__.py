@@ -120,7 +120,7 @@ SCHEDULER = Feature(
     symbols(f"""
         - what our scheduler class reads and sets when it is built. With steps under way, blocks of
             an aborted request are handed out while they are written
-        {SCHEDULER_CLASS} has defer_block_free kv_cache_manager vllm_config
+        {SCHEDULER_CLASS} has defer_block_free kv_cache_manager schedule vllm_config
         {CONFIG}:SchedulerConfig has scheduler_cls
     """),
     modules=("scheduler",),

@@ -13,12 +13,11 @@ vLLM's FinishReason has no member for ours. The output has ABORT, and the stop r
 mark; `patch_outputs` translates both in the HTTP server.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.vllm.compat.patching import Host
@@ -28,33 +27,26 @@ MARK = "\0cache_threshold "
 
 
 class EarlyEnds(Host):
+    on_scheduled: list[Callable[[SchedulerOutput], None]]
+    on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ended: list[tuple[Request, EngineCoreOutput]] = []
         """Their end is not reported yet."""
+        self.on_scheduled.append(self._end)
+        self.on_outputs.append(self._report_ends)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
-        self._ended += self._ended_by(output)
+    def _end(self, output: SchedulerOutput) -> None:
+        """A part may add those that end because of what this step has done to them."""
         for request, _ in self._ended:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-        return output
 
-    def _ended_by(self, output: SchedulerOutput) -> Iterable[tuple[Request, EngineCoreOutput]]:
-        """Return those that end because of what this step has done to them."""
-        return ()
-
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
-            scheduler_output, model_runner_output
-        )
+    def _report_ends(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         if self._ended:
             ended, self._ended = self._ended, []
             for request, end in ended:
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(end)
-        return outputs
 
     def has_requests(self) -> bool:
         return bool(self._ended) or bool(super().has_requests())

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.vllm.compat.patching import Host
@@ -34,6 +33,7 @@ that workers have started."""
 class IdleRestPart(Host):
     disagg_is_leaving = False
     """Set by patch_engine_loop."""
+    woken: threading.Event
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +42,6 @@ class IdleRestPart(Host):
         """Whatever is waited for wakes the engine."""
         self._awaits_kv_since = 0.0
         """Since when there is nothing else, or 0."""
-        self._woken = threading.Event()
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` ends the sleep of the engine's loop."""
@@ -53,22 +52,16 @@ class IdleRestPart(Host):
             self._can_sleep = is_alone and _are_near(self.vllm_config.parallel_config)
 
     def _on_wakeup(self) -> None:
-        self._woken.set()
+        self.woken.set()
         if self._wake is not None:
             self._wake()
-
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._woken.is_set():
-            self._woken.clear()
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
-        return output
 
     def has_requests(self) -> bool:
         if self._awaits_kv_alone():
             now = time.monotonic()
             self._awaits_kv_since = self._awaits_kv_since or now
             if now - self._awaits_kv_since > METRICS_SECONDS:
-                return self._woken.is_set()
+                return self.woken.is_set()
         else:
             self._awaits_kv_since = 0.0
         return bool(super().has_requests())
@@ -93,8 +86,8 @@ class IdleRestPart(Host):
         if not has_finished or has_others or self.kv_holding_waiting:
             return has_finished
         if self._can_sleep and not self._is_waited_for():
-            return self._woken.is_set()
-        self._woken.wait(REST_SECONDS)
+            return self.woken.is_set()
+        self.woken.wait(REST_SECONDS)
         return True
 
     def _is_waited_for(self) -> bool:

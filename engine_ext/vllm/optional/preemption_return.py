@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 class PreemptionReturnPart(EarlyEnds):
     returns_all: bool
 
-    def _ended_by(self, output: SchedulerOutput) -> Iterable[tuple[Request, EngineCoreOutput]]:
-        return self._returned(output.preempted_req_ids) if output.preempted_req_ids else ()
+    def _end(self, output: SchedulerOutput) -> None:
+        if output.preempted_req_ids:
+            self._ended += self._returned(output.preempted_req_ids)
+        if self._ended:
+            super()._end(output)
 
     def _returned(self, preempted: Iterable[str]) -> Iterator[tuple[Request, EngineCoreOutput]]:
         for name in preempted:

@@ -16,6 +16,7 @@ ones; tests/vllm/test_resumed_answers.py compares answers with those of one engi
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class ResumePart(Host):
+    on_scheduled: list[Callable[[SchedulerOutput], None]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_scheduled.append(self._fill_in_stats)
+
     def add_request(self, request: Request) -> None:
         self._resume(request)
         super().add_request(request)
@@ -49,13 +56,11 @@ class ResumePart(Host):
         request.append_output_token_ids(token_ids)
         request.prefill_stats = ResumedPrefillStats()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
+    def _fill_in_stats(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
             stats = self.requests[new.req_id].prefill_stats
             if isinstance(stats, ResumedPrefillStats):
                 stats.fill_in(self.requests[new.req_id].num_prompt_tokens, new.num_computed_tokens)
-        return output
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         waited_for = request.status

@@ -51,6 +51,7 @@ NOT_VLLMS = {
     },
     "of the connectors' factory, see connector_names.py": {"register_connector"},
     "of our own classes": {
+        "_end",
         "_ended",
         "by_request",
         "disagg_is_leaving",

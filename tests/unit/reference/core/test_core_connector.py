@@ -268,7 +268,7 @@ def test_a_failed_load_under_policy_recompute_is_computed_here(
     failure = driver.result("d").load_failure
     assert failure is not None
     assert (failure["remote_engine_id"], failure["reason"]) == ("p-1", "no way")
-    assert not connector.scheduler.load_failures
+    assert not connector.scheduler.load_failures.by_request
     driver.assert_empty()
 
 
