@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from router.common.redis_backend import RedisBackend
 from router.routing.peers import LoadedEngine, PeerRouters
+from router.telemetry.logs import LogThrottle
 
 STREAM = "disagg-router:routers"
 INTERVAL_S = 0.2
@@ -25,6 +26,7 @@ INTERVAL_S = 0.2
 JITTER = 0.25
 MAX_REPORTS = 256
 EXPIRE_S = 60
+LOG_INTERVAL_S = 60.0
 FIELD = b"report"
 
 
@@ -64,6 +66,7 @@ class PeerExchange(RedisBackend):
         super().__init__(url, password, timeout, errors)
         self._peers, self._engines, self._signer = peers, engines, signer
         self._last_id = b"0"
+        self._throttle = LogThrottle(self.logger, LOG_INTERVAL_S)
 
     async def exchange_forever(self) -> None:
         """Exchange reports until cancelled."""
@@ -73,8 +76,8 @@ class PeerExchange(RedisBackend):
                 await self.exchange()
             except ExchangeError:
                 pass  # RedisBackend has logged it
-            except Exception:
-                self.logger.exception("a report of another router cannot be used")
+            except Exception as error:
+                self._throttle.warn("a report of another router cannot be used", repr(error))
             self._peers.update(now())
 
     async def exchange(self) -> None:
@@ -82,6 +85,8 @@ class PeerExchange(RedisBackend):
         content = self._signer.sign(STREAM, self._peers.report(self._engines()))
         own_id, entries = await self.run("exchange", lambda: self._send(content))
         received, sent_ms = now(), _milliseconds(own_id)
+        if _milliseconds(self._last_id) > sent_ms:  # another Redis, whose clock is behind
+            self._last_id = b"0"
         for entry_id, fields in entries:
             self._last_id = entry_id
             age = max(0.0, (sent_ms - _milliseconds(entry_id)) / 1000)

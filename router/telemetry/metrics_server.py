@@ -38,6 +38,7 @@ MERGED_BY_MINIMUM = frozenset(
         "disagg_router_engine_healthy",
         "disagg_router_group_engines",
         "disagg_router_group_weight",
+        "disagg_router_peer_routers",
         "disagg_router_source_engines",
         "disagg_router_source_told_timestamp_seconds",
     )

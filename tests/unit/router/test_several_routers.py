@@ -161,6 +161,20 @@ async def test_stream_that_is_spoilt_by_others_costs_the_exchange_alone(
         assert (await one.complete(prompt=PROMPT)).status_code == 200
 
 
+async def test_routers_meet_again_after_a_change_to_a_redis_whose_clock_is_behind(
+    redis: RedisServer, writer: Redis, ps: list[MockEngine], d: MockEngine
+) -> None:
+    async with routers(2, redis, ps, d) as (one, other):
+        await eventually(lambda: meets(one, 1) and meets(other, 1))
+        writer.xadd(STREAM, {"report": "x"}, id="99999999999999-0")
+        await eventually(lambda: errors(one, "invalid") > 0 and errors(other, "invalid") > 0)
+        writer.delete(STREAM)
+        before = len(one.gateway.routes.index)
+        assert (await other.complete(prompt=PROMPT)).status_code == 200
+        await eventually(lambda: len(one.gateway.routes.index) > before)
+        assert meets(one, 1)
+
+
 async def test_exchange_can_be_turned_off(
     redis: RedisServer, writer: Redis, ps: list[MockEngine], d: MockEngine
 ) -> None:
