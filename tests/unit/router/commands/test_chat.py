@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import sys
 import termios
@@ -325,6 +326,8 @@ class Terminal:
         if self.pid == 0:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **variables}
             command = [sys.executable, "-m", "router.commands.cli", "chat", *arguments]
+            # A shell has background jobs ignore Ctrl-C, and what they start as well.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, command, environment)
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
         self.text = ""
