@@ -45,7 +45,8 @@ CREDENTIALS = frozenset((AUTHORIZATION, X_API_KEY))
 # Longer keys are never valid and need not be hashed.
 MAX_KEY_BYTES = 512
 
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
@@ -204,7 +205,11 @@ def _parse_entry(entry: object) -> ApiKey:
     try:
         return msgspec.convert(entry, ApiKey)
     except msgspec.ValidationError as error:
-        raise ValueError(textwrap.shorten(str(error), 300)) from None
+        text = textwrap.shorten(str(error), 300)
+        if repr(NAME_PATTERN) in text:  # describe the pattern in words
+            field = "tenant" if "$.tenant" in text else "name"
+            text = f"{field}: begin with a letter or digit, then up to 63 of these, '.', '_' or '-'"
+        raise ValueError(text) from None
 
 
 def _quoted(text: str) -> str:

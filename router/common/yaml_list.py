@@ -22,7 +22,9 @@ def parse_yaml_list(content: bytes, name: str) -> list[object]:
     """
     _check_shape(content, name)
     found = yaml.load(content, SafeLoader)
-    nothing = ValueError(f"has no list of {name}: begin it with the line '{name}:'")
+    nothing = ValueError(
+        f"has no list of {name}: write the line '{name}:', and a line '- {{...}}' for each"
+    )
     if isinstance(found, list) and found:
         return found
     if not isinstance(found, dict) or name not in found:

@@ -129,7 +129,7 @@ def test_a_name_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFixtur
         main(["not a name"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
-    with pytest.raises(ValueError, match="matching"):
+    with pytest.raises(ValueError, match="tenant: begin with a letter"):
         file_entry("a", "not a tenant", "key")
 
 
