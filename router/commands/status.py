@@ -312,7 +312,7 @@ def lines(
     for group in status.groups:
         is_whole = group.prefillers and group.decoders
         if len(status.groups) > 1 or not is_whole:
-            half = "" if is_whole else "  (incomplete: gets no requests)"
+            half = "" if is_whole else "  (incomplete: used only if no group is complete)"
             yield (
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"

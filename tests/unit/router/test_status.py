@@ -84,7 +84,7 @@ def test_a_table_says_it_to_people() -> None:
     assert "3 requests in flight, 0 waiting, 0 connections, 2 workers" in said
     assert "prefill  p:1     unhealthy           0           4" in said
     assert "decode   d:1     draining" in said
-    assert "incomplete: gets no requests" in said
+    assert "incomplete: used only if no group is complete" in said
     assert "1 failed, 15 ok" in said
     assert "75% of next turns reuse KV" in said
     assert "p50 500 ms" in said
