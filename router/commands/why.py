@@ -30,14 +30,16 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TOKEN, TOKEN_FILE = variable_of("ui_token"), variable_of("ui_token_file")
 DESCRIPTION = f"""\
 Shows where a request spent its time, which engines served it, what failed, and how much of its
-prompt came from a cache. REQUEST_ID is the response header x-request-id, or the id in the access
-log. The router must serve the dashboard (--ui), and keeps the last 1000 requests that have ended.
+prompt came from a cache. REQUEST_ID is the response header x-request-id, the id in the access log,
+or the id of the answer (chatcmpl-...). The router must serve the dashboard (--ui), and keeps the
+last 1000 requests that have ended.
 
 If the dashboard has a token, set {TOKEN}, or {TOKEN_FILE} to the path of its file.
 """
 # With --workers each connection reaches any one of the processes.
 MAX_TRIES = 40
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl)-(.+?)(?:\.[^.]*)?")
 FLOWS = {
     "pull": "a prefill engine computes the prompt, and a decode engine pulls its KV",
     "push": "a prefill engine computes the prompt and pushes its KV to a decode engine",
@@ -65,7 +67,14 @@ def main(argv: Sequence[str]) -> int:
     def show() -> int:
         url = with_scheme(options.url)
         _check(url, options.request_id)
-        found = find_request(url, options.request_id)
+        try:
+            found = find_request(url, options.request_id)
+        except UnknownRequestError:
+            # An answer's id has the request's id within.
+            within = ANSWER_ID.fullmatch(options.request_id)
+            if within is None:
+                raise
+            found = find_request(url, within[1])
         print(json.dumps(found) if options.json else "\n".join(story(found)), flush=True)
         return 0
 

@@ -21,7 +21,7 @@ from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 DEFAULT_CACHE_TOKENS = 2**19
 # Bytes of an entry of a dict: its share of the table, the hash, and an int of an engine's bit.
 BYTES_PER_CHUNK = 128
-DEFAULT_MEMORY = 256 * 2**20
+DEFAULT_MEMORY = 64 * 2**20
 # Bits are not reused; when this many belong to no engine, the index is cleared.
 MAX_UNUSED_BITS = 2**12
 

@@ -36,6 +36,7 @@ from router.settings.fields import (
     SettingsError,
     SettingsGroup,
     flag_of,
+    is_loopback,
     variable_of,
 )
 from router.settings.problems import describe
@@ -129,11 +130,21 @@ class Settings(
         yield from self.prefill_engines.problems(is_required=not prefill_found)
         decode_found = is_discovered or self.decoder_dns or self.kubernetes_decode_selector
         yield from self.decode_engines.problems(is_required=not decode_found)
+        yield from self._own_address()
         if self.workers > 1 and self.conversation_store == "memory":
             yield (
                 f"--workers {self.workers} cannot share a conversation store in memory: set "
                 "--conversation-store to a Redis URL, or to off"
             )
+
+    def _own_address(self) -> Iterator[str]:
+        """Yield a line if an engine is this router itself: each request would come back to it."""
+        is_local = self.host in ("0.0.0.0", "::") or is_loopback(self.host)
+        for flag, addresses in (("prefill", self.prefillers), ("decode", self.decoders)):
+            for engine in addresses:
+                is_here = engine.host == self.host or (is_local and is_loopback(engine.host))
+                if is_here and engine.port == self.port:
+                    yield f"--{flag} {engine} is the address of this router (--port {self.port})"
 
     @property
     def limits_store(self) -> str:

@@ -106,7 +106,7 @@ class SelectionSettings(SettingsGroup):
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
     prefill_policy: Policy = "prefix"
     decode_policy: Policy = "power_of_two"
-    max_prefix_memory: ByteSize = ByteSize(256 * MIB)
+    max_prefix_memory: ByteSize = ByteSize(64 * MIB)
     host_cache_tokens: Count = 0
     share_routing: bool = True
     min_remote_prefill_tokens: Count = 0

@@ -244,6 +244,28 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     assert complaint in line
 
 
+@pytest.mark.parametrize(
+    ("host", "engine", "is_own"),
+    [
+        ("127.0.0.1", "localhost:8000", True),
+        ("0.0.0.0", "127.0.0.1:8000", True),
+        ("10.0.0.5", "10.0.0.5:8000", True),
+        ("10.0.0.5", "127.0.0.1:8000", False),
+        ("0.0.0.0", "10.0.0.9:8000", False),
+        ("127.0.0.1", "127.0.0.1:8001", False),
+    ],
+)
+def test_router_is_no_engine_of_its_own(
+    capsys: pytest.CaptureFixture[str], host: str, engine: str, is_own: bool
+) -> None:
+    arguments = ["--host", host, "--prefill", "p:1", "--decode", engine]
+    if is_own:
+        (line,) = problems(capsys, *arguments)
+        assert line.endswith("is the address of this router (--port 8000)")
+    else:
+        assert main([*arguments, "--check"]) == 0
+
+
 def test_every_problem_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = problems(capsys, *FLAGS, "--port", "x", "--host", "a b", "--log-level", "loud")
     assert [line.split(": ")[2] for line in lines] == ["--host", "--port", "--log-level"]

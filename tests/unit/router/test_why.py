@@ -108,6 +108,9 @@ async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
     answer = await router.complete()
     request_id = answer.headers["x-request-id"]
     monkeypatch.setenv(TOKEN, "a-token-of-16-bytes")
+    for answer_id in (f"chatcmpl-{request_id}", f"cmpl-{request_id}.x7"):
+        assert await asyncio.to_thread(main, ["why", answer_id, router.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["id"] == request_id
     command = ["why", request_id, router.url]
     assert await asyncio.to_thread(main, [*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
