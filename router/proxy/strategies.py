@@ -183,6 +183,9 @@ async def decode_only(run: Run, reason: str) -> None:
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
     if await _decode(run, with_retain_request(None, run.retains_turn)) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too
+    reuse = run.plan.reuse
+    if reuse is not None and reuse.entry is None:  # there is no last turn that it could have reused
+        run.count_turn(TurnOffer(reuse.outcome, reuse.reason))
     run.count_turn(DECODER_ALONE)
 
 
