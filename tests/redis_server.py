@@ -38,8 +38,8 @@ class RedisServer:
             f"--conversation-store-key={KEY}",
         ]
 
-    def keys(self) -> list[str]:
-        return self.cli("keys", "*").split()
+    def keys(self, pattern: str = "*") -> list[str]:
+        return self.cli("keys", pattern).split()
 
     def dump(self) -> str:
         """Everything it holds, as text."""

@@ -234,6 +234,9 @@ def test_of_many_takers_at_two_routers_none_pulls_what_another_took_and_all_are_
         assert cuts + new == 50
 
 
+TURNS = "disagg-router:turn:*"
+
+
 def test_two_routers_share_one_redis(
     launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
@@ -250,14 +253,14 @@ def test_two_routers_share_one_redis(
             if number:
                 assert metric(prefiller, COMPUTED) - before <= 51
             prompt += [*answer.tokens, *tokens_of(50, 31 + number)]
-        (key,) = redis.keys()
+        (key,) = redis.keys(TURNS)
         assert "shared" not in key + redis.dump()
         body = {"model": "tiny", "prompt": prompt, "conversation_id": "shared"}
         before = metric(prefiller, COMPUTED)
         routers[0].post("/v1/completions", body, headers={"x-tenant": "somebody-else"})
         assert metric(prefiller, COMPUTED) - before == len(prompt), "another tenant's turn"
-        assert len(redis.keys()) == 2
-        assert "somebody" not in " ".join(redis.keys()) + redis.dump()
+        assert len(redis.keys(TURNS)) == 2
+        assert "somebody" not in " ".join(redis.keys(TURNS)) + redis.dump()
         assert sum(turns(router, "hit") for router in routers) == 2
 
 
@@ -273,7 +276,7 @@ def test_redis_stopped_in_mid_run_costs_reuse_and_no_request(
         talk = Talk(router, "redis-dies")
         with running_redis(port) as redis:
             assert differences([right], [talk.say(prompt)]) == []
-            assert len(redis.keys()) == 1
+            assert len(redis.keys(TURNS)) == 1
             redis.freeze()
             assert differences([right], [talk.say(prompt)]) == []
             redis.thaw()
@@ -284,7 +287,7 @@ def test_redis_stopped_in_mid_run_costs_reuse_and_no_request(
         assert turns(router, "store_failed") == 6
         assert router.log.read_text().count("conversation store failed") == 1
         with running_redis(port) as redis:
-            wait_for(lambda: talk.say(prompt) and redis.keys(), "the store is used again", 60)
+            wait_for(lambda: talk.say(prompt) and redis.keys(TURNS), "the store is used again", 60)
             assert "conversation store has recovered" in router.log.read_text()
 
 
