@@ -23,9 +23,9 @@ The router serves Prometheus metrics at `GET /metrics`, on its port and on the l
 `--metrics-port` alone. With `--workers` the figures are those of all workers together. Times are in
 seconds, tokens are as engines report them.
 
-The router bounds its labels: `model` is a name that the fleet serves, or `{OTHER}` beyond
-{MAX_LABEL_PAIRS} pairs of model and group in a process's life. Metrics by model appear a tenth of a
-second after a request's end.
+The router bounds its labels: `model` is a name that the fleet serves. It is `{OTHER}` for requests
+without a known model, and beyond {MAX_LABEL_PAIRS} pairs of model and group in a process's life.
+Metrics by model appear a tenth of a second after a request's end.
 
 The chart has alerts (`charts/disagg-router/files/alerts.yaml`) and a Grafana dashboard
 (`charts/disagg-router/files/dashboard.json`) for these metrics. Engines have [their
