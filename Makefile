@@ -1,6 +1,6 @@
 # Times are of two cores, once everything is installed.
 # make demo           start a prefill engine, a decode engine and a router; print curl lines
-# make test           3 min: unit tests, simulation, one smoke test per promise
+# make test           4 min: unit tests, simulation, one smoke test per promise
 # make test-changed   under 30 s a folder: the fast tests of the folders you changed
 # make test-all       20 min: make test, and slow tests, Redis, a browser, real engines in depth
 # make test-vllm      10 min: the connector inside vLLM's CPU builds (3 GB to install)
