@@ -79,7 +79,7 @@ class HostError(Exception):
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)
         self.status = status
-        """Of the process."""
+        """The exit status of the process."""
 
 
 @dataclass(frozen=True, slots=True)

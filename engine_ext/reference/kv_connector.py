@@ -1,4 +1,4 @@
-"""What this engine needs of a KV connector, and the connector of an engine that transfers nothing.
+"""The interface of a KV connector in this engine, and a connector that transfers nothing.
 
 `engine_ext.connector.Connector` provides it; the hooks are described there and in its two halves.
 """

@@ -177,7 +177,7 @@ def model_factors(directory: Path, config: ModelConfig) -> dict[str, str]:
 
 
 def renders(directory: Path) -> dict[str, str]:
-    """What two engines must share to read token ids, and to render messages, alike."""
+    """Return hashes of what two engines must share to read token ids and render messages alike."""
     tokenizer = Tokenizer.load(directory)
     named = json.dumps([tokenizer.special_tokens, bool(tokenizer.config.get("add_bos_token"))])
     template = chat_template_source(directory, tokenizer)

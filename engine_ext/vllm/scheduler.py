@@ -68,7 +68,7 @@ class DisaggSchedulerBase(Host):
         """A worker has woken the engine since the last step; see idle_rest.py."""
         self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []
         self.on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]] = []
-        """What parts do with each step that was scheduled, and with the outputs of each."""
+        """The callbacks of parts for each scheduled step, and for the outputs of each step."""
 
 
 class SchedulePart(Host):

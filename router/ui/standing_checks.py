@@ -1,4 +1,4 @@
-"""What the router checks all the time, as a list for the dashboard: discovery, engines, KV, files.
+"""The router's continuous checks as a list for the dashboard: discovery, engines, KV, files.
 
 These are the checks that `/ready` and `disagg-router status` report. `disagg-router doctor` checks
 more, because it may send requests.

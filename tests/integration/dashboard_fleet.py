@@ -43,7 +43,7 @@ TEXT = (
 )
 WORDS = TEXT.split()
 CAPABILITIES = ["prefix_proof", "turns", "begun", "tell_token_ids"]
-# A prompt that nobody would send: a scripted engine decodes by it for a minute.
+# A prompt that no client would send: a scripted engine decodes by it for a minute.
 LONG = "Write a long story."
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows an operator when something is wrong, and that every screen can be read.
+"""The dashboard shows an operator each problem, and every screen is readable.
 
 Pictures of each state are written to build/dashboard.
 """

@@ -1,5 +1,5 @@
-"""What a newcomer runs, with real engines: the demo's comparison, and a chat with an engine killed
-in mid-answer."""
+"""Commands that a newcomer runs, with real engines: the demo's comparison, and a chat whose engine
+is killed in mid-answer."""
 
 from __future__ import annotations
 

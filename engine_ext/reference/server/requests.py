@@ -199,7 +199,8 @@ class ForcedTool(NamedTuple):
     name: str
     parameters: dict[str, Any]
     finish_reason: str
-    """Of an answer that is complete. As OpenAI has it, "stop" if the request names the tool."""
+    """The finish reason of a complete answer: "stop" if the request names the tool, as in OpenAI's
+    API."""
 
 
 class ChatBody(GenerationBody, ChatTemplateRequest):

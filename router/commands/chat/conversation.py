@@ -23,7 +23,7 @@ ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """What is known of one answer. Times in seconds; None for what it does not have (yet)."""
+    """The facts about one answer. Times are in seconds; None stands for an unknown fact."""
 
     request_id: str = ""
     text: str = ""
@@ -72,7 +72,7 @@ class Conversation:
     def ask(self, question: str) -> Generator[str]:
         """Yield the answer piece by piece. Raises CommandError.
 
-        Whoever stops early keeps the part of the answer that came.
+        If the caller stops early, the conversation keeps the part that was received.
         """
         self.answer = answer = ChatAnswer()
         turns = [*self.turns, {"role": "user", "content": question}]

@@ -138,7 +138,7 @@ def _bar() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where a setup's requests go, and its processes."""
+    """The target of a setup's requests, and the processes of the setup."""
 
     target: Target
     engines: Sequence[ChildProcess]

@@ -37,7 +37,7 @@ class CpuPlan:
     count: int
     cores: Sequence[int]
     threads: int
-    """Of each of the two engines; the one engine has both engines' threads."""
+    """Threads of each of the two engines. The single engine has as many as both together."""
 
     @property
     def threads_alone(self) -> int:
@@ -84,7 +84,7 @@ class CompareLoad:
 
 @dataclass(slots=True)
 class RoundFigures:
-    """What one setup did in one round, or in all. CPU times in seconds, None if not known."""
+    """The figures of one setup in one round, or in all. CPU times in seconds, None if unknown."""
 
     short: Figures = field(default_factory=Figures)
     long: Figures = field(default_factory=Figures)
@@ -148,7 +148,7 @@ class ComparedFigure:
 
     @property
     def change(self) -> str:
-        """What 1 prefill + 1 decode changes."""
+        """The effect of 1 prefill + 1 decode engine."""
         if not self.is_clear:
             return "no clear change"
         return f"{abs(self.change_share):.0%} {'higher' if self.is_worse else 'lower'}"

@@ -172,7 +172,7 @@ export class Chat {
     this.log.scrollTop = this.log.scrollHeight;
   }
 
-  // The buttons take each other's place; whoever had pressed one of them goes on in the text.
+  // One button replaces the other, so the focus of the pressed one moves to the text.
   busy(is) {
     const hadFocus = [$("chat-send"), $("chat-stop")].includes(document.activeElement);
     $("chat-send").hidden = is;

@@ -6,7 +6,7 @@ const MAX_SHOWN = 8;
 const CRITICAL = "critical", WARNING = "warning";
 const ROLES = ["prefill", "decode"];
 const KV_CHECKS = ["KV transfer", "engine ids"];
-// States that need nobody's attention.
+// States that need no attention.
 const CALM = new Set(["healthy", "unknown", "cold", "gone"]);
 
 export class Problems {

@@ -109,7 +109,7 @@ export function reasonOf(engine) {
   if (state === "cooling") return "it answers that it is overloaded";
   if (state === "cold") return "the router sends it warm-up requests";
   if (state === "draining") return engine.drained ? "it may be stopped" : "it gets no new requests";
-  // The address stands beside it, and the number of an error helps nobody.
+  // The address is shown beside it, and an error number does not help the operator.
   return state === "healthy" ? "" : engine.reason.replaceAll(`${engine.name}: `, "").replace(/\[Errno \d+\] /, "");
 }
 

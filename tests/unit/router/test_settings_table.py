@@ -1,4 +1,4 @@
-"""What is made of the settings is up to date: their page, and the chart's schema."""
+"""The page and the chart's schema that are generated from the settings are up to date."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ async def test_bytes_that_are_not_text_are_replaced(
     assert asked(d)[0].json["messages"][0]["content"] == "caf\ufffd"
 
 
-def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_url_without_a_router_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "127.0.0.1:1", "--model", "m", "--once", "Hi"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("error: no answer: http://127.0.0.1:1: Connection refused")
