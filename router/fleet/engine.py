@@ -357,7 +357,33 @@ class Health(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class EngineLoad:
+    """The load of an engine: this router's own, and in the totals what other routers report."""
+
+    in_flight: int = field(default=0, init=False)
+    """Request legs that run on it."""
+    tokens_in_flight: int = field(default=0, init=False)
+    """Estimated prompt tokens of these legs."""
+    total_legs: int = field(default=0, init=False)
+    """`in_flight` and the legs that other routers have reported."""
+    total_tokens: int = field(default=0, init=False)
+    """`tokens_in_flight` and the tokens that other routers have reported."""
+
+    def add_load(self, legs: int, tokens: int) -> None:
+        """Count legs of this router, with their prompt tokens."""
+        self.in_flight += legs
+        self.tokens_in_flight += tokens
+        self.total_legs += legs
+        self.total_tokens += tokens
+
+    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
+        """Take the load that other routers have reported."""
+        self.total_legs = self.in_flight + legs
+        self.total_tokens = self.tokens_in_flight + tokens
+
+
+@dataclass(slots=True, eq=False)
+class Engine(EngineLoad):
     """An engine. Only its Fleet changes it, apart from the load, which requests count."""
 
     spec: EngineSpec
@@ -383,14 +409,6 @@ class Engine:
     """The failure that opened its circuit last."""
     failed_probes: int = 0
     """Consecutive failed probes."""
-    in_flight: int = 0
-    """Request legs that run on it."""
-    tokens_in_flight: int = 0
-    """Estimated prompt tokens of these legs."""
-    total_legs: int = 0
-    """`in_flight` and the legs that other routers have reported."""
-    total_tokens: int = 0
-    """`tokens_in_flight` and the tokens that other routers have reported."""
     kv_leases: int = 0
     """Requests whose KV it holds until a decode engine has read it."""
     admitted: int = 0
@@ -418,18 +436,6 @@ class Engine:
     def __post_init__(self) -> None:
         self.name, self.models = self.spec.name, self.spec.models or None
         self.update_spec(self.spec)
-
-    def add_load(self, legs: int, tokens: int) -> None:
-        """Count legs of this router, with their prompt tokens."""
-        self.in_flight += legs
-        self.tokens_in_flight += tokens
-        self.total_legs += legs
-        self.total_tokens += tokens
-
-    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
-        """Take the load that other routers have reported."""
-        self.total_legs = self.in_flight + legs
-        self.total_tokens = self.tokens_in_flight + tokens
 
     @property
     def cache_tokens(self) -> int:

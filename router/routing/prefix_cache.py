@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from router.routing.chunk_index import NO_MATCH, ChunkIndex
+from router.routing.chunk_index import NO_MATCH, ChunkIndex, ChunkMatch
 from router.routing.policy import (
     MAX_ORDERED,
     Candidate,
@@ -87,8 +87,7 @@ class PrefixAffinity(Policy):
         if not chunks:
             return self._by_load.order(candidates, query)
         bits = self._bits_of(candidates)
-        depth, engines = self._last_match = self._index.longest(chunks, bits.all)
-        self._last_chunks = chunks
+        depth, engines = self._find_match(chunks, bits)
         among = bits.all
         overloaded: list[E] = []
         while depth and len(overloaded) < MAX_ORDERED:
@@ -101,6 +100,12 @@ class PrefixAffinity(Policy):
             among &= ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
         return filled([], self._by_load.order(candidates, query), overloaded)
+
+    def _find_match(self, chunks: tuple[int, ...], bits: _CandidateBits) -> ChunkMatch:
+        """Return the longest match of any candidate, and remember it for the feedback."""
+        self._last_chunks = chunks
+        self._last_match = self._index.longest(chunks, bits.all)
+        return self._last_match
 
     def _least_loaded(
         self, engines: int, candidates: Sequence[E], bits: _CandidateBits, query: RoutingQuery
@@ -183,8 +188,7 @@ class PrefillCost(PrefixAffinity):
         if not chunks:
             return self._by_load.order(candidates, query)
         bits = self._bits_of(candidates)
-        depth, engines = self._last_match = self._index.longest(chunks, bits.all)
-        self._last_chunks = chunks
+        depth, engines = self._find_match(chunks, bits)
         if not depth:
             return self._by_load.order(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query)

@@ -15,6 +15,7 @@ from itertools import count
 from time import perf_counter_ns
 from typing import Generic, TypeVar
 
+from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
 from router.routing.peers import PeerRouters
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
@@ -197,29 +198,15 @@ E = TypeVar("E", bound=Engine)
 
 
 @dataclass(slots=True, eq=False)
-class Seen(Generic[E]):
-    """An engine as a router sees it: its own legs, and in the totals what other routers report."""
+class Seen(EngineLoad, Generic[E]):
+    """An engine as a router sees it."""
 
     engine: E
     name: str
-    in_flight: int = 0
-    tokens_in_flight: int = 0
-    total_legs: int = 0
-    total_tokens: int = 0
 
     @property
     def cache_tokens(self) -> int:
         return self.engine.cache.tokens
-
-    def add_load(self, legs: int, tokens: int) -> None:
-        self.in_flight += legs
-        self.tokens_in_flight += tokens
-        self.total_legs += legs
-        self.total_tokens += tokens
-
-    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
-        self.total_legs = self.in_flight + legs
-        self.total_tokens = self.tokens_in_flight + tokens
 
 
 class Router:
