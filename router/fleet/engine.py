@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts
+from router.fleet.step_model import StepModel, max_step_tokens_of_ranks, step_model_of_ranks
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -146,6 +147,10 @@ class EngineCapabilities:
     """The facts that are compared with those of other engines."""
     cache_tokens: int = 0
     """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
+    step_model: StepModel | None = None
+    """The time of its steps, None if unknown."""
+    max_step_tokens: int = 0
+    """The most prompt tokens that one step computes beside answers; 0 if unknown."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 
@@ -211,6 +216,8 @@ class EngineCapabilities:
             self.supports_push = "push" in modes
         if isinstance(ranks, list):
             self.cache_tokens = cache_tokens_of_ranks(ranks)
+            self.step_model = step_model_of_ranks(ranks)
+            self.max_step_tokens = max_step_tokens_of_ranks(ranks)
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}

@@ -1,0 +1,80 @@
+"""The time of an engine's steps by its identity page, whose content may be anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import EngineCapabilities
+from router.fleet.step_model import StepModel
+
+PAGE = {
+    "base_ms": 10.0,
+    "token_us": 50.0,
+    "token_context_ns": 2.0,
+    "context_ns": 30.0,
+    "steps": 1234,
+}
+
+
+def capabilities(*ranks: object) -> EngineCapabilities:
+    made = EngineCapabilities()
+    made.note_identity({"ranks": list(ranks)})
+    return made
+
+
+def test_step_time_has_the_units_of_the_page() -> None:
+    model = StepModel.parse(PAGE)
+    assert model is not None
+    assert model.decode_step(0) == pytest.approx(0.010)
+    assert model.decode_step(100_000) == pytest.approx(0.013)
+    # 10 ms + 256 * (50 us + 2 ns * 10,000) + 3 ms
+    assert model.worst_step(256, 10_000, 100_000) == pytest.approx(0.03092)
+
+
+def test_prefill_takes_a_step_for_each_chunk() -> None:
+    model = StepModel.parse(PAGE)
+    assert model is not None
+    # 1,000 tokens of 50 us, at a mean context of 500
+    assert model.prefill_seconds(1000, 1000) == pytest.approx(0.010 + 0.051)
+    assert model.prefill_seconds(1000, 1000, 256) == pytest.approx(4 * 0.010 + 0.051)
+    assert model.prefill_seconds(100, 1000, 256, 100_000) == pytest.approx(0.013 + 0.00519)
+    assert model.prefill_seconds(0, 1000) == 0
+
+
+@pytest.mark.parametrize("name", ["base_ms", "token_us", "token_context_ns", "context_ns"])
+@pytest.mark.parametrize(
+    "value", [None, "1", True, -1, float("nan"), float("inf"), 1e300, 10**400, [], {}]
+)
+def test_strange_factor_makes_the_model_unknown(name: str, value: object) -> None:
+    assert StepModel.parse(PAGE | {name: value}) is None
+
+
+@pytest.mark.parametrize("page", [None, 1, "x", [], {}, PAGE | {"base_ms": 0}, {"base_ms": 1}])
+def test_strange_page_makes_the_model_unknown(page: object) -> None:
+    assert StepModel.parse(page) is None
+
+
+@pytest.mark.parametrize("given", [None, 0, -1, True, 1.5, "256", 10**9])
+def test_strange_chunk_budget_is_unknown(given: Any) -> None:
+    assert capabilities({"max_step_tokens": given}).max_step_tokens == 0
+
+
+def test_the_slowest_rank_of_an_engine_counts() -> None:
+    one = {"max_step_tokens": 256, "step_model": PAGE}
+    other = {"max_step_tokens": 512, "step_model": PAGE | {"token_us": 80.0, "base_ms": 5.0}}
+    made = capabilities(one, other)
+    assert made.max_step_tokens == 512
+    assert made.step_model == StepModel.parse(PAGE | {"token_us": 80.0})
+    strange: tuple[object, ...] = ({}, None, {"step_model": {}})
+    for unknown in strange:
+        made = capabilities(one, unknown)
+        assert (made.step_model, made.max_step_tokens) == (None, 0)
+
+
+def test_later_page_replaces_the_model() -> None:
+    made = capabilities({"max_step_tokens": 256})
+    assert made.step_model is None
+    made.note_identity({"ranks": [{"max_step_tokens": 256, "step_model": PAGE}]})
+    assert made.step_model == StepModel.parse(PAGE)
