@@ -1,207 +1,48 @@
-"""A fleet of simulated engines, to compare routing policies: nothing is computed, time passes.
+"""A fleet of simulated engines, to compare routing policies.
 
-Figures of engines are those of a mid-sized model on one accelerator. Jobs arrive, the router's own
-policies choose engines, and all follows from a seed, so that a run can be repeated.
+Jobs arrive, the router's own policies choose engines, and all follows from a seed, so that a run
+can be repeated.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import ceil
 from time import perf_counter_ns
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
 from router.routing.peers import PeerRouters
 from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
-from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
+from router.routing.prompt_chunks import MAX_CHUNKS
 from router.routing.route import POLICIES, PREFILL_POLICIES
+from scripts.benchmarks.simulated_engine import SPEEDS, Engine, PrefixCache, Speed, Task
 from scripts.benchmarks.traces import SHAPES, Arrival, Job
 
-# Engines.
-
-PrefillLeg = tuple[Job, RoutingQuery, "Router", "Seen[Prefiller]", "Seen[Decoder]", int]
-"""The job, its query, its router and engines, and the tokens that it counts for as load."""
-DecodeLeg = tuple[Job, "Seen[Decoder]"]
-
 CACHE_TOKENS = 500_000
-MAX_DECODING = 256
-BATCH_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The times of an engine: `batch` and `step` are fixed seconds, `each` is added to a step for
-    each sequence."""
-
-    prefill_tokens_per_s: float
-    batch: float
-    step: float
-    each: float
-    transfer_tokens_per_s: float = 400_000.0
-
-
-SPEEDS = {
-    # A mid-sized model on one accelerator, round figures.
-    "generic": Speed(20_000.0, 0.015, 0.008, 0.00006),
-    # Qwen3-32B, tensor parallel over two H200, vLLM 0.24: composed from the operators that
-    # aiconfigurator 0.12 lists as measured.
-    "qwen3-32b-h200": Speed(16_200.0, 0.015, 0.0106, 0.000385),
-}
-
-
-class PrefixCache:
-    """The most recently used chunks (LRU)."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self._most = tokens // TOKENS_PER_CHUNK
-        self._chunks: OrderedDict[int, None] = OrderedDict()
-
-    def held(self, chunks: Sequence[int]) -> int:
-        """Return the tokens of the longest prefix that is cached."""
-        for depth, chunk in enumerate(chunks):
-            if chunk not in self._chunks:
-                return depth * TOKENS_PER_CHUNK
-        return len(chunks) * TOKENS_PER_CHUNK
-
-    def add(self, chunks: Sequence[int]) -> None:
-        """Evict ends of prompts before their beginnings, which other prompts may share."""
-        kept = self._chunks
-        for chunk in reversed(chunks):
-            if chunk in kept:
-                kept.move_to_end(chunk)
-            else:
-                kept[chunk] = None
-        while len(kept) > self._most:
-            kept.popitem(last=False)
+TRANSFER_S = 0.003
+LOOK_S = 0.008
+"""Until a decoder's scheduler has looked into its cache: one step."""
+HELD_SHARE = 0.5
+"""Share of a prompt that a hedged decoder must hold."""
+WARM_UP_SHARE = 0.2
+"""Share of a shape's requests that is not in the figures."""
+SAMPLED_ARRIVALS = 2000
+# Bursty arrivals: mean seconds of a quiet and of a busy time, and their rates beside the mean.
+QUIET, QUIET_RATE = 20.0, 0.5
+BURST, BURST_RATE = 5.0, 3.0
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
-    """`busy` is the time that it computed; `cached` of the `asked` tokens were in its cache."""
-
-    name: str
-    cache: PrefixCache
-    speed: Speed
-    busy: float = 0.0
-    asked: int = 0
-    cached: int = 0
-
-    def look_up(self, job: Job) -> int:
-        """Return how many tokens are cached; the last one is always computed."""
-        cached = min(self.cache.held(job.chunks), job.tokens - 1)
-        self.asked += job.tokens
-        self.cached += cached
-        return cached
-
-
-@dataclass(slots=True, eq=False)
-class Prefiller(Engine):
-    """`batch` is what it computes now."""
-
-    waiting: deque[PrefillLeg] = field(default_factory=deque)
-    batch: list[tuple[PrefillLeg, int]] = field(default_factory=list)
-
-    def start(self) -> float:
-        """Begin a batch of at least one job, and return its seconds."""
-        tokens = 0
-        while self.waiting:
-            job = self.waiting[0][0]
-            if self.batch and tokens + job.tokens - self.cache.held(job.chunks) > BATCH_TOKENS:
-                break
-            cached = self.look_up(job)
-            tokens += job.tokens - cached
-            self.batch.append((self.waiting.popleft(), cached))
-        seconds = self.speed.batch + tokens / self.speed.prefill_tokens_per_s
-        self.busy += seconds
-        return seconds
-
-    def finish(self) -> list[tuple[PrefillLeg, int]]:
-        """End the batch; return its legs, each with the tokens that were cached."""
-        done, self.batch = self.batch, []
-        for (job, _, _, prefiller, _, tokens), _ in done:
-            self.cache.add(job.chunks)
-            prefiller.add_load(-1, -tokens)
-        return done
-
-
-@dataclass(slots=True, eq=False)
-class Decoder(Engine):
-    """An engine whose running jobs share its steps; a job ends after a certain number of them.
-
-    A prefill of its own stops the steps until it is done.
-    """
-
-    waiting: deque[DecodeLeg] = field(default_factory=deque)
-    running: list[tuple[float, int, DecodeLeg]] = field(default_factory=list)
-    steps: float = 0.0
-    at: float = 0.0
-    stopped_until: float = 0.0
-    plan: int = 0
-    """The number of the latest planned end; ends that were planned before are void."""
-    numbers: count[int] = field(default_factory=count)
-
-    def advance(self, now: float) -> None:
-        start = max(self.at, min(now, self.stopped_until))
-        if self.running and now > start:
-            self.steps += (now - start) / self.step_seconds()
-            self.busy += now - start
-        self.at = max(self.at, now)
-
-    def step_seconds(self) -> float:
-        return self.speed.step + self.speed.each * len(self.running)
-
-    def prefill(self, job: Job, now: float) -> tuple[float, int]:
-        """Prefill a job here; return when that is done, and how many tokens were cached."""
-        self.advance(now)
-        cached = self.look_up(job)
-        speed = self.speed
-        seconds = speed.batch + (job.tokens - cached) / speed.prefill_tokens_per_s
-        self.stopped_until = max(now, self.stopped_until) + seconds
-        self.busy += seconds
-        return self.stopped_until, cached
-
-    def admit(self, now: float) -> None:
-        """Start waiting jobs while there is room; `advance` has been called for `now`."""
-        while self.waiting and len(self.running) < MAX_DECODING:
-            job, seen = self.waiting.popleft()
-            end = self.steps + job.output
-            heapq.heappush(self.running, (end, next(self.numbers), (job, seen)))
-            job.first_token = max(now, self.stopped_until) + self.step_seconds()
-            self.cache.add(job.chunks)
-
-    def ended(self) -> list[Job]:
-        done: list[Job] = []
-        while self.running and self.running[0][0] <= self.steps + 1e-6:
-            job, seen = heapq.heappop(self.running)[2]
-            self.cache.add(job.after)
-            seen.add_load(-1, -job.tokens)
-            done.append(job)
-        return done
-
-    def next_end(self) -> float | None:
-        if not self.running:
-            return None
-        left = max(0.0, self.running[0][0] - self.steps)
-        return max(self.at, self.stopped_until) + left * self.step_seconds()
-
-
-# One run.
-
-E = TypeVar("E", bound=Engine)
-
-
-@dataclass(slots=True, eq=False)
-class Seen(EngineLoad, Generic[E]):
+class Seen(EngineLoad):
     """An engine as a router sees it."""
 
-    engine: E
+    engine: Engine
     name: str
 
     @property
@@ -213,12 +54,12 @@ class Router:
     """The policies of one router, and the engines as it sees them."""
 
     def __init__(
-        self, setup: Setup, prefillers: Sequence[Prefiller], decoders: Sequence[Decoder]
+        self, setup: Setup, prefillers: Sequence[Engine], decoders: Sequence[Engine]
     ) -> None:
         index = ChunkIndex()
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
-        self.prefill_policy = prefill(setup.prefill_bound, index)
-        self.decode_policy = decode(setup.decode_bound, index)
+        self.prefill_policy = prefill(LoadBound(1.5, 2), index)
+        self.decode_policy = decode(LoadBound(1.5, 8), index)
         self.prefillers = tuple(Seen(one, one.name) for one in prefillers)
         self.decoders = tuple(Seen(one, one.name) for one in decoders)
         self.peers = PeerRouters(index)
@@ -227,23 +68,10 @@ class Router:
         return self.peers.report((*self.prefillers, *self.decoders))
 
 
-PREFILL_BOUND = LoadBound(1.5, 2)
-DECODE_BOUND = LoadBound(1.5, 8)
-TRANSFER_S = 0.003
-LOOK_S = 0.008
-"""Until a decoder's scheduler has looked into its cache: one step."""
-WARM_UP_SHARE = 0.2
-"""Share of the requests that is not in the figures."""
-SAMPLED_ARRIVALS = 2000
-# Bursty arrivals: mean seconds of a quiet and of a busy time, and their rates beside the mean.
-QUIET, QUIET_RATE = 20.0, 0.5
-BURST, BURST_RATE = 5.0, 3.0
-
-
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`load` is of what the prefillers could do if nothing was ever cached. `arrivals` are a
-    published trace, instead of `requests` of a shape."""
+    """`load` is of what the prefillers could do if nothing was ever cached. `arrivals` come at
+    their own times, instead of `requests` of a shape."""
 
     shape: str
     prefillers: int
@@ -254,14 +82,12 @@ class Setup:
     load: float = 0.9
     bursty: bool = False
     min_remote_prefill_tokens: int = 0
-    late: bool = False
-    """Decode legs count as load once they start, not once their engine is chosen."""
     hedged: int = 0
-    """Decoders that a hedged request asks whether they hold `threshold` of its prompt."""
-    threshold: float = 0.5
+    """Decoders that a hedged request asks whether they hold HELD_SHARE of its prompt."""
     cache_tokens: int = CACHE_TOKENS
-    prefill_bound: LoadBound = PREFILL_BOUND
-    decode_bound: LoadBound = DECODE_BOUND
+    step_tokens: int = 256
+    """Of a decoder."""
+    step_s: float = 0.0
     seed: int = 0
     speed: Speed = SPEEDS["generic"]
     routers: int = 1
@@ -271,14 +97,22 @@ class Setup:
     arrivals: Sequence[Arrival] = ()
 
 
+class Latency(NamedTuple):
+    """Of one answer, in seconds. `gap` is the 99th percentile between two tokens, `worst` all."""
+
+    ttft: float
+    tpot: float
+    gap: float
+    worst: float
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Seconds; `costs` (microseconds of a choice) are the only thing that doesn't replay."""
+    """`costs` (microseconds of a choice) are the only thing that doesn't replay."""
 
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
-    first_tokens: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
+    answers: list[Latency] = field(default_factory=list)
     alone: int = 0
     """Jobs that a decode engine did alone."""
     extra: int = 0
@@ -289,15 +123,17 @@ class Outcome:
 
 class Simulation:
     def __init__(self, setup: Setup) -> None:
-        self.setup, self._speed = setup, setup.speed
-        cache = setup.cache_tokens
+        self.setup, speed = setup, setup.speed
         self.prefillers = tuple(
-            Prefiller(f"10.1.{number // 256}.{number % 256}:8000", PrefixCache(cache), self._speed)
-            for number in range(setup.prefillers)
+            Engine(f"10.1.{n // 256}.{n % 256}:8000", PrefixCache(setup.cache_tokens), speed)
+            for n in range(setup.prefillers)
         )
+        budget = (setup.step_tokens, setup.step_s)
         self.decoders = tuple(
-            Decoder(f"10.2.{number // 256}.{number % 256}:8000", PrefixCache(cache), self._speed)
-            for number in range(setup.decoders)
+            Engine(
+                f"10.2.{n // 256}.{n % 256}:8000", PrefixCache(setup.cache_tokens), speed, *budget
+            )
+            for n in range(setup.decoders)
         )
         self.routers = [Router(setup, self.prefillers, self.decoders) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
@@ -306,12 +142,12 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
         self._now = 0.0
-        self._left = len(setup.arrivals) or setup.requests
-        self._counted_from, self._total = WARM_UP_SHARE * self._left, self._left
+        self._left = self._total = len(setup.arrivals) or setup.requests
+        self._counted_from = 0.0 if setup.arrivals else WARM_UP_SHARE * self._left
         self._done = 0
         self._turn = 0
         self._phase_ends, self._rate_now = 0.0, 1.0
-        tokens_a_second = setup.load * setup.prefillers * setup.speed.prefill_tokens_per_s
+        tokens_a_second = setup.load * setup.prefillers / speed.token
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
 
     def run(self) -> Outcome:
@@ -362,104 +198,125 @@ class Simulation:
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         policy, costs = router.decode_policy, self.outcome.decode_costs
         decoder = self._choose(policy, router.decoders, ask, costs)
+        task = Task(job, ask, router, decoder)
         least = self.setup.min_remote_prefill_tokens
         holder = self._hedge(job, ask, router) if self.setup.hedged else None
         if holder is not None:
-            self._at(self._now + LOOK_S, self._stay, job, ask, router, holder)
+            task.decoder = holder
+            self._at(self._now + LOOK_S, self._stay, task)
         elif self.setup.hedged:
-            self._at(self._now + LOOK_S, self._send, job, ask, router, decoder)
+            self._at(self._now + LOOK_S, self._send, task)
         elif least and job.tokens - policy.expected_tokens(decoder.name, ask) < least:
-            self._stay(job, ask, router, decoder)
+            self._stay(task)
         else:
-            self._send(job, ask, router, decoder)
+            self._send(task)
 
-    def _hedge(self, job: Job, ask: RoutingQuery, router: Router) -> Seen[Decoder] | None:
+    def _hedge(self, job: Job, ask: RoutingQuery, router: Router) -> Seen | None:
         """Return the decoder that accepts first: it lacks least of the prompt."""
         setup = self.setup
         first = router.decode_policy.order(router.decoders, ask)
         others = [one for one in in_turn(router.decoders, self._turn) if one not in first]
         asked = [*first, *others][: setup.hedged]
         held = {one: one.engine.cache.held(job.chunks) for one in asked}
-        able = [one for one in asked if held[one] >= setup.threshold * job.tokens]
+        able = [one for one in asked if held[one] >= HELD_SHARE * job.tokens]
         self.outcome.extra += len(asked) - bool(able)
-        return min(able, key=lambda one: (-held[one], one.engine.stopped_until), default=None)
+        return min(able, key=lambda one: (-held[one], len(one.engine.waiting)), default=None)
 
     def _choose(
-        self, policy: Policy, engines: Sequence[Seen[E]], ask: RoutingQuery, costs: list[float]
-    ) -> Seen[E]:
+        self, policy: Policy, engines: Sequence[Seen], ask: RoutingQuery, costs: list[float]
+    ) -> Seen:
         began = perf_counter_ns()
         chosen = policy.order(engines, ask)[0]
         costs.append((perf_counter_ns() - began) / 1000)
         return chosen
 
-    def _stay(self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder]) -> None:
+    def _stay(self, task: Task) -> None:
         self.outcome.alone += 1
-        router.decode_policy.note_sent(decoder.name, ask)
-        decoder.add_load(1, job.tokens)
-        done, cached = decoder.engine.prefill(job, self._now)
-        self._plan(decoder.engine)
-        self._at(done, self._computed, job, ask, router, decoder, cached)
+        decoder = task.decoder
+        task.router.decode_policy.note_sent(decoder.name, task.query)
+        decoder.add_load(1, task.job.tokens)
+        decoder.engine.waiting.append(task)
+        self._wake(decoder.engine)
 
-    def _send(self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder]) -> None:
+    def _send(self, task: Task) -> None:
+        router, ask = task.router, task.query
         policy, costs = router.prefill_policy, self.outcome.prefill_costs
-        prefiller = self._choose(policy, router.prefillers, ask, costs)
-        tokens = job.tokens - policy.expected_tokens(prefiller.name, ask)
+        task.prefiller = prefiller = self._choose(policy, router.prefillers, ask, costs)
+        task.load = ask.tokens - policy.expected_tokens(prefiller.name, ask)
         policy.note_sent(prefiller.name, ask)
-        router.decode_policy.note_sent(decoder.name, ask)
-        prefiller.add_load(1, tokens)
-        if not self.setup.late:
-            decoder.add_load(1, job.tokens)
-        engine = prefiller.engine
-        engine.waiting.append((job, ask, router, prefiller, decoder, tokens))
-        if not engine.batch:
-            self._at(self._now + engine.start(), self._prefilled, engine)
+        prefiller.add_load(1, task.load)
+        prefiller.engine.waiting.append(task)
+        self._wake(prefiller.engine)
 
-    def _prefilled(self, engine: Prefiller) -> None:
-        for (job, ask, router, prefiller, decoder, _), cached in engine.finish():
-            router.prefill_policy.note_cached(prefiller.name, ask, cached)
-            if self.setup.late:
-                decoder.add_load(1, job.tokens)
-            missing = job.tokens - decoder.engine.look_up(job)
-            moved = TRANSFER_S + missing / self._speed.transfer_tokens_per_s
-            self._at(self._now + moved, self._computed, job, ask, router, decoder, job.tokens)
-        if engine.waiting:
-            self._at(self._now + engine.start(), self._prefilled, engine)
-
-    def _computed(
-        self, job: Job, ask: RoutingQuery, router: Router, decoder: Seen[Decoder], cached: int
-    ) -> None:
-        """`cached` tokens the decoder had, or was given."""
-        router.decode_policy.note_cached(decoder.name, ask, cached)
-        engine = decoder.engine
-        engine.advance(self._now)
-        engine.waiting.append((job, decoder))
-        engine.admit(self._now)
-        self._plan(engine)
-
-    def _plan(self, decoder: Decoder) -> None:
-        decoder.plan += 1
-        end = decoder.next_end()
+    def _wake(self, engine: Engine) -> None:
+        end = engine.cut(self._now) if engine.is_busy else engine.begin(self._now)
         if end is not None:
-            self._at(end, self._ended, decoder, decoder.plan)
+            engine.plan += 1
+            self._at(end, self._end_steps, engine, engine.plan)
 
-    def _ended(self, decoder: Decoder, plan: int) -> None:
-        if plan != decoder.plan:
+    def _end_steps(self, engine: Engine, plan: int) -> None:
+        if plan != engine.plan:
             return
-        decoder.advance(self._now)
-        for job in decoder.ended():
-            self._note(job)
-            following = self._trace.follow(job)
-            if following is not None:
-                pause, next_job = following
-                self._at(self._now + pause, self._ask, next_job)
-        decoder.admit(self._now)
-        self._plan(decoder)
+        computed, answered = engine.end()
+        for task in computed:
+            if task.prefiller is None:
+                task.router.decode_policy.note_cached(task.decoder.name, task.query, task.cached)
+                engine.answer(task, self._now)
+            else:
+                self._computed(task, task.prefiller)
+        for task in answered:
+            self._answered(task)
+        while engine.blocked and self._transfer(engine.blocked[0]):
+            engine.blocked.popleft()
+        self._wake(engine)
 
-    def _note(self, job: Job) -> None:
+    def _computed(self, task: Task, prefiller: Seen) -> None:
+        router, ask, decoder = task.router, task.query, task.decoder
+        prefiller.add_load(-1, -task.load)
+        router.prefill_policy.note_cached(prefiller.name, ask, task.cached)
+        router.decode_policy.note_sent(decoder.name, ask)
+        decoder.add_load(1, task.job.tokens)
+        if decoder.engine.blocked or not self._transfer(task):
+            decoder.engine.blocked.append(task)
+
+    def _transfer(self, task: Task) -> bool:
+        """Begin the transfer to the decoder, unless it has no room. One transfer at a time moves
+        through each engine's network interface."""
+        assert task.prefiller is not None
+        source, engine, job = task.prefiller.engine, task.decoder.engine, task.job
+        if not engine.reserve(job.tokens + job.output):
+            return False
+        missing = job.tokens - engine.look_up(job)
+        end = max(self._now, source.nic_free_at, engine.nic_free_at)
+        end += missing / self.setup.speed.nic_tokens_per_s
+        source.nic_free_at = engine.nic_free_at = end
+        self._at(end + TRANSFER_S, self._moved, task, source)
+        return True
+
+    def _moved(self, task: Task, source: Engine) -> None:
+        task.router.decode_policy.note_cached(task.decoder.name, task.query, task.job.tokens)
+        source.used -= task.job.tokens
+        self._wake(source)
+        task.decoder.engine.ready.append(task)
+        self._wake(task.decoder.engine)
+
+    def _answered(self, task: Task) -> None:
+        job = task.job
+        task.decoder.add_load(-1, -job.tokens)
         self._done += 1
         if self._done > self._counted_from:
-            self.outcome.first_tokens.append(job.first_token - job.arrived)
-            self.outcome.per_token.append((self._now - job.first_token) / job.output)
+            gaps = sorted(task.gaps, reverse=True)
+            left = sum(steps for _, steps in gaps)
+            left -= ceil(0.99 * left)
+            gap = next(seconds for seconds, steps in gaps if (left := left - steps) < 0)
+            tpot = (self._now - job.first_token) / max(1, job.output - 1)
+            self.outcome.answers.append(
+                Latency(job.first_token - job.arrived, tpot, gap, gaps[0][0])
+            )
+        following = self._trace.follow(job)
+        if following is not None:
+            pause, next_job = following
+            self._at(self._now + pause, self._ask, next_job)
 
 
 def _tokens_per_arrival(shape: str, seed: int) -> float:

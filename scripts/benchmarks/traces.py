@@ -139,27 +139,56 @@ SHAPES: dict[str, type[Uniform | Documents | Chat]] = {
 }
 
 
-# Published traces.
+# Traces with their own times.
 
 Arrival = tuple[float, Job]
 """Seconds since the trace's begin, and the job."""
+# Traffic that changes: until which second come long documents (or short prompts with long answers),
+# and how many a second.
+PHASES = [(420.0, True, 5.5), (780.0, False, 13.0), (1200.0, True, 5.5)]
+
+
+def changing(seed: int) -> list[Arrival]:
+    """Documents with short answers, then short prompts with long answers, then documents again:
+    20 minutes, for a fleet of about eight engines."""
+    shape, arrivals, recent, now = (
+        _Shape(seed, 1),
+        list[Arrival](),
+        deque[list[int]](maxlen=200),
+        0.0,
+    )
+    for end, has_documents, rate in PHASES:
+        while (now := now + shape.random.expovariate(rate)) < end:
+            if not has_documents:
+                job = shape.job([], shape.length(900, 0.7, 8000), shape.length(700, 0.6, 3000))
+            else:
+                if recent and shape.random.random() < 0.25:
+                    document = shape.random.choice(recent)
+                else:
+                    size = shape.length(9000, 0.8, 60_000) // TOKENS_PER_CHUNK
+                    document = [next(shape.numbers) for _ in range(size)]
+                    recent.append(document)
+                tokens = len(document) * TOKENS_PER_CHUNK + shape.length(150, 0.5, 500)
+                job = shape.job(list(document), tokens, shape.length(90, 0.7, 600))
+            arrivals.append((now, job))
+    return arrivals
 
 
 class TraceError(ValueError):
     """A trace cannot be read. The message names the file and the line."""
 
 
-def published(path: Path, speed: float, spread: bool) -> list[Arrival]:
+def published(path: Path, spread: bool) -> list[Arrival]:
     """Read a trace of Mooncake's format: for each request one JSON object with `timestamp` (ms),
     `input_length`, `output_length`, and `hash_ids`, one for each 512 tokens of the prompt.
 
-    Arrivals come `speed` times as fast. `spread` distributes the requests of one instant evenly
-    until the next. Raises TraceError, OSError.
+    `spread` distributes the requests of one instant evenly until the next. Raises TraceError,
+    OSError.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     arrivals = [_arrival(path, number, line) for number, line in enumerate(lines, 1)]
     arrivals.sort(key=itemgetter(0))
-    return [(at / speed, job) for at, job in (_spread(arrivals) if spread else arrivals)]
+    return [*_spread(arrivals)] if spread else arrivals
 
 
 def _arrival(path: Path, number: int, line: str) -> Arrival:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from router.commands.demo.comparison import (
@@ -25,16 +25,18 @@ LINE_HEIGHT, LINE_CHARS = 16, 112
 def chart(comparison: Comparison) -> str:
     """Return the chart: bars of each latency, the load and the machine."""
     parts, height = [], MARGIN + 14
-    parts.append(_text(MARGIN, height, "One engine, or 1 prefill + 1 decode engine", 18, bold=True))
+    parts.append(
+        svg_text(MARGIN, height, "One engine, or 1 prefill + 1 decode engine", 18, bold=True)
+    )
     height += 22
-    parts.append(_text(MARGIN, height, "Equal CPU, the same load. Lower is better.", 13, FAINT))
+    parts.append(svg_text(MARGIN, height, "Equal CPU, the same load. Lower is better.", 13, FAINT))
     height += 26
     place = MARGIN
     for setup, colour in COLOURS.items():
         parts.append(
             f'<rect x="{place}" y="{height - 10}" width="12" height="12" fill="{colour}"/>'
         )
-        parts.append(_text(place + 18, height, setup, 13))
+        parts.append(svg_text(place + 18, height, setup, 13))
         place += 44 + 8 * len(setup)
     height += 14
     figures = comparison.figures()
@@ -42,10 +44,10 @@ def chart(comparison: Comparison) -> str:
         rows = [one for one in figures if one.name == name]
         longest = max(SHORTEST_S, *(max(one.alone, one.split) for one in rows))
         height += 20
-        parts.append(_text(MARGIN, height, name, 14, bold=True))
+        parts.append(svg_text(MARGIN, height, name, 14, bold=True))
         height += 8
         for one in rows:
-            parts.append(_text(MARGIN, height + BAR_HEIGHT + 3, one.share, 12, FAINT))
+            parts.append(svg_text(MARGIN, height + BAR_HEIGHT + 3, one.share, 12, FAINT))
             for setup, value in ((ALONE, one.alone), (SPLIT, one.split)):
                 left, room = MARGIN + LABEL_WIDTH, WIDTH - 2 * MARGIN - LABEL_WIDTH - VALUE_WIDTH
                 width = max(2.0, value / longest * room)
@@ -54,22 +56,25 @@ def chart(comparison: Comparison) -> str:
                     f'rx="2" fill="{COLOURS[setup]}"/>'
                 )
                 text = time_text(value) + (f"   {one.change}" if setup == SPLIT else "")
-                parts.append(_text(left + width + 8, height + 12, text, 12))
+                parts.append(svg_text(left + width + 8, height + 12, text, 12))
                 height += BAR_HEIGHT + BAR_GAP
             height += ROW_GAP
     height += 8
     for text in _notes(comparison):
         for line in textwrap.wrap(text, LINE_CHARS):
             height += LINE_HEIGHT
-            parts.append(_text(MARGIN, height, line, 11.5, FAINT))
-    height += MARGIN
-    description = escape(f"{comparison.verdict()} {comparison.machine_text()}")
+            parts.append(svg_text(MARGIN, height, line, 11.5, FAINT))
+    title = "TTFT and ITL of one engine, and of 1 prefill + 1 decode engine"
+    description = f"{comparison.verdict()} {comparison.machine_text()}"
+    return svg_document(height + MARGIN, title, description, parts)
+
+
+def svg_document(height: float, title: str, description: str, parts: Iterable[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">\n'
-        "<title>TTFT and ITL of one engine, and of 1 prefill + 1 decode engine</title>\n"
-        f"<desc>{description}</desc>\n"
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>\n'
+        f"<title>{escape(title)}</title>\n<desc>{escape(description)}</desc>\n"
+        f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="#ffffff"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
     )
@@ -82,7 +87,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     yield comparison.stability_text()
 
 
-def _text(
+def svg_text(
     x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False
 ) -> str:
     weight = ' font-weight="600"' if bold else ""

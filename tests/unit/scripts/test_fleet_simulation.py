@@ -1,14 +1,22 @@
-"""The simulated fleet replays from its seed, and reads published traces."""
+"""The simulated fleet replays from its seed, reads published traces, and its engines make the gaps
+that chunked prefill makes."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from scripts.benchmarks.fleet import main
-from scripts.benchmarks.traces import published
+from scripts.benchmarks.fleet_simulation import Outcome, Setup, Simulation
+from scripts.benchmarks.simulated_engine import SPEEDS
+from scripts.benchmarks.traces import Arrival, Job, changing, published
+
+QWEN = SPEEDS["qwen3-32b-h200"]
 
 
 @pytest.fixture
@@ -31,12 +39,12 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]
 
 
 def test_trace_is_replayed_at_its_own_times(trace: Path) -> None:
-    arrivals = published(trace, speed=1, spread=False)
+    arrivals = published(trace, spread=False)
     assert [at for at, _ in arrivals] == [3.0 * (number // 6) for number in range(60)]
     assert len(arrivals[0][1].chunks) == 2100 // 256
     assert arrivals[0][1].chunks == arrivals[1][1].chunks != arrivals[2][1].chunks
-    spread = [at for at, _ in published(trace, speed=2, spread=True)]
-    assert spread[:7] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    spread = [at for at, _ in published(trace, spread=True)]
+    assert spread[:7] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert spread == sorted(spread)
 
 
@@ -45,8 +53,8 @@ def test_policy_that_knows_prefixes_finds_them_in_the_trace(
 ) -> None:
     arguments = ("--trace", str(trace), "--prefillers", "3", "--decoders", "1")
     found = rows(capsys, *arguments, "--prefill-policy", "round_robin", "prefix")
-    assert [row[2] for row in found] == ["round_robin", "prefix"]
-    hits = [int(row[10].rstrip("%")) for row in found]
+    assert [row[3] for row in found] == ["round_robin", "prefix"]
+    hits = [int(row[12].rstrip("%")) for row in found]
     assert hits[0] == 0
     assert hits[1] > 0
     assert found == rows(capsys, *arguments, "--prefill-policy", "round_robin", "prefix")
@@ -56,9 +64,9 @@ def test_goals_that_nothing_meets_have_no_goodput(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--trace", str(trace), "--prefill-policy", "prefix", "--prefillers", "2")
-    assert rows(capsys, *arguments)[0][5] == "1.000"
-    assert rows(capsys, *arguments, "--tpot-goal", "0.001")[0][5] == "0.000"
-    assert rows(capsys, *arguments, "--ttft-goal", "0.001")[0][5] == "0.000"
+    assert rows(capsys, *arguments)[0][6] == "1.000"
+    for goal in ("--tpot-goal", "--ttft-goal", "--gap-goal"):
+        assert rows(capsys, *arguments, goal, "0.001")[0][6] == "0.000"
 
 
 def test_several_routers_find_as_much_as_one_if_they_share(
@@ -68,7 +76,7 @@ def test_several_routers_find_as_much_as_one_if_they_share(
     fleet = ("--prefillers", "4", "--decoders", "2")
     one, four = rows(capsys, *shape, *fleet, "--routers", "1", "4")
     (sharing,) = rows(capsys, *shape, *fleet, "--routers", "4", "--share-interval", "0.2")
-    hits = [int(row[10].rstrip("%")) for row in (one, four, sharing)]
+    hits = [int(row[12].rstrip("%")) for row in (one, four, sharing)]
     assert hits[1] < hits[2] - 3
     assert hits[2] >= hits[0] - 3
 
@@ -86,3 +94,82 @@ def test_file_that_is_no_trace_is_one_line(
     assert f"{path}, line 1: not a request of a trace" in error
     assert error.count("\n") == 1
     assert main(["--trace", str(tmp_path / "none")]) == 2
+
+
+def job(tokens: int, output: int, first_chunk: int = 0) -> Job:
+    chunks = tuple(range(first_chunk, first_chunk + tokens // 256))
+    return Job(tokens, output, chunks, chunks)
+
+
+def replay(*arrivals: Arrival, **changes: object) -> Outcome:
+    """One prefill and one decode engine with the speed of Qwen3-32B."""
+    setup = Setup("uniform", 1, 1, 0, "prefix", "prefix", speed=QWEN, arrivals=arrivals)
+    return Simulation(replace(setup, **changes)).run()  # type: ignore[arg-type]
+
+
+def test_steps_without_prompts_take_the_sum_of_their_times() -> None:
+    (answer,) = replay((0.0, job(10_000, 500))).answers
+    steps = [QWEN.step(0, 0, 1, 10_000 + step) for step in range(499)]
+    assert answer.tpot == pytest.approx(sum(steps) / 499)
+    # Arrivals end the steps early, but no step is lost or made twice.
+    others = [(2 + at / 7, job(256, 2, 1000 * at)) for at in range(1, 20)]
+    first = max(replay((0.0, job(10_000, 500)), *others).answers, key=lambda one: one.ttft)
+    assert first.tpot == pytest.approx(sum(steps) / 499, rel=0.01)
+
+
+@pytest.mark.parametrize(("budget", "gap"), [(256, 17), (2048, 110)])
+def test_prompt_on_a_decoder_delays_its_answers_by_a_chunk(budget: int, gap: int) -> None:
+    arrivals = [(0.0, job(2560, 200)), (1.0, job(2560, 200, 1000))]
+    split, alone = (
+        replay(*arrivals, step_tokens=budget, min_remote_prefill_tokens=least)
+        for least in (0, 10_000)
+    )
+    assert (split.alone, alone.alone) == (0, 2)
+    assert 1000 * max(one.worst for one in split.answers) < 12
+    assert 1000 * max(one.worst for one in alone.answers) == pytest.approx(gap, rel=0.1)
+
+
+def test_step_with_a_time_limit_holds_it_in_deep_contexts() -> None:
+    arrivals = [(0.0, job(2560, 2000)), (1.0, job(100_000, 20, 1000))]
+    for limit, worst in ((0.0, 0.08), (0.04, 0.0401)):
+        outcome = replay(*arrivals, step_tokens=512, step_s=limit, min_remote_prefill_tokens=10**6)
+        assert worst / 1.5 < max(one.worst for one in outcome.answers) <= worst * 1.5
+    assert max(one.worst for one in outcome.answers) <= worst
+    mixed = replay(*arrivals, speed=replace(QWEN, mix=1.0), min_remote_prefill_tokens=10**6)
+    unmixed = replay(*arrivals, min_remote_prefill_tokens=10**6)
+    more = [max(one.worst for one in run.answers) for run in (mixed, unmixed)]
+    assert more[0] - more[1] == pytest.approx(QWEN.base, rel=0.01)
+
+
+def test_prompts_wait_for_room_at_the_decoder_and_for_its_network() -> None:
+    arrivals = [(0.0, job(40_000, 1000, 1000 * number)) for number in range(3)]
+    roomy, full, slow = (
+        sorted(one.ttft for one in replay(*arrivals, speed=speed).answers)
+        for speed in (
+            QWEN,
+            replace(QWEN, kv_tokens=90_000),
+            replace(QWEN, nic_tokens_per_s=8_000.0),
+        )
+    )
+    assert full[1] == pytest.approx(roomy[1], abs=0.1)  # two fit
+    assert full[2] > roomy[2] + 5  # the third waits for the end of an answer
+    assert [later - sooner for sooner, later in pairwise(slow)] == pytest.approx([5, 5], rel=0.01)
+
+
+def test_changing_traffic_turns_from_documents_to_answers_and_back() -> None:
+    arrivals = changing(0)
+    parts = [[one for at, one in arrivals if start <= at < start + 300] for start in (0, 450, 800)]
+    prompts = [sum(one.tokens for one in part) / len(part) for part in parts]
+    answers = [sum(one.output for one in part) / len(part) for part in parts]
+    assert min(prompts[0], prompts[2]) > 8 * prompts[1]
+    assert answers[1] > 6 * max(answers[0], answers[2])
+
+
+def test_chart_has_a_line_for_each_rule(tmp_path: Path, trace: Path) -> None:
+    file = tmp_path / "goodput.svg"
+    policies = ("--prefill-policy", "prefix", "session", "--load", "1", "2", "4")
+    fleet = ("--prefillers", "2", "--decoders", "2")
+    assert main(["--trace", str(trace), *policies, *fleet, "--svg", str(file)]) == 0
+    lines = [one for one in ElementTree.parse(file).iter() if one.tag.endswith("polyline")]
+    assert [len(one.attrib["points"].split()) for one in lines] == [3, 3]
+    assert "all session power_of_two 2+2" in file.read_text()
