@@ -134,6 +134,11 @@ class Authenticator:
             self._unreported.append((permit.key, permit.redis_id, charged))
             self.spawn(self._report_ends())
 
+    @property
+    def failure(self) -> str:
+        """What is amiss with the shared ledger; empty if nothing is."""
+        return "" if self._shared is None else self._shared.failure
+
     async def renew_leases(self) -> None:
         """Renew the leases of running requests until this task is cancelled."""
         while self._shared is not None:

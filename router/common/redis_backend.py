@@ -72,6 +72,11 @@ class RedisBackend:
         self._clock = clock
         self._open_until: float | None = None
 
+    @property
+    def failure(self) -> str:
+        """What is amiss since the last operation failed; empty if it succeeded."""
+        return "" if self._open_until is None else self.failed_message
+
     async def run(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`, which sends commands. Raises `error`."""
         now = self._clock()

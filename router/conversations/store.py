@@ -42,6 +42,10 @@ class Store(Protocol):
     does_io: bool
     """False where no method suspends: nothing can cancel one halfway."""
 
+    @property
+    def failure(self) -> str:
+        """What is amiss since the last call failed; empty if it succeeded."""
+
     async def take(self, key: str) -> bytes | None:
         """Remove and return the value. Of concurrent takers, in any process, one gets it."""
 
@@ -68,6 +72,7 @@ class MemoryStore:
     """A Store that ends with its process, and evicts the values that were put first."""
 
     does_io = False
+    failure = ""
 
     def __init__(
         self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
@@ -180,6 +185,10 @@ class SignedStore:
         self._clock = clock
         self._taken: OrderedDict[bytes, float] = OrderedDict()
         self._throttle = LogThrottle(logging.getLogger("disagg_router.conversations"))
+
+    @property
+    def failure(self) -> str:
+        return self._store.failure
 
     def use_signer(self, signer: ValueSigner) -> None:
         """Use other keys from now on; values that were signed with a remaining key stay valid."""

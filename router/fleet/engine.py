@@ -32,6 +32,11 @@ class EngineRole(StrEnum):
     def plays(self, role: EngineRole) -> bool:
         return self in (role, EngineRole.BOTH)
 
+    @property
+    def engine(self) -> str:
+        """How texts name an engine of this role."""
+        return "engine" if self is EngineRole.BOTH else f"{self.value} engine"
+
 
 class Intent(StrEnum):
     """The desired state of an engine."""

@@ -316,7 +316,7 @@ class Fleet:
 
     def note_recovered(self, engine: Engine) -> None:
         """A success has closed the engine's circuit."""
-        logger.info("%s engine %s works again", engine.role, engine.name)
+        logger.info("%s %s works again", engine.role.engine, engine.name)
         self._refresh()
 
     def note_leg_failed(self, engine: Engine, reason: str) -> None:
@@ -328,7 +328,7 @@ class Fleet:
         if pause is None:
             return
         name, engine.circuit_reason = engine.name, reason
-        logger.warning("%s engine %s is avoided for %.1f s: %s", engine.role, name, pause, reason)
+        logger.warning("%s %s is avoided for %.1f s: %s", engine.role.engine, name, pause, reason)
         self._refresh()
         times_opened = engine.breaker.times_opened
         _call_later(pause, lambda: self._end_pause(engine, times_opened))
@@ -374,7 +374,7 @@ class Fleet:
         self._refresh_soon()
         level = logging.WARNING if health is Health.UNHEALTHY else logging.INFO
         detail = f": {reason}" if reason else ""
-        logger.log(level, "%s engine %s is %s%s", engine.role, engine.name, health, detail)
+        logger.log(level, "%s %s is %s%s", engine.role.engine, engine.name, health, detail)
 
     def _refresh_soon(self) -> None:
         """Refresh once for all events that have arrived together: the probes of a thousand engines

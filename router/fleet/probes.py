@@ -121,7 +121,7 @@ class Prober:
             # A problem of the router's own is no evidence about an engine, but an engine that was
             # never reached cannot be used.
             throttle = self._throttles.setdefault(engine, LogThrottle(logger, LOG_INTERVAL_S))
-            throttle.warn(f"{engine.role} engine {engine.name} was not probed", str(error))
+            throttle.warn(f"{engine.role.engine} {engine.name} was not probed", str(error))
             if engine.health is Health.UNKNOWN:
                 self._fleet.note_unreachable(engine, f"not probed: {error}")
         except (SilenceError, ConnectTimeoutError) as error:
@@ -206,7 +206,7 @@ class Prober:
                 is_silent = await self.probe(engine)
                 await self._fetch_what_is_due(engine, probe)
             except Exception as error:
-                logger.warning("%s engine %s: %r", engine.role, engine.name, error)
+                logger.warning("%s %s: %r", engine.role.engine, engine.name, error)
             probe.probed_at = now()
             is_healthy = engine.health is Health.HEALTHY
             if not (is_silent and is_healthy):

@@ -91,15 +91,15 @@ def failure_of(content: Json, role: EngineRole) -> Exception | None:
         return _error_of(error, role)
     if is_rejection(content):
         return EngineError(
-            f"the {role} engine applied a cache threshold that the router did not set"
+            f"the {role.engine} applied a cache threshold that the router did not set"
         )
     for choice in choices_of(content):
         if choice.get("finish_reason") == ABORT:
             return EngineUnavailableError(
-                f"the {role} engine is being stopped, and ended the request"
+                f"the {role.engine} is being stopped, and ended the request"
             )
         if choice.get("finish_reason") == ERROR:
-            return EngineError(f"the {role} engine failed during the answer")
+            return EngineError(f"the {role.engine} failed during the answer")
     return None
 
 
@@ -115,7 +115,7 @@ def _error_of(error: object, role: EngineRole) -> Exception:
             body = error_body(code, type_of_status(code), str(message)[:1000])
         return EngineRejectedError(code, JSON, body)
     text = f": {message[:1000]}" if isinstance(message, str) else ""
-    return EngineError(f"the {role} engine answered with an error{text}")
+    return EngineError(f"the {role.engine} answered with an error{text}")
 
 
 # Before the client has anything. What is read stays in the answer's buffer.
@@ -289,7 +289,7 @@ def failure_midway(
     for event, content in json_events(block, at_end):
         failure = failure_of(content, role)
         if isinstance(failure, EngineRejectedError):
-            text = f"the {role} engine ended the answer{error_text(failure.body)}"
+            text = f"the {role.engine} ended the answer{error_text(failure.body)}"
             return event.start, RejectedMidStreamError(text, failure.status)
         if failure is not None:
             return event.start, failure

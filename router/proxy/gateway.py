@@ -379,4 +379,4 @@ class Gateway:
         """Name the engine's role in the error, count it, and log it at most once per period."""
         error.role = role
         self.metrics.upstream_errors.labels(role, error.kind).inc()
-        self.throttle.warn(f"{role} engine {engine.name} {error.phrase}", str(error))
+        self.throttle.warn(f"{role.engine} {engine.name} {error.phrase}", str(error))

@@ -436,7 +436,7 @@ async def _error_answer(
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")
     rejected = EngineRejectedError(status, answer.headers, body) if status < 500 else None
-    text = f"the {engine.role} engine answered {status}{error_text(body)}"
+    text = f"the {engine.role.engine} answered {status}{error_text(body)}"
     seconds = messages.retry_after(answer.headers) if status in (429, 503) else None
     if seconds is not None:
         return EngineOverloadedError(text, seconds, rejected)

@@ -311,10 +311,10 @@ def note_no_turns(engine: Engine) -> None:
     if capabilities.lacks_turns and not capabilities.is_lack_logged:
         capabilities.is_lack_logged = True
         logger.warning(
-            "%s engine %s retains no KV for the next turn: it was started without "
+            "%s %s retains no KV for the next turn: it was started without "
             '"bidirectional_kv_xfer": true in its kv_connector_extra_config, or its model has '
             "layers with a state (Mamba)",
-            engine.role,
+            engine.role.engine,
             engine.name,
         )
 

@@ -116,6 +116,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
     exchange = _peer_exchange(settings, gateway, store)
+    backends = {"conversation store": store, "key limits": authenticator, "routers": exchange}
     dashboard = None
     if settings.ui:
         dashboard = DashboardHub(gateway, registry, prober, watched, certificates)
@@ -129,6 +130,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         exposition=metrics.exposition,
         watched_files=watched,
         certificates=certificates,
+        failures=lambda: {
+            name: one.failure for name, one in backends.items() if one is not None and one.failure
+        },
         dashboard=dashboard,
         dashboard_port=settings.ui_port,
     )

@@ -267,7 +267,7 @@ async def _update_engines(
     logger.info("%s %.128r: done at %d of %d engines", path, name, len(updated), len(engines))
     engine, answer = next((one for one in answers if not _is_success(one[1])), answers[0])
     if answer is None:
-        raise EngineError(f"{engine.role} engine {engine.name} did not answer")
+        raise EngineError(f"{engine.role.engine} {engine.name} did not answer")
     if answer.status == 401 and gateway.hides_credentials:
         raise EngineCredentialError("an engine rejected the router's API key")
     passed = {n.decode(): v.decode("latin-1") for n, v in answer.headers if n == b"content-type"}
@@ -327,8 +327,8 @@ async def ready(request: Request) -> Response:
         detail["findings"] = [one.content() for one in findings[:MAX_FINDINGS]]
     if found.blocking:
         return JSONResponse({"status": "not ready", "reasons": found.blocking, **detail}, 503)
-    if found.degrading:
-        return JSONResponse({"status": "degraded", "reasons": found.degrading, **detail})
+    if degrading := found.degrading | state.failures():
+        return JSONResponse({"status": "degraded", "reasons": degrading, **detail})
     return JSONResponse({"status": "ready", **detail})
 
 

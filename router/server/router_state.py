@@ -23,8 +23,8 @@ class RouterState:
     """Built by `router.server.app.build`.
 
     `exposition` returns the metrics in Prometheus' text format. `watched_files` and `certificates`
-    are by their name in the metrics. `dashboard_port` is the only port that serves the dashboard,
-    None if all do.
+    are by their name in the metrics. `failures` returns what is amiss in Redis, by its use.
+    `dashboard_port` is the only port that serves the dashboard, None if all do.
     """
 
     gateway: Gateway
@@ -36,6 +36,7 @@ class RouterState:
     exposition: Callable[[], bytes]
     watched_files: dict[str, WatchedFiles]
     certificates: dict[str, TlsContext]
+    failures: Callable[[], dict[str, str]]
     dashboard: DashboardHub | None = None
     dashboard_port: int | None = None
 

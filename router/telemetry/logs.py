@@ -216,8 +216,11 @@ class AccessLine(Struct, frozen=True):
     at: float
 
     def text(self) -> str:
-        fields = [f" {name}={value}" for name, value in self.content().items() if name != "message"]
-        return REQUEST_ENDED + "".join(fields)
+        content = self.content()
+        del content["message"]
+        if "error" in content:
+            content["error"] = repr(content["error"])
+        return REQUEST_ENDED + "".join([f" {name}={value}" for name, value in content.items()])
 
     def json(self) -> str:
         """Return the members of a JSON object, without braces."""
@@ -251,7 +254,7 @@ class AccessLine(Struct, frozen=True):
             _milliseconds(r, r.ended),
             *r.tokens,
             r.stage,
-            repr(r.error) if r.error else "",
+            r.error,
         )
 
 

@@ -7,6 +7,7 @@ class StoreWrapper:
     """Passes every call on; a double overrides one method."""
 
     does_io = True
+    failure = ""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

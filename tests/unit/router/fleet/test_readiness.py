@@ -243,3 +243,11 @@ async def test_request_that_ran_alone_names_the_reason(
     assert "alone (engines differ: num_layers 28 and 36)" in lines[0].short()
     assert "without_transfer" not in moved
     assert offered_none["without_transfer"] == f"127.0.0.1:{p.port} offered no KV"
+
+
+async def test_redis_that_is_down_degrades_the_router(start_router: StartRouter) -> None:
+    router = await start_router(conversation_store="redis://127.0.0.1:1")
+    await eventually(router.state.failures)
+    status, body = await ready(router)
+    assert (status, body["status"]) == (200, "degraded")
+    assert "each goes by its own requests" in body["reasons"]["routers"]
