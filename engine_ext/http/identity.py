@@ -59,6 +59,8 @@ class EngineDescription:
     """Access to the side channels, which the page asks as another engine would."""
     lease_seconds: float | None = None
     """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
+    max_step_tokens: int | None = None
+    """The most prompt tokens that a step computes beside decoding requests."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
@@ -148,6 +150,7 @@ def _rank(
         "num_blocks": metadata.num_blocks,
         "kv_cache_layout": metadata.kv_cache_layout,
         "attn_backend": metadata.attn_backend_name,
+        **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
     }
 
 

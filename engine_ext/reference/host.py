@@ -173,4 +173,5 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         capabilities=(*CAPABILITIES, *WITH_CONNECTOR, *identity.capabilities_of(connector)),
         access=connector.access,
         lease_seconds=connector.lease_duration,
+        max_step_tokens=settings.engine.tokens_per_step,
     )

@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from vllm.config import SchedulerConfig
 from vllm.entrypoints.launchers import app as launcher
 from vllm.v1.engine.core import EngineCore
 
@@ -77,7 +78,20 @@ def _identity(state: Any) -> dict[str, Any]:
     if known is None:
         known = _renders(state) if support.is_on(RENDERS) else {}
         setattr(state, RENDERED, known)
-    return identity.identity(replace(describe.engine(state.vllm_config), renders=known))
+    config = state.vllm_config
+    budget = max_step_tokens(config.scheduler_config)
+    return identity.identity(
+        replace(describe.engine(config), renders=known, max_step_tokens=budget)
+    )
+
+
+def max_step_tokens(scheduler: SchedulerConfig) -> int:
+    """Return how many tokens of one prompt a step computes beside decoding requests. vLLM raises an
+    adaptive threshold up to the whole budget, of which speculation takes its share."""
+    budget: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if scheduler.long_prefill_token_threshold_adaptive:
+        return budget
+    return min(budget, scheduler.long_prefill_token_threshold or budget)
 
 
 async def release_kv(request: Request) -> JSONResponse:

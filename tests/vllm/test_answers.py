@@ -149,6 +149,7 @@ def test_an_engine_says_who_it_is_as_its_answers_do(prefiller: Server, alone: Se
     (rank,) = said["ranks"]
     params = prefill(prefiller, tokens_of(8, 2))
     assert coordinates_in(rank) == coordinates_in(params)
+    assert rank["max_step_tokens"] == 2048
     payload = handshake(params)
     assert rank["compatibility_hash"] == payload.compatibility_hash
     assert rank["compatibility_factors"]["transfer_mode"] == "pull"
