@@ -85,8 +85,8 @@ class TurnReuse(Struct, frozen=True):
     """About the share of this prompt that the decode engine has in its cache; 0 if the prompt does
     not extend the last turn."""
     rank: int | None = None
-    """The data-parallel rank of `decoder` that has the last turn in its cache, if it has several
-    ranks."""
+    """The data-parallel rank of `decoder` that has the last turn in its cache, by its value of the
+    header, if the engine has several ranks."""
 
     def offer(self, prefiller: Engine) -> TurnOffer:
         """Return what this prefill engine may read of the last turn."""
@@ -210,7 +210,9 @@ def _engine_id(entry: Entry) -> str | None:
 def _rank_in(entry: Entry, decoder: Engine) -> int | None:
     ranks, engine_id = decoder.capabilities.rank_endpoints, _engine_id(entry)
     rank = None if engine_id is None or len(ranks) < 2 else dp_rank_of(engine_id)
-    return rank if rank in ranks else None
+    if rank is None or rank not in ranks:
+        return None
+    return decoder.capabilities.header_value(rank)
 
 
 def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:

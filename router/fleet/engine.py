@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 from msgspec import Struct
 
-from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts
+from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
 from router.fleet.step_model import StepModel, max_step_tokens_of_ranks, step_model_of_ranks
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
@@ -148,6 +148,8 @@ class EngineCapabilities:
     """Hashes of what engines must share to continue each other's answers, by its name."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
+    ranks: Sequence[EngineRank] | None = None
+    """Its data-parallel ranks; empty if it has only one."""
     kv: KvFacts = field(default_factory=KvFacts)
     """The facts that are compared with those of other engines."""
     cache_tokens: int = 0
@@ -224,8 +226,13 @@ class EngineCapabilities:
             self.step_model = step_model_of_ranks(ranks)
             self.max_step_tokens = max_step_tokens_of_ranks(ranks)
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
-            known = {_rank_of(rank): rank_endpoint_in(rank) for rank in ranks}
+            known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
+
+    def header_value(self, number: int) -> int:
+        """Return what the header X-data-parallel-rank calls the rank with this number: vLLM counts
+        the ranks behind one server from 0."""
+        return number - min(self.rank_endpoints, default=0)
 
     def note_push_failed(self) -> None:
         """A push failed: another prefill engine may be at the address by now."""
@@ -264,11 +271,6 @@ def _compatibility_of(ranks: list[object], versions: object) -> str:
         case [str() as one] if one:
             return one if extension is None else f"{one} extension {extension}"
     return ""
-
-
-def _rank_of(rank: object) -> int:
-    number = rank.get("dp_rank", 0) if isinstance(rank, dict) else 0
-    return number if type(number) is int else 0
 
 
 class CircuitState(StrEnum):
@@ -487,3 +489,33 @@ class Engine(EngineLoad):
             and not self.is_cold
             and self.breaker.allows_requests
         )
+
+
+@dataclass(slots=True, eq=False)
+class EngineRank(EngineLoad):
+    """A data-parallel rank of an engine, with a queue and a prefix cache of its own. Its load is a
+    part of the engine's, which is counted apart."""
+
+    engine: Engine
+    number: int
+    """In the ids of engines; the ranks behind one server may begin with any."""
+    header: int
+    """Its value of the header X-data-parallel-rank."""
+    cache_tokens: int
+    """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.engine.name}#{self.header}"
+
+    @property
+    def failed_recently(self) -> bool:
+        return self.engine.failed_recently
+
+
+Place = Engine | EngineRank
+"""Where a request leg runs: a rank, or an engine of which no rank is chosen."""
+
+
+def engine_of(place: Place) -> Engine:
+    return place.engine if isinstance(place, EngineRank) else place

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from router.fleet.engine import (
     CLOSED,
@@ -29,11 +30,15 @@ from router.fleet.engine import (
     LEGS,
     Engine,
     EngineCapabilities,
+    EngineRank,
     EngineRole,
     EngineSpec,
     Health,
     Intent,
+    Place,
+    engine_of,
 )
+from router.fleet.kv_facts import RankFacts
 from router.fleet.partners import (
     NOTHING_FOUND,
     EngineFacts,
@@ -54,6 +59,7 @@ RECENT_FAILURE_S = 1.0
 # The characters of a compatibility value in a group's name, if that distinguishes the groups.
 SHOWN_CHARS = 8
 MAX_TUPLES = 64
+P = TypeVar("P", bound=Place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class GroupPool:
     weight: float
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
+    prefill_places: Sequence[Place] = ()
+    decode_places: Sequence[Place] = ()
+    """The same with ranks instead of engines that have data-parallel ranks, if any has."""
 
     def by_role(self, role: EngineRole) -> Sequence[Engine]:
         return self.prefillers if role is EngineRole.PREFILL else self.decoders
@@ -135,6 +144,11 @@ class Fleet:
         self._is_compared = True
         self.probed_roles: Set[EngineRole] = frozenset()
         """The roles of which an engine was found healthy or not, ever."""
+
+    def places(self) -> Sequence[Place]:
+        """Return all engines, and all data-parallel ranks of those that have several."""
+        ranks = [rank for engine in self.engines for rank in engine.capabilities.ranks or ()]
+        return [*self.engines, *ranks]
 
     def find(self, name: str) -> Engine | None:
         """Return the engine of that name, in whatever state it is."""
@@ -296,6 +310,18 @@ class Fleet:
         if has_changed or (capabilities.has_turns and not self.snapshot.has_turns):
             self._refresh_soon()
 
+    def note_ranks(self, engine: Engine, facts: Sequence[RankFacts]) -> None:
+        """The engine has these data-parallel ranks, in the order of the header's values; without
+        `facts` the known ones stay. One rank is as good as none."""
+        known, several = engine.capabilities.ranks, facts if len(facts) > 1 else ()
+        if known is None or (facts and [r.number for r in known] != [r.number for r in several]):
+            engine.capabilities.ranks = tuple(
+                EngineRank(engine, number, at, tokens)
+                for at, (number, tokens) in enumerate(several)
+            )
+            if known or several:
+                self._refresh_soon()
+
     # Findings of requests.
 
     def has_turns(self) -> bool:
@@ -361,8 +387,9 @@ class Fleet:
             return
         engine.health, engine.health_since = health, time.time()
         if health is Health.UNHEALTHY:
-            engine.lost_at, engine.capabilities = engine.health_since, EngineCapabilities()
+            engine.lost_at = engine.health_since
             self.on_lost(engine)
+            engine.capabilities = EngineCapabilities()
         else:
             engine.is_cold = self.starts_engines_cold
             # Another process, which reports other values or none, may be at the address now.
@@ -454,9 +481,9 @@ class EngineTuples:
     so that policies can recognize a set of engines by the identity of the tuple."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Engine, ...], tuple[Engine, ...]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def get(self, engines: Iterable[Engine]) -> tuple[Engine, ...]:
+    def get(self, engines: Iterable[P]) -> tuple[P, ...]:
         made = tuple(engines)
         known = self._known.pop(made, made)
         self._known[known] = known  # the last one is the most recently used
@@ -465,7 +492,9 @@ class EngineTuples:
         return known
 
     def forget(self, engines: Set[Engine]) -> None:
-        for known in [known for known in self._known if not engines.isdisjoint(known)]:
+        for known in [
+            known for known in self._known if not engines.isdisjoint(map(engine_of, known))
+        ]:
             del self._known[known]
 
 
@@ -515,9 +544,16 @@ def _pools(
     for group, members in groups.items():
         prefillers = tuples.get(_best(members, EngineRole.PREFILL))
         decoders = tuples.get(_best(members, EngineRole.DECODE))
-        weight = sum([engine.spec.weight for engine in decoders or prefillers])
-        pools.append(GroupPool(group, weights.get(group, weight), prefillers, decoders))
+        weight = weights.get(group, sum([e.spec.weight for e in decoders or prefillers]))
+        places = (_places(prefillers, tuples), _places(decoders, tuples))
+        pools.append(GroupPool(group, weight, prefillers, decoders, *places))
     return tuple(pools)
+
+
+def _places(engines: Sequence[Engine], tuples: EngineTuples) -> Sequence[Place]:
+    if not any(engine.capabilities.ranks for engine in engines):
+        return ()
+    return tuples.get(place for one in engines for place in one.capabilities.ranks or (one,))
 
 
 def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:

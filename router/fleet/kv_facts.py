@@ -7,7 +7,7 @@ An engine without the page, such as a stock engine, is not compared: it fits eve
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,14 @@ class KvFacts:
     secret: str = ""
     """SECRET_REQUIRED, SECRET_OPTIONAL or SECRET_NONE, for the side channel."""
     lease_seconds: float | None = None
+
+
+class RankFacts(NamedTuple):
+    """A data-parallel rank of an engine: its number in engine ids, and the tokens that its KV cache
+    holds (0: unknown)."""
+
+    number: int
+    cache_tokens: int
 
 
 class Difference(NamedTuple):
@@ -85,13 +93,37 @@ def cache_tokens_of_ranks(ranks: Sequence[object]) -> int:
     return sum(_count(r.get("num_blocks")) * _count(r.get("block_size")) for r in known)
 
 
-def cache_tokens_of_metrics(text: str) -> int:
-    """Return the same from the metrics of an engine without the page: those of vLLM
-    (cache_config_info) or SGLang (max_total_num_tokens). Return 0 if they do not tell."""
+def ranks_of_page(page: Mapping[str, object]) -> Sequence[RankFacts]:
+    """Return the data-parallel ranks of an identity page, in the order of their numbers. Return ()
+    if the page may lack some: it lists those of its machine only."""
+    ranks = page.get("ranks")
+    if not isinstance(ranks, list) or page.get("dp_size") != len(ranks):
+        return ()
+    found = {
+        rank_number(rank): RankFacts(rank_number(rank), cache_tokens_of_ranks([rank]))
+        for rank in ranks
+    }
+    return [found[number] for number in sorted(found)]
+
+
+def rank_number(rank: object) -> int:
+    """Return the number of a data-parallel rank of an identity page."""
+    number = rank.get("dp_rank", 0) if isinstance(rank, dict) else 0
+    return number if type(number) is int else 0
+
+
+def ranks_of_metrics(text: str) -> Sequence[RankFacts]:
+    """Return the data-parallel ranks that vLLM's metrics list (cache_config_info), or one rank with
+    the cache of an SGLang engine (max_total_num_tokens). Each rank of vLLM reports the blocks of
+    all ranks together."""
     labels = [dict(LABEL.findall(line)) for line in VLLM_CACHE.findall(text)]
-    blocks = [(_int(one.get("num_gpu_blocks")), _int(one.get("block_size"))) for one in labels]
-    tokens = sum(number * size for number, size in blocks)
-    return tokens or sum(map(_int, SGLANG_CACHE.findall(text)))
+    tokens = {
+        _int(one.get("engine")): _int(one.get("num_gpu_blocks")) * _int(one.get("block_size"))
+        for one in labels
+    }
+    if tokens:
+        return [RankFacts(number, tokens[number] // len(tokens)) for number in sorted(tokens)]
+    return [RankFacts(0, sum(map(_int, SGLANG_CACHE.findall(text))))]
 
 
 def _int(text: str | None) -> int:

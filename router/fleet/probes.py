@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic as now
 from typing import Any
@@ -23,7 +24,7 @@ import orjson
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet
-from router.fleet.kv_facts import cache_tokens_of_metrics
+from router.fleet.kv_facts import RankFacts, ranks_of_metrics, ranks_of_page
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
@@ -156,23 +157,30 @@ class Prober:
             engine.pool.fail_resumable(error)
 
     async def fetch_identity(self, engine: Engine) -> None:
-        """Fetch the identity page; engines other than ours have none, or a strange one, and report
-        the size of their cache in their metrics. Raises UpstreamError if there was no answer."""
+        """Fetch the identity page. Engines other than ours have none, or a strange one; their
+        metrics tell the size of their cache and their data-parallel ranks. Raises UpstreamError if
+        there was no answer."""
         answer = await self._get(engine, "/disagg/identity")
         engine.capabilities.is_identity_known = True
         content = json_of(answer)
+        ranks: Sequence[RankFacts] = ()
         if isinstance(content, dict):
             try:
                 engine.capabilities.note_identity(content)
+                ranks = ranks_of_page(content)
             except Exception:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
-        if not engine.capabilities.cache_tokens:
+        capabilities = engine.capabilities
+        if not capabilities.cache_tokens or (capabilities.ranks is None and not ranks):
             with contextlib.suppress(UpstreamError):
                 metrics = await self._get(engine, "/metrics")
                 if _is_success(metrics):
-                    text = metrics.body.decode("utf-8", "replace")
-                    engine.capabilities.cache_tokens = cache_tokens_of_metrics(text)
+                    found = ranks_of_metrics(metrics.body.decode("utf-8", "replace"))
+                    ranks = ranks or found
+                    tokens = sum(rank.cache_tokens for rank in found)
+                    capabilities.cache_tokens = capabilities.cache_tokens or tokens
+        self._fleet.note_ranks(engine, ranks)
 
     async def fetch_models(self, engine: Engine) -> None:
         """Fetch the models that the engine serves; they stay unknown if it rejects the request, as

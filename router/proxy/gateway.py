@@ -141,8 +141,8 @@ class RouteFinder:
             self._looked_at, self._needs_chunks = (
                 snapshot,
                 any(
-                    (prefill and len(pool.prefillers) > 1)
-                    or (decode and len(pool.decoders) >= self._least_decoders)
+                    (prefill and len(pool.prefill_places or pool.prefillers) > 1)
+                    or (decode and len(pool.decode_places or pool.decoders) >= self._least_decoders)
                     for pool in snapshot.any_model
                 ),
             )
@@ -152,6 +152,8 @@ class RouteFinder:
         self._fleet.unreachable_pairs.forget(engine.name)
         for policies in (self._prefill, self._decode):
             policies.forget(engine.name, engine.group)
+            for rank in engine.capabilities.ranks or ():
+                policies.forget(rank.name, engine.group)
 
     def _forget_old_groups(self) -> None:
         for policies in (self._prefill, self._decode):

@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
-from router.fleet.engine import DECODE, HALF_OPEN, PREFILL, Engine, EngineRole
+from router.fleet.engine import DECODE, HALF_OPEN, PREFILL, Engine, EngineRole, Place
 from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
@@ -46,7 +46,8 @@ from router.proxy.load_failure import (
 )
 from router.proxy.messages import BodyHalves, error_text
 from router.proxy.prefill_answer import PrefillAnswer
-from router.proxy.push import PushParams, rank_chosen_by_client, rank_header_line
+from router.proxy.push import PushParams
+from router.proxy.ranks import header_line, place_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
@@ -136,14 +137,15 @@ async def _prefill_leg(
     if slot is not None:
         slot.move_prefill_to(engine)
     notes, tokens = run.route.prefill_feedback, request.tokens
+    place = place_of_leg(run, engine, PREFILL) if push is None else push.place
     if notes is not None:
-        tokens = max(0, tokens - notes.expected_tokens(engine.name))
-        notes.sent(engine.name)
+        tokens = max(0, tokens - notes.expected_tokens(place.name))
+        notes.sent(place.name)
     answer: EngineAnswer | None = None
-    _begin(run, engine, tokens)
+    _begin(run, engine, place, tokens)
     try:
-        pinned = trace_line if push is None else push.pinned + trace_line
-        message = _message(run, engine, body, push, pinned)
+        pinned = header_line(request, place) if push is None else push.pinned
+        message = _message(run, engine, body, push, pinned + trace_line)
         latest = started + limits.prefill_timeout
         if latest > request.latest:
             latest = request.latest
@@ -165,7 +167,7 @@ async def _prefill_leg(
         if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
         _note_success(run, engine)
-        _note_prefilled(run, engine, prefilled, started)
+        _note_prefilled(run, engine, place, prefilled, started)
         return prefilled
     except (UpstreamError, EngineError) as error:
         return LegFailure(error, engine, PREFILL)
@@ -177,7 +179,7 @@ async def _prefill_leg(
             answer = None
         raise
     finally:
-        _end(run, engine, tokens, answer)
+        _end(run, engine, place, tokens, answer)
 
 
 def decode_leg(
@@ -226,17 +228,16 @@ async def _decode_leg(
     request, gateway = run.request, run.gateway
     slot, reuse, started = run.slot, run.plan.reuse, now()
     notes, tokens = run.route.decode_feedback, request.tokens
+    place = place_of_leg(run, engine, DECODE)
     if accept is None:
-        _note_decoder(run, engine, started)
+        _note_decoder(run, engine, place, started)
     _note_loading(run, engine, push, started)
     answer: EngineAnswer | None = None
     watch: LoadFailureWatch | None = None
-    _begin(run, engine, tokens)
+    _begin(run, engine, place, tokens)
     try:
-        pinned = trace_line
-        rank = reuse.rank if reuse is not None and engine is reuse.decoder else None
-        if rank is not None and rank_chosen_by_client(request) is None:
-            pinned = rank_header_line(rank) + trace_line
+        known = reuse.rank if reuse is not None and engine is reuse.decoder else None
+        pinned = header_line(request, place, known) + trace_line
         message = _message(run, engine, body, push, pinned)
         latest = started + gateway.limits.decode_first_byte_timeout
         if latest > request.latest:
@@ -266,11 +267,11 @@ async def _decode_leg(
         if accept is not None:
             accept()
             accept = None
-            _note_decoder(run, engine, started)
+            _note_decoder(run, engine, place, started)
         run.stop_holding(is_read=True)
         if notes is not None:
             was_given_all = request.record.prefill_done is not None
-            notes.answered(engine.name, tokens if was_given_all else None)
+            notes.answered(place.name, tokens if was_given_all else None)
         if slot is not None:
             slot.release_prefiller()
         if reuse is None:
@@ -293,7 +294,7 @@ async def _decode_leg(
             answer = None
         raise
     finally:
-        _end(run, engine, tokens, answer)
+        _end(run, engine, place, tokens, answer)
 
 
 async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
@@ -315,14 +316,18 @@ async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
     return outcome
 
 
-def _begin(run: Run, engine: Engine, tokens: int) -> None:
+def _begin(run: Run, engine: Engine, place: Place, tokens: int) -> None:
     engine.add_load(1, tokens)
+    if place is not engine:
+        place.add_load(1, tokens)
     if engine.breaker.circuit is HALF_OPEN:
         run.gateway.fleet.note_leg_started(engine, run)
 
 
-def _end(run: Run, engine: Engine, tokens: int, answer: EngineAnswer | None) -> None:
+def _end(run: Run, engine: Engine, place: Place, tokens: int, answer: EngineAnswer | None) -> None:
     engine.add_load(-1, -tokens)
+    if place is not engine:
+        place.add_load(-1, -tokens)
     if answer is not None:
         answer.close()
     if engine.breaker.trial is run:
@@ -349,7 +354,9 @@ def _note_success(run: Run, engine: Engine) -> None:
         run.gateway.fleet.note_recovered(engine)
 
 
-def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started: float) -> None:
+def _note_prefilled(
+    run: Run, engine: Engine, place: Place, prefilled: PrefillAnswer, started: float
+) -> None:
     request, gateway = run.request, run.gateway
     record, notes, params = request.record, run.route.prefill_feedback, prefilled.params
     record.prefill_done = moment = now()
@@ -358,7 +365,7 @@ def _note_prefilled(run: Run, engine: Engine, prefilled: PrefillAnswer, started:
         run.slot.release_prefiller()
     gateway.metrics.requests.prefill_seconds.observe(moment - started)
     if notes is not None:
-        notes.answered(engine.name, prefilled.cached_tokens)
+        notes.answered(place.name, prefilled.cached_tokens)
     if run.plan.reuse is not None:
         run.prompt_tokens = prefilled.prompt_tokens
         if request.names_conversation:
@@ -391,7 +398,7 @@ def _learn(run: Run, engine: Engine, prefilled: PrefillAnswer) -> None:
         capabilities.note_kv_params(params.content)
 
 
-def _note_decoder(run: Run, engine: Engine, started: float) -> None:
+def _note_decoder(run: Run, engine: Engine, place: Place, started: float) -> None:
     """Record which decode engine answers, and since when."""
     record, notes = run.request.record, run.route.decode_feedback
     record.stage, record.decoder, record.decode_started = "decode", engine.name, started
@@ -400,7 +407,7 @@ def _note_decoder(run: Run, engine: Engine, started: float) -> None:
     if run.slot is not None:
         run.slot.move_decode_to(engine)
     if notes is not None:
-        notes.sent(engine.name)
+        notes.sent(place.name)
 
 
 # Reading an engine's answer.

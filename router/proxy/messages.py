@@ -6,10 +6,10 @@ one leg follow the shared ones.
 
 Headers: both engines get the client's headers, except those of one connection, those that describe
 the body (the router writes a new one), and X-Request-Id (each leg has its own).
-X-data-parallel-rank passes unchanged; if the client sends none, `push` or the retained KV of the
-last turn may choose a rank. X-Forwarded-*, Forwarded, traceparent and tracestate pass unchanged as
-well. The router adds nothing to them and does not rely on them. With tracing
-(router.telemetry.tracing) each leg gets a traceparent of its own, below the client's.
+X-data-parallel-rank passes unchanged; if the client sends none, `ranks` may choose a rank.
+X-Forwarded-*, Forwarded, traceparent and tracestate pass unchanged as well. The router adds nothing
+to them and does not rely on them. With tracing (router.telemetry.tracing) each leg gets a
+traceparent of its own, below the client's.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.conversations.reuse import TurnReuse
-from router.fleet.engine import Engine
+from router.fleet.engine import DECODE, Engine
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
@@ -140,7 +140,8 @@ def _is_short(
         return False
     decoder, notes = route.decoders[0], route.decode_feedback
     tokens = estimate_tokens(request.body)
-    cached = 0 if notes is None else notes.expected_tokens(decoder.name)
+    place = route.place(decoder, DECODE)
+    cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.decoder is decoder:
         cached = max(cached, int(reuse.cached_share * tokens))
     return tokens - cached < limits.min_remote_prefill_tokens

@@ -13,14 +13,13 @@ from uuid import uuid4
 from msgspec import structs
 
 from router.common.exact_json import dumps
-from router.fleet.engine import Engine, RankEndpoint
+from router.fleet.engine import Engine, EngineRank, Place, RankEndpoint, engine_of
 from router.proxy.messages import new_leg_id
 from router.proxy.prefill_answer import KvParams
+from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
 
 PUSHES = "push"
-# The header that names one data-parallel rank of an engine behind one address.
-RANK_HEADER = b"x-data-parallel-rank"
 
 
 class PushParams(NamedTuple):
@@ -29,24 +28,26 @@ class PushParams(NamedTuple):
     leg_id: str
     """The X-Request-Id of both legs."""
     transfer_id: str
+    place: Place
+    """Where the prefill leg runs."""
     pinned: bytes
     """The header line that selects a data-parallel rank of the prefill engine, or b""."""
     params: KvParams
     """The KV transfer params of the decode leg."""
 
 
-def make_push(
-    request: Request, prefiller: Engine, decoder: Engine, forced: bool
-) -> PushParams | None:
+def make_push(request: Request, place: Place, decoder: Engine, forced: bool) -> PushParams | None:
     """Return what the legs of a push share, or None if the prefill engine's address is not known.
 
-    Unless `forced`, return None as well if not both engines support push.
+    `place` is the prefill engine or one of its ranks. Unless `forced`, return None as well if not
+    both engines support push.
     """
+    prefiller = engine_of(place)
     if not (
         forced or (prefiller.capabilities.supports_push and decoder.capabilities.supports_push)
     ):
         return None
-    found = _choose_rank(request, prefiller)
+    found = _choose_rank(request, place)
     if found is None:
         return None
     at, pinned = found
@@ -62,31 +63,28 @@ def make_push(
         # Without this the decode engine takes the prefill engine for stock vLLM. It would then
         # hold each retained turn until it expires, even while it drains.
         params["proves_prefix"] = True
-    return PushParams(leg_id, transfer_id, pinned, KvParams(dumps(params)))
+    return PushParams(leg_id, transfer_id, place, pinned, KvParams(dumps(params)))
 
 
-def _choose_rank(request: Request, prefiller: Engine) -> tuple[RankEndpoint, bytes] | None:
+def _choose_rank(request: Request, place: Place) -> tuple[RankEndpoint, bytes] | None:
     """Return the address of a data-parallel rank and the header line that selects it.
 
-    The rank is the client's choice, or else each rank in turn. Return None if its address is not
-    known.
+    The rank is `place` or the client's choice, or else each rank in turn. Return None if its
+    address is not known.
     """
-    ranks = prefiller.capabilities.rank_endpoints
+    capabilities = engine_of(place).capabilities
+    endpoints, known = capabilities.rank_endpoints, None
     wanted = rank_chosen_by_client(request)
-    if wanted is not None:
-        at = ranks.get(int(wanted)) if wanted.isdigit() else None
-        return None if at is None else (at, b"")
-    if not ranks:
+    if isinstance(place, EngineRank):
+        number = place.number
+    elif wanted is not None:
+        number = (
+            int(wanted) + min(endpoints, default=0) if wanted.isdigit() and len(wanted) < 8 else -1
+        )
+    elif endpoints:
+        number = sorted(endpoints)[request.number % len(endpoints)]
+        known = capabilities.header_value(number) if len(endpoints) > 1 else None
+    else:
         return None
-    number = sorted(ranks)[request.number % len(ranks)]
-    return ranks[number], b"" if len(ranks) == 1 else rank_header_line(number)
-
-
-def rank_chosen_by_client(request: Request) -> bytes | None:
-    """Return the data-parallel rank that the client names. It holds for both legs."""
-    return next((value for name, value in request.exchange.headers if name == RANK_HEADER), None)
-
-
-def rank_header_line(number: int) -> bytes:
-    """Return the header line that names a data-parallel rank."""
-    return b"%s: %d\r\n" % (RANK_HEADER, number)
+    at = endpoints.get(number)
+    return None if at is None else (at, header_line(request, place, known))

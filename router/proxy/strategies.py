@@ -25,7 +25,7 @@ from time import monotonic as now
 from typing import Any
 
 from router.conversations.reuse import SPENT_TURN, TurnOffer
-from router.fleet.engine import DECODE, Engine
+from router.fleet.engine import DECODE, PREFILL, Engine
 from router.openai.errors import PreemptedError
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.legs import (
@@ -40,6 +40,7 @@ from router.proxy.messages import BodyHalves
 from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
 from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_retain_request
 from router.proxy.push import PUSHES, PushParams, make_push
+from router.proxy.ranks import place_of_leg
 from router.proxy.recovery import (
     note_possible_crash,
     record_hedged_failure,
@@ -107,7 +108,7 @@ async def answer(run: Run) -> None:
     if feedback is not None and not plan.hedged_decoders:
         # The policy learns of the engine now: the next request with this prompt may be here
         # before the leg is sent.
-        feedback.sent(run.route.decoders[0].name)
+        feedback.sent(place_of_leg(run, run.route.decoders[0], DECODE).name)
     try:
         if plan.threshold and await decode_first(run):
             return
@@ -235,7 +236,8 @@ async def push(run: Run) -> None:
         decoder = select_decoder(run, prefiller)
         if prefiller is None or decoder is None or decoder is prefiller:
             return await pull(run)
-        params = make_push(run.request, prefiller, decoder, is_forced)
+        place = place_of_leg(run, prefiller, PREFILL)
+        params = make_push(run.request, place, decoder, is_forced)
         if params is None:
             return await pull(run)  # the answer of a prefill engine has its address
         failed = await push_legs(run, prefiller, decoder, params)

@@ -56,6 +56,9 @@ class Policy(ABC):
     """
 
     uses_feedback = False
+    chooses_ranks = False
+    """It chooses among the data-parallel ranks of engines. A policy that goes by load alone leaves
+    the rank to the engine, which knows the queues of its ranks better."""
 
     @abstractmethod
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:

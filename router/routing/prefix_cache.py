@@ -64,7 +64,7 @@ class _CandidateBits(NamedTuple):
 
 
 class PrefixAffinity(Policy):
-    uses_feedback = True
+    uses_feedback = chooses_ranks = True
 
     """`index` may be shared with other policies."""
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from router.fleet.engine import Engine
+from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
 from router.fleet.fleet import GroupPool
 from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import (
@@ -27,6 +27,7 @@ from router.routing.policy import (
     PowerOfTwo,
     RoundRobin,
     RoutingQuery,
+    load,
 )
 from router.routing.prefix_cache import PrefillCost, PrefixAffinity
 from router.routing.session_affinity import SessionAffinity
@@ -67,6 +68,9 @@ class GroupPolicies(dict[str, Policy]):
             del self[group]
 
 
+NO_RANKS: dict[Engine, EngineRank] = {}
+
+
 class Route(Struct, frozen=True):
     """The engines for one request, best first. `prefillers` or `decoders` are empty if no engine of
     that role is usable. Feedback objects exist only for policies that use feedback.
@@ -81,6 +85,20 @@ class Route(Struct, frozen=True):
     decode_feedback: PolicyFeedback | None = None
     all_decoders: Sequence[Engine] = ()
     """All decode engines of the group, in no order; `decoders` are those that the policy named."""
+    prefill_ranks: Mapping[Engine, EngineRank] = {}
+    decode_ranks: Mapping[Engine, EngineRank] = {}
+    """The best data-parallel ranks of engines that the policy named, if it chooses ranks."""
+
+    def place(self, engine: Engine, role: EngineRole) -> Place:
+        """Return the data-parallel rank for a leg at this engine, or the engine if it has no ranks
+        or should choose one itself."""
+        chosen, ranks = self.decode_ranks, engine.capabilities.ranks
+        if role is PREFILL:
+            chosen = self.prefill_ranks
+        if not chosen or not ranks:
+            return engine
+        rank = chosen.get(engine)
+        return min(ranks, key=load) if rank is None or rank not in ranks else rank
 
     def end_feedback(self) -> None:
         for feedback in (self.prefill_feedback, self.decode_feedback):
@@ -109,27 +127,48 @@ def route(
     if pool is None:
         return NOWHERE
     group = pool.group
-    prefillers, prefill_feedback = _order(prefill, group, pool.prefillers, prefill_query)
-    decoders, decode_feedback = _order(decode, group, pool.decoders, decode_query)
+    prefillers, p_ranks, prefill_feedback = _order(
+        prefill, group, pool.prefillers, pool.prefill_places, prefill_query
+    )
+    decoders, d_ranks, decode_feedback = _order(
+        decode, group, pool.decoders, pool.decode_places, decode_query
+    )
     if preferred is not None and preferred.is_usable and preferred.group == group:
         decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
-    return Route(group, prefillers, decoders, prefill_feedback, decode_feedback, pool.decoders)
+    return Route(
+        group,
+        prefillers,
+        decoders,
+        prefill_feedback,
+        decode_feedback,
+        pool.decoders,
+        p_ranks,
+        d_ranks,
+    )
 
 
 def _order(
     policies: Mapping[str, Policy],
     group: str,
     engines: Sequence[Engine],
+    places: Sequence[Place],
     query: RoutingQuery | None,
-) -> tuple[Sequence[Engine], PolicyFeedback | None]:
-    if query is None or (len(engines) < 2 and not query.chunks):
-        return engines, None
+) -> tuple[Sequence[Engine], Mapping[Engine, EngineRank], PolicyFeedback | None]:
+    """Return the engines in order, the best rank of each, and the feedback. `places` has the
+    engines' data-parallel ranks, if any engine has some."""
+    if query is None or (len(places or engines) < 2 and not query.chunks):
+        return engines, NO_RANKS, None
     policy = policies[group]
     feedback = PolicyFeedback(policy, query) if query.chunks and policy.uses_feedback else None
-    order = policy.order(engines, query)
+    if places and policy.chooses_ranks:
+        ordered = policy.order(places, query)
+        order: Sequence[Engine] = list(dict.fromkeys(map(engine_of, ordered)))
+        ranks = {one.engine: one for one in reversed(ordered) if isinstance(one, EngineRank)}
+    else:
+        order, ranks = policy.order(engines, query), NO_RANKS
     if order and order[0].failed_recently:  # a failing engine looks idle
         order = sorted(order, key=attrgetter("failed_recently"))
-    return order, feedback
+    return order, ranks, feedback
 
 
 def choose_group(

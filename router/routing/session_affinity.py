@@ -78,6 +78,8 @@ def _digest(text: str, size: int) -> bytes:
 class SessionAffinity(Policy):
     """A request without a session goes by load."""
 
+    chooses_ranks = True
+
     def __init__(self, bound: LoadBound) -> None:
         self._bound = bound
         self._by_load = PowerOfTwo()

@@ -253,7 +253,7 @@ def _peer_exchange(
     password = read_secret(settings, "conversation_store_password")
     return PeerExchange(
         peers,
-        lambda: gateway.fleet.engines,
+        gateway.fleet.places,
         store,
         settings.conversation_store,
         password,

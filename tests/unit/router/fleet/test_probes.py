@@ -242,9 +242,10 @@ async def test_an_engine_that_restarts_with_other_models_serves_those(
     assert (await router.complete(model="nobody's")).status_code == 404
 
 
+# Each data-parallel rank of vLLM reports the blocks of all ranks together.
 CACHES = {
     b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\n'
-    b'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0\n': 32_000,
+    b'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0\n': 16_000,
     b'sglang:max_total_num_tokens{model_name="m"} 5000\n': 5000,
     b'vllm:cache_config_info{block_size="auto",num_gpu_blocks="None"} 1.0\n': 0,
     b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * 5000 + b'"} 1\n': 0,
