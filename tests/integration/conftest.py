@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -5,8 +6,11 @@ import pytest
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
+from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
 from tests.integration.processes import BOTH_WAYS, Launcher, Server
+
+PRELOADED = ("engine_ext.reference.host", "uvicorn.protocols.http.httptools_impl")
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Launcher:
-    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports)
+    # Read when torch is imported: engine_ext.reference.cli sets it for the same reason.
+    forks = ForkServer(Path(sys.executable), PRELOADED, {"OMP_WAIT_POLICY": "passive"})
+    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports, forks)
 
 
 @pytest.fixture(scope="session")

@@ -205,11 +205,13 @@ def post_and_leave(
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts servers on free ports; `directory` takes their logs."""
+    """Starts servers on free ports; `directory` takes their logs. With a fork server, engines are
+    forked from it."""
 
     directory: Path
     model: Path
     free_ports: Callable[[int], list[int]]
+    fork_server: ForkServer | None = None
 
     @contextmanager
     def engine(
@@ -243,7 +245,11 @@ class Launcher:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }
-        with serving(name, [*command, *options], port, self.directory, "/health", side) as server:
+        command += options
+        forks = self.fork_server
+        with serving(
+            name, command, port, self.directory, "/health", side, fork_server=forks
+        ) as server:
             yield server
             if server.process.poll() is None:
                 leaves_nothing_behind(server)
@@ -258,7 +264,7 @@ class Launcher:
             command += [f"--{role}-hosts", *("127.0.0.1" for _ in servers)]
             command += [f"--{role}-ports", *(str(server.port) for server in servers)]
         # Two cores run all of it: an engine that is slow to say that it is well is not dead.
-        command += ["--health-timeout", "5"]
+        command += ["--health-timeout", "5", "--shutdown-delay", "0"]
         with serving("router", [*command, *options], port, self.directory, "/ready") as server:
             yield server
 

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -350,9 +349,7 @@ def test_a_client_that_leaves_between_the_legs_frees_the_prefiller_at_once(
         with post_and_leave(router, body):
             assert held.wait(30)
             assert metric(prefiller, "disagg_engine_blocks_delayed") > 0
-        left = time.monotonic()
-        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
-        assert time.monotonic() - left < 3, "at once, not when the lease of 30 s runs out"
+        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired
 
 
@@ -372,8 +369,6 @@ def test_clients_that_leave_at_every_stage_leave_no_block(
             clients.enter_context(post_and_leave(router, body))
         wait_for(lambda: metric(prefiller, ASKED) > asked, "the first has its prefill")
         clients.close()
-        left = time.monotonic()
-        wait_for(lambda: is_settled(prefiller.metrics()), "P has no request left", 10)
-        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free", 10)
-        assert time.monotonic() - left < 5, "at once, not when the lease of 30 s runs out"
+        wait_for(lambda: is_settled(prefiller.metrics()), "P has no request left")
+        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired

@@ -162,7 +162,7 @@ def test_where_the_first_token_ends_the_answer_the_prefillers_blocks_are_given_b
     assert tuple(choice["token_ids"]) == first
     assert choice["finish_reason"] == ("length" if name == "max_tokens" else "stop")
     assert answer["usage"]["completion_tokens"] == 1
-    wait_for(lambda: is_free(prefiller), "nobody reads them", seconds=5)
+    wait_for(lambda: is_free(prefiller), "nobody reads them")
     assert metric(prefiller, "disagg_engine_kv_leases_released_total") == released + 1
 
 
@@ -176,7 +176,7 @@ def test_what_is_refused_gives_the_prefillers_blocks_back_at_once(
         body = body_of("", wrong or {}) | {"kv_transfer_params": params}
         response = decoder.post("/v1/completions", body)
         assert response.status_code == 400, response.text
-        wait_for(lambda: is_free(prefiller), "nobody reads them", seconds=5)
+        wait_for(lambda: is_free(prefiller), "nobody reads them")
     assert metric(prefiller, EXPIRED) == 0
 
 

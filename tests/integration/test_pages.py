@@ -30,7 +30,7 @@ def test_an_engine_says_who_it_is_and_gives_up_kv_by_name(launcher: Launcher) ->
         for _ in range(2):
             answer = engine.post("/disagg/release", {"kv_transfer_params": params})
             answers.append(answer.json())
-            wait_for(lambda: metric(engine, LEASES) == 0, "the blocks are given up", 5)
+            wait_for(lambda: metric(engine, LEASES) == 0, "the blocks are given up")
         assert answers == [{"released": True}, {"released": False}]
 
 
@@ -60,7 +60,7 @@ def test_a_transfer_is_seen_on_the_leases_page_in_the_metrics_and_as_one_line_in
         assert prefiller.get(path).json()["ranks"][0]["leases"][0]["request"] == lease["request"]
         assert prefiller.get(f"{path}x").json()["ranks"][0]["leases"] == []
         decode(decoder, prompt, params)
-        wait_for(lambda: metric(prefiller, LEASES) == 0, "the lease has ended", 5)
+        wait_for(lambda: metric(prefiller, LEASES) == 0, "the lease has ended")
         assert prefiller.get("/disagg/leases").json()["ranks"][0]["leases"] == []
         mover, other = (decoder, prefiller) if mode == "pull" else (prefiller, decoder)
         (peer,) = mover.get("/disagg/leases").json()["ranks"][0]["peers"]

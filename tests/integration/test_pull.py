@@ -165,7 +165,7 @@ def test_a_client_cannot_point_the_decoder_at_an_address(router: Server, decoder
 def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
     launcher: Launcher,
 ) -> None:
-    lease = 3.0
+    lease = 4.0
     with (
         launcher.engine("prefill", extra={"kv_lease_duration": lease}) as prefiller,
         launcher.engine("decode") as decoder,
@@ -176,10 +176,10 @@ def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
         decoder.kill()
         assert params["remote_num_tokens"] == 100
         assert metric(prefiller, "disagg_engine_blocks_delayed") == 4
-        wait_for(lambda: released(prefiller), "the lease ends", lease + 10)
+        wait_for(lambda: released(prefiller), "the lease ends")
         freed = time.monotonic()
         assert freed - granted_after >= lease
-        assert freed - answered < lease + 2
+        assert freed - answered < 2 * lease
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 1
 
 
@@ -247,5 +247,5 @@ def test_a_client_that_leaves_while_the_decoder_queues_frees_the_prefiller_at_on
                 "the D leg queues",
             )
             assert not released(prefiller)
-        wait_for(lambda: released(prefiller), "P's blocks are freed", 5)
+        wait_for(lambda: released(prefiller), "P's blocks are freed")
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0

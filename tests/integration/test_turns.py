@@ -121,7 +121,7 @@ def test_a_prefiller_without_the_flag_computes_and_frees_the_decoder(
         longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 71)]
         params = prefill(prefiller, longer, turn.params)
         assert metric(prefiller, "disagg_engine_prompt_tokens_fetched_total") == 0
-        wait_for(lambda: freed(decoder), "D's blocks are freed", 5)
+        wait_for(lambda: freed(decoder), "D's blocks are freed")
         again = decode(decoder, longer, params)
         assert differences([complete(alone, longer)], [again.answer]) == []
 

@@ -202,7 +202,7 @@ def test_kv_that_nobody_will_read_is_released_by_name_and_once(
     params, kept = prefill(prefiller, prompt), prefill(prefiller, prompt)
     assert not release(prefiller, {**params, "remote_engine_id": "another"})
     assert release(prefiller, params)
-    wait_for(lambda: counted(prefiller, "leases_active") == 1, "one is released", 1)
+    wait_for(lambda: counted(prefiller, "leases_active") == 1, "one is released")
     assert not release(prefiller, params)
     turn = decode(decoder, prompt, kept)
     assert differences([complete(alone, prompt)], [turn.answer]) == []
@@ -225,4 +225,4 @@ def test_a_decoder_told_in_vain_releases_the_prefiller(
     for _ in range(2):
         response = decoder.post("/v1/completions", body)
         assert response.status_code == (404 if "model" in how else 200), response.text
-        wait_for(lambda: freed(prefiller), "P is told", 1)
+        wait_for(lambda: freed(prefiller), "P is told")

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, post_and_leave, wait_for
-from tests.vllm.measures import RUNNING, WAITING, freed, nothing_left
+from tests.vllm.measures import RUNNING, WAITING, counted, freed, nothing_left
 from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
 
 LEASE = 6
@@ -60,15 +60,17 @@ def test_r9_a_turn_given_to_a_prefiller_without_turns_is_computed(
         assert differences([complete(alone, longer)], [again.answer]) == []
 
 
-def test_an_abort_while_queued_frees_the_prefiller_in_a_second(pair: list[Server]) -> None:
+def test_an_abort_while_queued_frees_the_prefiller_without_an_expiry(pair: list[Server]) -> None:
     prefiller, decoder = pair
     wait_for(lambda: freed(prefiller), "P is idle")
     prompt = tokens_of(300, 50)
     with busy(decoder):
-        params = prefill(prefiller, prompt)
+        expired, params = counted(prefiller, "leases_expired"), prefill(prefiller, prompt)
         with queued(decoder, prompt, params):
             assert not freed(prefiller)
-        wait_for(lambda: freed(prefiller), "P's blocks are freed", 1)
+        wait_for(lambda: freed(prefiller), "P's blocks are freed")
+    complete(prefiller, [1], 1)  # vLLM counts when it steps
+    assert counted(prefiller, "leases_expired") == expired
 
 
 def test_a_decoder_killed_with_requests_in_its_queue_costs_the_prefiller_one_lease(
