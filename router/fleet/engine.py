@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
+from router.fleet.prefill_rate import PrefillRate
 from router.fleet.step_model import StepModel, max_step_tokens_of_ranks, step_model_of_ranks
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
@@ -382,6 +383,14 @@ class EngineLoad:
     """`in_flight` and the legs that other routers have reported."""
     total_tokens: int = field(default=0, init=False)
     """`tokens_in_flight` and the tokens that other routers have reported."""
+    prefill_rate: PrefillRate = field(default_factory=PrefillRate, init=False)
+
+    def note_prefill(self, sent: float, ended: float, computed: int | None) -> None:
+        """Learn the engine's speed from a prefill leg that still counts as load; see
+        PrefillRate."""
+        total = self.total_tokens
+        share = self.tokens_in_flight / total if total else 1.0
+        self.prefill_rate.note_leg(sent, ended, computed, share)
 
     def add_load(self, legs: int, tokens: int) -> None:
         """Count legs of this router, with their prompt tokens."""
@@ -455,6 +464,13 @@ class Engine(EngineLoad):
     def cache_tokens(self) -> int:
         """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
         return self.capabilities.cache_tokens
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """What its data-parallel ranks compute together, by PrefillRate; 0 if unknown."""
+        places: Sequence[EngineLoad] = self.capabilities.ranks or (self,)
+        paces = [place.prefill_rate.token_seconds for place in places]
+        return sum(1 / pace for pace in paces if pace)
 
     def update_spec(self, spec: EngineSpec) -> None:
         """Replace the description of the engine at this address."""

@@ -46,6 +46,7 @@ from router.fleet.partners import (
     compare_engines,
     find_duplicate_ids,
 )
+from router.fleet.prefill_rate import PrefillRate
 from router.fleet.unreachable_pairs import UnreachablePairs
 from router.http_client.errors import EngineLostError
 from router.http_client.pool import EnginePool
@@ -237,7 +238,7 @@ class Fleet:
             return
         if (engine.spec.role, engine.spec.group) != (spec.role, spec.group):
             self.on_lost(engine)
-            engine.capabilities = EngineCapabilities()
+            engine.capabilities, engine.prefill_rate = EngineCapabilities(), PrefillRate()
         if engine.spec.tls != spec.tls:
             engine.pool.close()  # the idle connections; running legs keep theirs
             engine.pool = self._make_pool(spec)
@@ -388,6 +389,7 @@ class Fleet:
         engine.health, engine.health_since = health, time.time()
         if health is Health.UNHEALTHY:
             engine.lost_at = engine.health_since
+            engine.prefill_rate = PrefillRate()
             self.on_lost(engine)
             engine.capabilities = EngineCapabilities()
         else:

@@ -142,6 +142,7 @@ async def _prefill_leg(
         tokens = max(0, tokens - notes.expected_tokens(place.name))
         notes.sent(place.name)
     answer: EngineAnswer | None = None
+    computed: int | None = None
     _begin(run, engine, place, tokens)
     try:
         pinned = header_line(request, place) if push is None else push.pinned
@@ -167,7 +168,7 @@ async def _prefill_leg(
         if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
         _note_success(run, engine)
-        _note_prefilled(run, engine, place, prefilled, started)
+        computed = _note_prefilled(run, engine, place, prefilled, started, tokens)
         return prefilled
     except (UpstreamError, EngineError) as error:
         return LegFailure(error, engine, PREFILL)
@@ -179,6 +180,7 @@ async def _prefill_leg(
             answer = None
         raise
     finally:
+        place.note_prefill(started, now(), computed)
         _end(run, engine, place, tokens, answer)
 
 
@@ -355,8 +357,9 @@ def _note_success(run: Run, engine: Engine) -> None:
 
 
 def _note_prefilled(
-    run: Run, engine: Engine, place: Place, prefilled: PrefillAnswer, started: float
-) -> None:
+    run: Run, engine: Engine, place: Place, prefilled: PrefillAnswer, started: float, expected: int
+) -> int:
+    """Return how many tokens the engine has computed; `expected` unless the engine reports it."""
     request, gateway = run.request, run.gateway
     record, notes, params = request.record, run.route.prefill_feedback, prefilled.params
     record.prefill_done = moment = now()
@@ -364,10 +367,11 @@ def _note_prefilled(
     if run.slot is not None:
         run.slot.release_prefiller()
     gateway.metrics.requests.prefill_seconds.observe(moment - started)
+    prompt, cached = prefilled.prompt_tokens, prefilled.cached_tokens
     if notes is not None:
-        notes.answered(place.name, prefilled.cached_tokens)
+        notes.answered(place.name, cached)
     if run.plan.reuse is not None:
-        run.prompt_tokens = prefilled.prompt_tokens
+        run.prompt_tokens = prompt
         if request.names_conversation:
             note_no_turns(engine)
     _learn(run, engine, prefilled)
@@ -376,6 +380,7 @@ def _note_prefilled(
         record.without_transfer = ""
         if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
             record.transfer_params = params.raw
+    return expected if prompt is None or cached is None else max(0, prompt - cached)
 
 
 def _learn(run: Run, engine: Engine, prefilled: PrefillAnswer) -> None:

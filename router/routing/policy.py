@@ -11,6 +11,8 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
+from router.fleet.prefill_rate import PrefillRate
+
 MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
 MASK = 2**64 - 1
@@ -26,6 +28,7 @@ class Candidate(Protocol):
     """Request legs that run on the engine, with those that other routers have reported."""
     total_tokens: int
     """Estimated prompt tokens of these legs."""
+    prefill_rate: PrefillRate
 
     @property
     def cache_tokens(self) -> int:
@@ -188,6 +191,13 @@ def in_turn(candidates: Sequence[T], turn: int) -> Sequence[T]:
     return [*candidates[start:], *candidates[:start]] if start else candidates
 
 
+def some_of(candidates: Sequence[T], turn: int) -> Sequence[T]:
+    """Return all of a few candidates, each one first in turn, or a sample of many."""
+    if len(candidates) > SAMPLE_SIZE:
+        return sample(candidates, mix(turn))
+    return in_turn(candidates, turn)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadBound:
     """The load up to which an engine keeps requests that prefer it. It is overloaded with at least
@@ -226,11 +236,7 @@ class LeastLoaded(Policy):
     """
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
-        if len(candidates) > SAMPLE_SIZE:
-            considered = sample(candidates, mix(query.turn))
-        else:
-            considered = in_turn(candidates, query.turn)
-        return sorted(considered, key=load)[:MAX_ORDERED]
+        return sorted(some_of(candidates, query.turn), key=load)[:MAX_ORDERED]
 
 
 class PowerOfTwo(Policy):

@@ -8,10 +8,11 @@ correct it by the `cached_tokens` of the engines' answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from router.fleet.prefill_rate import slowness_of
 from router.routing.chunk_index import NO_MATCH, ChunkIndex, ChunkMatch
 from router.routing.policy import (
     MAX_ORDERED,
@@ -25,6 +26,7 @@ from router.routing.policy import (
     filled,
     load,
     mix,
+    some_of,
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
@@ -32,6 +34,8 @@ from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 # for the fleet, queueing only a wait for this request. In simulations of published traces, all
 # shares from 0.25 to 0.5 are about equally good; 1 loses up to 0.15 of goodput near saturation.
 QUEUE_SHARE = 0.35
+# The speeds of engines are compared once in so many choices.
+CHOICES_PER_COMPARISON = 64
 # The number of match lengths that PrefillCost compares.
 MAX_LEVELS = 8
 # Of the engines with an equal match, at most this many are compared by load.
@@ -71,6 +75,7 @@ class PrefixAffinity(Policy):
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         self._bound = bound
         self._by_load = LeastLoaded()
+        self._load_of: Callable[[Candidate], Any] = load
         self._index = index
         self._candidate_bits = CandidateCache(self._register)
         self._unanswered: dict[str, dict[int, _UnansweredPrompt]] = {}
@@ -113,7 +118,7 @@ class PrefixAffinity(Policy):
         if engines in bits.indexes:
             return candidates[bits.indexes[engines]]
         found = [candidates[bits.indexes[bit]] for bit in _some_bits(engines, mix(query.turn))]
-        return min(found, key=load)
+        return min(found, key=self._load_of)
 
     def note_sent(self, name: str, query: RoutingQuery) -> None:
         if not query.chunks or not self._index.bit(name):
@@ -179,38 +184,85 @@ class PrefixAffinity(Policy):
 
 
 class PrefillCost(PrefixAffinity):
-    """Prefers the engine with the least `uncached + QUEUE_SHARE * queued` prompt tokens."""
+    """Prefers the engine with the least work and wait for this prompt.
+
+    Of equally fast engines, an engine costs `uncached + QUEUE_SHARE * queued` prompt tokens. A
+    slower engine takes longer for both, so the cost is
+    `slowness * QUEUE_SHARE * (uncached + queued) + (1 - QUEUE_SHARE) * uncached`: the first part is
+    when the engine would answer, the second one what other requests have to wait for.
+    """
+
+    def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
+        super().__init__(bound, index)
+        self._slowness: dict[str, float] = {}
+        """See slowness_of; empty while all engines seem equally fast."""
+        self._choices_left = 0
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
         """Compare the least loaded engine of each length of match, longest first, until shorter
         ones cannot be better, and the least loaded engines of all."""
+        self._choices_left -= 1
+        if self._choices_left < 0:
+            self._compare_rates(candidates)
+        slowness = self._slowness
         chunks = query.chunks
         if not chunks:
-            return self._by_load.order(candidates, query)
+            return self._soonest(candidates, query)
         bits = self._bits_of(candidates)
         depth, engines = self._find_match(chunks, bits)
         if not depth:
-            return self._by_load.order(candidates, query)
+            return self._soonest(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query)
-        if not one.total_tokens:
+        if not one.total_tokens and not slowness:
             return _with_stand_in(one, candidates, query.turn)
-        idle = self._by_load.order(candidates, query)
+        idle = self._soonest(candidates, query)
         # With several idle engines, the wait is all that counts.
         share = 1.0 if len(idle) > 2 and not idle[-1].total_tokens else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
-        costs = [(tokens + share * engine.total_tokens, engine) for engine in idle]
+
+        def cost_of(engine: E, uncached: int) -> float:
+            wait = slowness.get(engine.name, 1.0) * (uncached + engine.total_tokens)
+            return share * wait + (1 - share) * uncached
+
+        fastest = share * min(slowness.values(), default=1.0) + 1 - share
+        costs = [(cost_of(engine, tokens), engine) for engine in idle]
         least, among = costs[0][0], bits.all
         for _ in range(MAX_LEVELS):
-            missing = tokens - depth * TOKENS_PER_CHUNK
-            cost = missing + share * one.total_tokens
+            cost = cost_of(one, tokens - depth * TOKENS_PER_CHUNK)
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
-            if not depth or tokens - depth * TOKENS_PER_CHUNK >= least:
+            if not depth or fastest * (tokens - depth * TOKENS_PER_CHUNK) >= least:
                 break
             one = self._least_loaded(engines, candidates, bits, query)
         costs.sort(key=itemgetter(0))
         return filled([], (engine for _, engine in costs))
+
+    def _soonest(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
+        """Return the engines that would compute the whole prompt soonest."""
+        slowness, tokens = self._slowness, query.tokens
+        if not slowness:
+            return self._by_load.order(candidates, query)
+        considered = some_of(candidates, query.turn)
+        return sorted(
+            considered, key=lambda one: slowness.get(one.name, 1.0) * (one.total_tokens + tokens)
+        )[:MAX_ORDERED]
+
+    def _compare_rates(self, candidates: Sequence[Candidate]) -> None:
+        self._choices_left = max(CHOICES_PER_COMPARISON, len(candidates))
+        found = slowness_of([engine.prefill_rate.token_seconds for engine in candidates])
+        for engine in candidates:
+            self._slowness.pop(engine.name, None)
+        self._slowness.update(zip((engine.name for engine in candidates), found, strict=False))
+        self._load_of = self._seconds_of if self._slowness else load
+
+    def _seconds_of(self, engine: Candidate) -> float:
+        """Return when the engine would have computed a chunk more, without a unit."""
+        return self._slowness.get(engine.name, 1.0) * (engine.total_tokens + TOKENS_PER_CHUNK)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._slowness.pop(name, None)
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:

@@ -350,6 +350,11 @@ def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) ->
         known = (engine for engine in fleet.engines if engine.name in reasons)
         return (((one.role, one.name, reasons[one.name]), 1) for one in known)
 
+    def prefill_rates() -> Iterator[Reading]:
+        known = ((one, one.prefill_tokens_per_second) for one in fleet.engines)
+        return (((one.role, one.name), rate) for one, rate in known if rate)
+
+    metrics.engine_prefill_rate.read = prefill_rates
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)
     metrics.engine_holding.read = of_engines(lambda engine: engine.kv_leases)

@@ -61,6 +61,11 @@ class Metrics:
             "Circuit breaker of an engine. 0: closed, 1: half open (one request may try), 2: open "
             "(the router avoids the engine after failures).",
         )
+        self.engine_prefill_rate = made.callback_gauge(
+            "engine_prefill_tokens_per_second{role,engine}",
+            "Prompt tokens per second that an engine computes, by the times of its prefill legs; "
+            "absent until 65,536 tokens were computed.",
+        )
         self.warm_ups = made.counter(
             "warm_ups{outcome}", "Warm-up requests through new pairs of engines, by outcome."
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from router.fleet.engine import Engine, EngineRole
+from router.fleet.prefill_rate import MIN_SAMPLES
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.conftest import StartRouter
@@ -68,6 +71,30 @@ async def test_an_engine_that_is_lost_holds_nothing_any_more(
     assert engine is not None
     router.gateway.fleet.note_unreachable(engine, "gone")
     assert not policy(router, EngineRole.PREFILL)._index.bit(name)
+
+
+async def test_rate_of_an_engine_is_learned_from_its_answers_and_forgotten_with_it(
+    start_router: StartRouter, others: list[MockEngine]
+) -> None:
+    usage = {"prompt_tokens": 30_000, "prompt_tokens_details": {"cached_tokens": 10_000}}
+
+    async def answer(request: Received, peer: Peer) -> None:
+        await peer.answer({"kv_transfer_params": PARAMS, "usage": usage})
+
+    others[0].usual = answer
+    router = await start_router(ps=others[:1])
+    (engine,) = fleet(router, EngineRole.PREFILL)
+    begun = time.monotonic()
+    for _ in range(MIN_SAMPLES):
+        await router.complete(prompt=LONG)
+    least = MIN_SAMPLES * 20_000 / (time.monotonic() - begun)
+    metrics = (await router.client.get("/metrics")).text
+    sample = re.compile(rf"engine_prefill_tokens_per_second\{{.*{engine.name}.*\}} (.+)")
+    (rate,) = map(float, sample.findall(metrics))
+    assert rate == pytest.approx(1 / engine.prefill_rate.token_seconds)
+    assert rate > least / 2
+    router.gateway.fleet.note_unreachable(engine, "gone")
+    assert engine.prefill_rate.token_seconds == 0
 
 
 async def test_answers_that_belie_a_belief_end_it(

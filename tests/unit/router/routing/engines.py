@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from router.fleet.prefill_rate import PrefillRate
 from router.routing.policy import LoadBound
 
 BOUND = LoadBound(1.5, 8)
@@ -14,6 +15,7 @@ class Engine:
     name: str
     total_legs: int = 0
     total_tokens: int = 0
+    prefill_rate: PrefillRate = field(default_factory=PrefillRate)
     cache_tokens: int = 0
 
 
