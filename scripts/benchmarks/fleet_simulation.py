@@ -271,7 +271,8 @@ class Simulation:
         self._wake(engine)
 
     def _computed(self, task: Task, prefiller: Seen) -> None:
-        router, ask, decoder = task.router, task.query, task.decoder
+        router, ask, decoder, job = task.router, task.query, task.decoder, task.job
+        prefiller.note_prefill(job.arrived, self._now, job.tokens - task.cached)
         prefiller.add_load(-1, -task.load)
         router.prefill_policy.note_cached(prefiller.name, ask, task.cached)
         router.decode_policy.note_sent(decoder.name, ask)
