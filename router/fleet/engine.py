@@ -384,6 +384,17 @@ class EngineLoad:
     total_tokens: int = field(default=0, init=False)
     """`tokens_in_flight` and the tokens that other routers have reported."""
     prefill_rate: PrefillRate = field(default_factory=PrefillRate, init=False)
+    local_prefill_s: float = field(default=0.0, init=False)
+    """Estimated seconds of work for prompts that it computes as a decode engine, for this router,
+    and whose first token is not there."""
+    local_prefill_tokens: int = field(default=0, init=False)
+    """The tokens of these prompts that it lacks."""
+
+    def add_local_prefill(self, seconds: float, tokens: int) -> None:
+        """Count a prompt that it computes as a decode engine."""
+        self.local_prefill_tokens += tokens
+        # Sums of floats drift.
+        self.local_prefill_s = max(0.0, self.local_prefill_s + seconds)
 
     def note_prefill(self, sent: float, ended: float, computed: int | None) -> None:
         """Learn the engine's speed from a prefill leg that still counts as load; see

@@ -81,7 +81,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if request.turn is None or request.decode_only_reason or gateway.conversations is None:
             route = gateway.routes.find(request)
             route = route if slot is None else slot.move_to_route(route)
-            plan = make_plan(request, route, None, limits)
+            plan = make_plan(request, route, None, limits, slot is not None)
         else:
             plan = await _plan_turn(request, request.turn, slot, gateway, gateway.conversations)
         request.record.flow, request.record.group = plan.flow, plan.route.group
@@ -168,7 +168,7 @@ async def _plan_turn(
     try:
         route = gateway.routes.find(request, reuse.decoder)
         route = route if slot is None else slot.move_to_route(route)
-        return make_plan(request, route, reuse, limits)
+        return make_plan(request, route, reuse, limits, slot is not None)
     except Exception:
         if turn.entry is not None:  # the engines have gone meanwhile
             gateway.releaser.release_turn(request, turn.entry)

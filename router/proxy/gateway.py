@@ -64,7 +64,8 @@ class RouteFinder:
         self._fleet = fleet
         self.index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
-        self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
+        may_be_local = settings.min_remote_prefill_tokens or settings.target_itl
+        self._least_decoders = 1 if may_be_local else 2
         prefill, decode = (
             PREFILL_POLICIES[settings.prefill_policy],
             POLICIES[settings.decode_policy],

@@ -45,6 +45,7 @@ from router.proxy.load_failure import (
     take_failure_from_answer,
 )
 from router.proxy.messages import BodyHalves, error_text
+from router.proxy.plan import queue_local_prefill
 from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.push import PushParams
 from router.proxy.ranks import header_line, place_of_leg
@@ -53,6 +54,7 @@ from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
+from router.routing.local_prefill import QueuedPrefill
 from router.telemetry.record import Record, TracedLeg
 
 logger = logging.getLogger("disagg_router.proxy")
@@ -236,6 +238,9 @@ async def _decode_leg(
     _note_loading(run, engine, push, started)
     answer: EngineAnswer | None = None
     watch: LoadFailureWatch | None = None
+    queued: QueuedPrefill | None = None
+    if run.prefiller is None and push is None and not threshold:
+        queued = queue_local_prefill(request, run.route, reuse, engine, place)
     _begin(run, engine, place, tokens)
     try:
         known = reuse.rank if reuse is not None and engine is reuse.decoder else None
@@ -261,6 +266,8 @@ async def _decode_leg(
         else:
             content = generation_content(answer)
         is_rejected = content is not None and _is_rejected(run, engine, answer, content, threshold)
+        if queued is not None:
+            queued.end()
         if threshold and not is_rejected and engine.capabilities.supports_threshold is None:
             await _learn_threshold(run, engine, answer, threshold)
         _note_success(run, engine)
@@ -296,6 +303,8 @@ async def _decode_leg(
             answer = None
         raise
     finally:
+        if queued is not None:
+            queued.end()
         _end(run, engine, place, tokens, answer)
 
 

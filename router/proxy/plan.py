@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
+from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from router.conversations.reuse import TurnReuse
-from router.fleet.engine import DECODE, Engine
+from router.fleet.engine import DECODE, PREFILL, Engine, Place
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
-from router.proxy.request import PASSED, THRESHOLD, Request
+from router.proxy.request import AS_SENT, PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
 MAX_SHORT_BODY_BYTES = 4096
-# Reasons why one decode engine answers: its cache lacks little of the prompt; it is also the only
-# prefill engine; the prompt is embeddings that engines cannot share.
+# Reasons why one decode engine answers: its cache lacks little of the prompt; it computes the
+# prompt sooner than a prefill engine; it is also the only prefill engine; the prompt is embeddings
+# that engines cannot share.
 SHORT_PROMPT = "short"
+SOONER = "sooner"
 SAME_ENGINE = "same_engine"
 PROMPT_EMBEDS = "prompt_embeds"
 # Reason why one prefill engine answers: the client wants only the token that it samples anyway.
 ONE_TOKEN_ANSWER = "one_token"
+# With one of these fields, the size of a prompt does not decide.
+NOT_BY_SIZE = frozenset((THRESHOLD, PROMPT_EMBEDS))
 
 
 class Mode(StrEnum):
@@ -65,9 +71,14 @@ class Plan(Struct, frozen=True):
 
 
 def make_plan(
-    request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
+    request: Request,
+    route: Route,
+    reuse: TurnReuse | None,
+    limits: RequestLimits,
+    is_placed: bool = False,
 ) -> Plan:
-    """Return the plan of a request that may go to the engines of `route`."""
+    """Return the plan of a request that may go to the engines of `route`. `is_placed`: it has a
+    slot at the first ones."""
     if request.decode_only_reason == PASSED:
         if not route.decoders:  # a model that only prefill engines serve
             route = replace(route, decoders=route.prefillers, prefillers=())
@@ -85,9 +96,13 @@ def make_plan(
     if _is_one_token(request, route, limits):
         route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan("prefill_only", DECODE_ONLY, route, ONE_TOKEN_ANSWER)
-    if limits.min_remote_prefill_tokens and _is_short(request, route, reuse, limits):
+    local = find_local_prefill(request, route, reuse, limits, is_placed)
+    if local is not None:
         name = "turn" if request.names_conversation else "decode_only"
-        return Plan(name, DECODE_ONLY, route, SHORT_PROMPT, reuse=reuse)
+        decoder, reason = local
+        others = [engine for engine in route.decoders if engine is not decoder]
+        route = replace(route, decoders=[decoder, *others])
+        return Plan(name, DECODE_ONLY, route, reason, reuse=reuse)
     mode = choose_mode(route, limits.transfer_mode)
     flow: str = mode
     if request.names_conversation:
@@ -131,20 +146,78 @@ def _is_one_token(request: Request, route: Route, limits: RequestLimits) -> bool
     )
 
 
-def _is_short(
-    request: Request, route: Route, reuse: TurnReuse | None, limits: RequestLimits
-) -> bool:
-    """Return True if the decode engine has so much of the prompt in its cache that it computes the
-    rest sooner than a transfer would take (min_remote_prefill_tokens)."""
-    if not route.decoders:
-        return False
-    decoder, notes = route.decoders[0], route.decode_feedback
-    tokens = estimate_tokens(request.body)
+def find_local_prefill(
+    request: Request,
+    route: Route,
+    reuse: TurnReuse | None,
+    limits: RequestLimits,
+    is_placed: bool = False,
+) -> tuple[Engine, str] | None:
+    """Return the decode engine that computes the prompt itself, and the reason: it lacks few tokens
+    (min_remote_prefill_tokens), or it is sooner than a prefill engine and keeps the target_itl.
+
+    A turn stays at the decode engine that has the last turn's KV, and a request at its slot. Other
+    requests go to the decode engine of the route with the least work. A cache_hit_threshold in the
+    request takes precedence; the tokens of embeddings are unknown.
+    """
+    least, target = limits.min_remote_prefill_tokens, limits.target_itl
+    loads: list[tuple[Engine, DecoderLoad]] = []
+    if target and route.prefillers and not request.is_several:
+        is_bound = is_placed or (reuse is not None and reuse.decoder is not None)
+        found = route.decoders[:1] if is_bound else route.decoders
+        known = ((one, DecoderLoad.of(one, route.place(one, DECODE))) for one in found)
+        loads = [(engine, load) for engine, load in known if load is not None]
+    if not (least or loads) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
+        return None
+    total = max(1, estimate_tokens(request.body))
+    if least and total - _cached_tokens(route, reuse, route.decoders[0], total) < least:
+        return route.decoders[0], SHORT_PROMPT
+    if reuse is not None and _turn_threshold(request, reuse, limits):
+        return None  # the decode engine itself judges what its cache lacks
+    best: tuple[Engine, DecoderLoad] | None = None
+    cost = inf
+    for engine, load in loads:
+        uncached = max(1, total - _cached_tokens(route, reuse, engine, total))
+        if load.allows(uncached, total, target) and load.cost(uncached, total) < cost:
+            best, cost = (engine, load), load.cost(uncached, total)
+    if best is None:
+        return None
+    prefiller, notes = route.prefillers[0], route.prefill_feedback
+    place = route.place(prefiller, PREFILL)
+    cached = 0 if notes is None else notes.expected_tokens(place.name)
+    if reuse is not None and reuse.entry is not None:  # it would pull the last turn's KV
+        cached = max(cached, int(reuse.cached_share * total))
+    remote = PrefillerLoad.of(prefiller, place, best[1])
+    return (best[0], SOONER) if cost < remote.cost(max(1, total - cached), total) else None
+
+
+def _cached_tokens(route: Route, reuse: TurnReuse | None, decoder: Engine, total: int) -> int:
+    """Return how many of the `total` tokens of the prompt the decode engine is expected to hold."""
+    notes = route.decode_feedback
     place = route.place(decoder, DECODE)
     cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.decoder is decoder:
-        cached = max(cached, int(reuse.cached_share * tokens))
-    return tokens - cached < limits.min_remote_prefill_tokens
+        cached = max(cached, int(reuse.cached_share * total))
+    return cached
+
+
+def queue_local_prefill(
+    request: Request, route: Route, reuse: TurnReuse | None, decoder: Engine, place: Place
+) -> QueuedPrefill | None:
+    """Count the prompt as queued at a decode engine, and its rank, that computes it.
+
+    Return None if the time of the engine's steps is unknown, or if the engine loads the KV that the
+    client names.
+    """
+    load = DecoderLoad.of(decoder, place)
+    if load is None or request.decode_only_reason in AS_SENT:
+        return None
+    total = max(1, estimate_tokens(request.body))
+    uncached = max(1, total - _cached_tokens(route, reuse, decoder, total))
+    queued = QueuedPrefill({decoder, place}, load, uncached, total)
+    if request.exact_stream or request.body.get("stream") is not True:
+        queued.end_in_time(request.exchange.loop)
+    return queued
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:

@@ -31,6 +31,7 @@ class RequestLimits:
     request_timeout: float
     stream_heartbeat: float
     stream_idle_timeout: float
+    target_itl: float
     transfer_mode: str
     trust_client_kv_params: bool
     without_prefiller: str

@@ -37,7 +37,7 @@ from router.proxy.legs import (
     prefill_leg,
 )
 from router.proxy.messages import BodyHalves
-from router.proxy.plan import DECODE_ONLY, PULL, SAME_ENGINE, may_reject
+from router.proxy.plan import DECODE_ONLY, ONE_TOKEN_ANSWER, PULL, SAME_ENGINE, may_reject
 from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_retain_request
 from router.proxy.push import PUSHES, PushParams, make_push
 from router.proxy.ranks import place_of_leg
@@ -181,6 +181,8 @@ async def decode_only(run: Run, reason: str) -> None:
     """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
     run.gateway.metrics.decode_only.labels(reason).inc()
     run.request.record.without_transfer = describe_reason(run, reason)
+    if run.slot is not None and reason != ONE_TOKEN_ANSWER:
+        run.slot.release_prefiller()
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
     if await _decode(run, with_retain_request(None, run.retains_turn)) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too

@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, SecretStr
 from router.settings.fields import (
     MIB,
     Count,
+    Delay,
     Factor,
     IdNames,
     LinePatterns,
@@ -92,6 +93,9 @@ class SelectionSettings(SettingsGroup):
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.
+    target_itl: Longest ITL that prompts may cause. A decode engine computes a prompt itself if its
+        steps keep this target and it is sooner than a prefill engine. Needs decode engines with our
+        connector, which report the time of their steps. 0: off.
     without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
         answer 503.
     without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine computes if
@@ -110,6 +114,7 @@ class SelectionSettings(SettingsGroup):
     host_cache_tokens: Count = 0
     share_routing: bool = True
     min_remote_prefill_tokens: Count = 0
+    target_itl: Delay = 0.0
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
     without_prefiller_tokens: Count = 16_384
     group_weights: Weights = ()

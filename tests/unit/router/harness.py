@@ -85,7 +85,8 @@ class Router:
         """Every request is over, and what outlived them too."""
         gateway = self.gateway
         await eventually(lambda: not gateway.tasks.running and not gateway.tasks.background, 10)
-        assert not any(e.in_flight or e.kv_leases for e in gateway.fleet.engines)
+        engines = gateway.fleet.engines
+        assert not any(e.in_flight or e.kv_leases or e.local_prefill_tokens for e in engines)
 
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""

@@ -1,0 +1,127 @@
+"""Whether a decode engine may compute a prompt itself, by the load of both engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from router.fleet.engine import DECODE, Engine, EngineRank, EngineSpec
+from router.fleet.step_model import MAX_STEP_TOKENS, StepModel
+from router.http_client.pool import EnginePool
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill
+from router.settings import Address
+
+MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)
+# 256 tokens at a context of 8,000 beside 32 answers of 8,000 tokens: 35.5 ms.
+BUSY = DecoderLoad(MODEL, 256, 700_000, contexts=256_000, queued_s=0.2, queued_tokens=100)
+TARGET = 0.05
+
+
+def test_a_busy_decode_engine_may_compute_a_prompt_within_the_target() -> None:
+    assert BUSY.allows(4000, 8000, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("change", "uncached", "total", "target"),
+    [
+        ({}, 4000, 8000, 0.037),  # the longest step takes more than 0.95 of the target
+        ({}, 4000, 80_000, TARGET),  # a deep context makes each token of the chunk slower
+        ({"contexts": 690_000}, 100, 1000, TARGET),  # the answers' contexts alone take too long
+        ({"max_step_tokens": 2048}, 4000, 8000, TARGET),
+        ({"queued_s": 0.5}, 4000, 8000, TARGET),
+        ({"cache_tokens": 277_000}, 4000, 8000, TARGET),  # 95 % of it is less than 264,000
+    ],
+)
+def test_each_condition_alone_forbids_it(
+    change: dict[str, Any], uncached: int, total: int, target: float
+) -> None:
+    assert not replace(BUSY, **change).allows(uncached, total, target)
+
+
+def test_a_large_budget_matters_only_for_prompts_that_use_it() -> None:
+    idle = replace(BUSY, max_step_tokens=8192, contexts=0, queued_s=0.0, queued_tokens=0)
+    assert idle.allows(512, 512, TARGET)
+    assert not idle.allows(1024, 1024, TARGET)
+    # Queued prompts are computed in the same step.
+    assert not replace(idle, queued_tokens=512).allows(512, 512, TARGET)
+
+
+def test_a_prefill_engine_costs_its_queue_and_the_transfer() -> None:
+    idle = replace(BUSY, contexts=0, queued_s=0.0)
+    other = PrefillerLoad(MODEL, 8192, queued_s=0.0)
+    # It computes in one step what takes the decode engine eight.
+    assert other.cost(2000, 2000) < idle.cost(2000, 2000)
+    assert replace(other, queued_s=0.2).cost(2000, 2000) > idle.cost(2000, 2000)
+    # What the decode engine lacks takes one step, and nothing is transferred.
+    assert idle.cost(200, 2000) < other.cost(200, 2000)
+    assert replace(idle, queued_s=0.4).cost(200, 2000) > other.cost(200, 2000)
+
+
+def engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
+    """Return a decode engine that is known well enough, with ranks of 700,000 tokens."""
+    spec = EngineSpec(DECODE, Address("d", 1))
+    made = Engine(spec, cast(EnginePool, None))
+    model = {"base_ms": 10.6, "token_us": 52, "token_context_ns": 1.65, "context_ns": 32.1}
+    known = {"max_step_tokens": 256, "num_blocks": 7000, "block_size": 100, "step_model": model}
+    made.capabilities.note_identity({"ranks": [known | {"dp_rank": n} for n in range(num_ranks)]})
+    ranks = [EngineRank(made, n, n, 700_000) for n in range(num_ranks)]
+    made.capabilities.ranks = ranks if num_ranks > 1 else ()
+    made.add_load(1, total_tokens)
+    return made
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"step_model": None}, {"max_step_tokens": 0}, {"cache_tokens": 0}]
+)
+def test_an_engine_that_does_not_report_itself_is_not_judged(unknown: dict[str, Any]) -> None:
+    made = engine()
+    for name, value in unknown.items():
+        setattr(made.capabilities, name, value)
+    assert DecoderLoad.of(made, made) is None
+
+
+def test_a_prefill_engine_without_a_step_model_counts_as_fast_as_the_decode_engine() -> None:
+    prefiller = engine(total_tokens=10_000)
+    prefiller.capabilities.step_model, prefiller.capabilities.max_step_tokens = None, 0
+    assert PrefillerLoad.of(prefiller, prefiller, BUSY) == PrefillerLoad(
+        MODEL, MAX_STEP_TOKENS, 10_000 * MODEL.token
+    )
+
+
+def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_ranks() -> None:
+    made = engine(total_tokens=9000, num_ranks=2)
+    one, other = made.capabilities.ranks or ()
+    one.add_load(1, 9000)
+    one.add_local_prefill(0.2, 100)
+    made.add_local_prefill(0.2, 100)
+    model = made.capabilities.step_model
+    assert model is not None
+    assert DecoderLoad.of(made, one) == DecoderLoad(model, 256, 700_000, 9000, 0.2, 100)
+    assert DecoderLoad.of(made, other) == DecoderLoad(model, 256, 700_000, 0)
+    assert DecoderLoad.of(made, made) == DecoderLoad(model, 256, 700_000, 4500, 0.1, 50)
+
+
+async def test_a_queued_prompt_counts_until_its_end() -> None:
+    decoder = engine()
+    load = DecoderLoad.of(decoder, decoder)
+    assert load is not None
+    prompts = [QueuedPrefill({decoder}, load, 1000, 1000) for _ in range(3)]
+    seconds = load.prefill_seconds(1000, 1000)
+    queued = DecoderLoad.of(decoder, decoder)
+    assert queued is not None
+    assert queued.queued_s == pytest.approx(3 * seconds)
+    assert queued.queued_tokens == 3000
+    prompts[0].end()
+    prompts[0].end()
+    assert decoder.local_prefill_tokens == 2000
+    # An answer that is not streamed does not show its first token.
+    prompts[1].end_in_time(asyncio.get_running_loop())
+    prompts[2].end_in_time(asyncio.get_running_loop())
+    prompts[2].end()
+    async with asyncio.timeout(15):
+        while decoder.local_prefill_tokens:  # noqa: ASYNC110 # a timer of the loop has no event
+            await asyncio.sleep(0.005)
+    assert decoder.local_prefill_s == pytest.approx(0)
