@@ -46,6 +46,7 @@ from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
 from router.routing.peers import PeerRouters
+from router.routing.worker_exchange import WorkerExchange
 from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
@@ -115,7 +116,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
-    exchange = _peer_exchange(settings, gateway, store)
+    exchange = _peer_exchange(settings, gateway, store, shared)
     backends = {"conversation store": store, "key limits": authenticator, "routers": exchange}
     dashboard = None
     if settings.ui:
@@ -241,24 +242,30 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
 
 
 def _peer_exchange(
-    settings: Settings, gateway: Gateway, store: Store | None
-) -> PeerExchange | None:
-    """Return the exchange of load with other routers, if they share a Redis."""
-    if not settings.share_routing or not isinstance(store, SignedStore):
+    settings: Settings, gateway: Gateway, store: Store | None, shared: Path | None
+) -> PeerExchange | WorkerExchange | None:
+    """Return the exchange of load with other routers that share a Redis, or else with the other
+    workers of this router, in the folder `shared`."""
+    has_redis = isinstance(store, SignedStore)
+    if not settings.share_routing or not (has_redis or shared):
         return None
+    peers, engines = PeerRouters(gateway.routes.index), gateway.fleet.places
+    metrics = gateway.metrics
+    metrics.peer_routers.set_function(lambda: len(peers))
+    if not isinstance(store, SignedStore):
+        assert shared is not None
+        return WorkerExchange(peers, engines, shared, metrics.peer_exchange_errors)
     from router.routing.peer_exchange import PeerExchange  # slow to import, and seldom needed
 
-    peers = PeerRouters(gateway.routes.index)
-    gateway.metrics.peer_routers.set_function(lambda: len(peers))
     password = read_secret(settings, "conversation_store_password")
     return PeerExchange(
         peers,
-        gateway.fleet.places,
+        engines,
         store,
         settings.conversation_store,
         password,
         settings.conversation_store_timeout,
-        gateway.metrics.peer_exchange_errors,
+        metrics.peer_exchange_errors,
     )
 
 

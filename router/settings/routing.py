@@ -88,8 +88,8 @@ class SelectionSettings(SettingsGroup):
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
         prefix. The router reads from the engine how many it keeps in its accelerator.
     share_routing: Exchange load and the contents of caches with the other routers, through the
-        Redis of --conversation-store. Needs --conversation-store-key. Without Redis, each router
-        goes by its own requests.
+        Redis of --conversation-store. Needs --conversation-store-key. Without Redis, only the
+        workers of one router exchange them.
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.

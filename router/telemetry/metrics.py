@@ -173,12 +173,12 @@ class Metrics:
             "skipped after a failure.",
         )
         self.peer_routers = made.gauge(
-            "peer_routers", "Other routers whose load this router takes into account."
+            "peer_routers", "Other routers and workers whose load this one takes into account."
         )
         self.peer_exchange_errors = made.counter(
             "peer_exchange_errors{operation,result}",
-            "Exchanges of load with other routers through Redis that failed, that were skipped "
-            "after a failure, or that found an invalid report.",
+            "Exchanges of load with other routers or workers that failed, that were skipped after "
+            "a failure, or that found an invalid report.",
         )
         self.file_trouble = made.callback_gauge(
             "file_trouble{file}",
