@@ -2,23 +2,22 @@
 
     python scripts/bench.py fleet                        every policy for prefill, 16 + 16 engines
     python scripts/bench.py fleet --prefillers 500 --decoders 500 --requests 200000 --shape chat
-    python scripts/bench.py fleet --prefill-policy prefix --decode-policy prefix --min-remote 0 256
+    python scripts/bench.py fleet --prefill-policy prefix --min-remote all 256 load
     python scripts/bench.py fleet --trace conversation_trace.jsonl --prefillers 4 --decoders 4 \\
         --cache-tokens 4000000 --speed qwen3-32b-h200 --load 0.8 1 1.2 --svg goodput.svg
 
 A trace of Mooncake's format, and the shape `changing`, are replayed at their own times. One line
 for each combination: goodput (the share of requests within all goals), TTFT, TPOT, the 99th
 percentile of each request's gaps between tokens and the worst gap of all, tokens found in prefix
-caches, the busiest engine beside the mean one, jobs that a decoder did alone, further legs of
-hedged requests, and the median time of a choice on this machine. All but the last follow from
---seed alone.
+caches, jobs that a decoder did alone, the busiest prefiller beside the mean one, and the median
+time of a choice on this machine. All but the last follow from --seed alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +25,7 @@ from statistics import mean, median
 from typing import Any
 
 from router.routing.route import POLICIES
-from scripts.benchmarks.common import bench_parser
+from scripts.benchmarks.common import bench_parser, positive
 from scripts.benchmarks.fleet_chart import Lines, goodput_chart
 from scripts.benchmarks.fleet_simulation import CACHE_TOKENS, Latency, Outcome, Setup, Simulation
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine
@@ -35,8 +34,7 @@ from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, changing, pub
 HEADER = (
     f"{'shape':<9} {'load':>4} {'fleet':>7} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
     f"{'goodput':>7} {'TTFT ms p50':>11} {'p99':>6} {'TPOT':>5} {'gap p99':>7} {'worst':>5} "
-    f"{'hits P':>6} {'D':>4} {'max/mean P':>10} {'D':>5} "
-    f"{'alone':>6} {'extra':>6} {'us P':>5} {'D':>5}"
+    f"{'hits P':>6} {'D':>4} {'alone':>5} {'max/mean P':>10} {'us P':>5} {'D':>5}"
 )
 CHANGING = "changing"
 
@@ -46,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     traces: dict[str, list[Arrival]] = {}
     try:
         for path in options.trace:
-            traces[path.stem[:9]] = published(path, options.spread)
+            traces[path.stem] = published(path, options.spread)
     except (OSError, TraceError) as error:
         print(f"bench fleet: error: {error}", file=sys.stderr)
         return 2
@@ -59,12 +57,11 @@ def main(arguments: Sequence[str]) -> int:
         shapes,
         options.decode_policy,
         options.min_remote,
-        options.hedged,
         options.routers,
         options.prefill_policy,
         options.load,
     )
-    for shape, decode_policy, min_remote, hedged, routers, prefill_policy, load in combinations:
+    for shape, decode_policy, min_remote, routers, prefill_policy, load in combinations:
         arrivals = traces.get(shape, ())
         load = load or (1.0 if arrivals else 0.9)
         setup = Setup(
@@ -76,8 +73,9 @@ def main(arguments: Sequence[str]) -> int:
             decode_policy=decode_policy,
             load=load,
             bursty=options.bursty,
-            min_remote_prefill_tokens=min_remote,
-            hedged=hedged,
+            min_remote_prefill_tokens=int(min_remote) if min_remote.isdecimal() else 0,
+            target_itl=options.target_itl if min_remote == "load" else 0.0,
+            slow_prefillers=options.slow_prefillers,
             cache_tokens=options.cache_tokens,
             step_tokens=options.step_tokens,
             step_s=options.step_ms / 1000,
@@ -93,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
             all(a <= b for a, b in zip(one, goals, strict=True)) for one in outcome.answers
         )
         print(line(shape, setup, outcome, goodput), flush=True)
-        rule = f"{_remote(setup)} {prefill_policy} {decode_policy} {_fleet(setup)}"
+        rule = f"{prefill_policy}, {decode_policy}, remote: {_remote(setup)}, {_fleet(setup)}"
         charted.setdefault(shape, {}).setdefault(rule, []).append((load, goodput))
     if options.svg is not None:
         options.svg.write_text(goodput_chart(charted), encoding="utf-8")
@@ -107,16 +105,15 @@ def line(shape: str, setup: Setup, outcome: Outcome, goodput: float) -> str:
     gap = 1000 * _quantile([one.gap for one in answers], 0.99)
     worst = 1000 * max(one.worst for one in answers)
     hits_p, hits_d = (_hits(engines) for engines in (outcome.prefillers, outcome.decoders))
-    most_p, most_d = (_imbalance(engines) for engines in (outcome.prefillers, outcome.decoders))
     cost_p, cost_d = (
         median(costs or [0.0]) for costs in (outcome.prefill_costs, outcome.decode_costs)
     )
     return (
-        f"{shape:<9} {setup.load:>4g} {_fleet(setup):>7} {setup.prefill_policy:<12} "
+        f"{shape[:9]:<9} {setup.load:>4g} {_fleet(setup):>7} {setup.prefill_policy:<12} "
         f"{setup.decode_policy:<12} {_remote(setup):>6} {goodput:>7.3f} "
         f"{ttft[0]:>11.0f} {ttft[1]:>6.0f} {tpot:>5.1f} {gap:>7.0f} {worst:>5.0f} "
-        f"{hits_p:>6.0%} {hits_d:>4.0%} {most_p:>10.2f} {most_d:>5.2f} "
-        f"{outcome.alone / jobs:>6.0%} {outcome.extra / jobs:>6.1f} {cost_p:>5.1f} {cost_d:>5.1f}"
+        f"{hits_p:>6.0%} {hits_d:>4.0%} {outcome.alone / jobs:>5.0%} "
+        f"{_imbalance(outcome.prefillers):>10.2f} {cost_p:>5.1f} {cost_d:>5.1f}"
     )
 
 
@@ -125,7 +122,7 @@ def _fleet(setup: Setup) -> str:
 
 
 def _remote(setup: Setup) -> str:
-    return f"x{setup.hedged}" if setup.hedged else str(setup.min_remote_prefill_tokens or "all")
+    return "load" if setup.target_itl else str(setup.min_remote_prefill_tokens or "all")
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -144,28 +141,35 @@ def _imbalance(engines: Sequence[Engine]) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("fleet", __doc__)
-    add, engines, tokens = parser.add_argument, _whole(1, 1000), _whole(0, 10**8)
+    add = parser.add_argument
     policies: dict[str, Any] = {"nargs": "+", "choices": POLICIES, "metavar": "POLICY"}
     known, shapes = ", ".join(POLICIES), (*SHAPES, CHANGING)
-    add("--prefillers", type=engines, default=16, metavar="N", help="prefill engines (16)")
-    add("--decoders", type=engines, default=16, metavar="N", help="decode engines (16)")
-    add("--requests", type=_whole(1, 10**6), default=20_000, metavar="N", help="(20000)")
+    add("--prefillers", type=positive, default=16, metavar="N", help="prefill engines (16)")
+    add("--decoders", type=positive, default=16, metavar="N", help="decode engines (16)")
+    add("--requests", type=positive, default=20_000, metavar="N", help="(20000)")
     add("--shape", nargs="+", choices=shapes, default=[*SHAPES],
         help=f"of the requests (all but {CHANGING})")  # fmt: skip
     add("--prefill-policy", default=[*POLICIES], help=f"any of {known} (all)", **policies)
     add("--decode-policy", default=["power_of_two"], help="likewise (power_of_two)", **policies)
-    add("--min-remote-prefill-tokens", "--min-remote", dest="min_remote", nargs="+", type=tokens,
-        default=[0], metavar="N", help="a decoder does a prompt alone that has fewer tokens which "
-        "it is not expected to hold; 0: never (0)")  # fmt: skip
+    add("--min-remote-prefill-tokens", "--min-remote", dest="min_remote", nargs="+",
+        type=_rule, default=["all"], metavar="N", help="a decoder does a prompt alone that has "
+        "fewer tokens which it is not expected to hold; all: none does; load: where it is sooner "
+        "and keeps --target-itl (all)")  # fmt: skip
+    add(
+        "--target-itl",
+        type=_positive,
+        default=0.05,
+        metavar="S",
+        help="of --min-remote load (0.05)",
+    )
     add("--load", nargs="+", type=_positive, default=[0.0], metavar="X",
         help="of shapes: of what the prefillers could do if nothing was cached (0.9); of traces: "
         "times as fast (1)")  # fmt: skip
-    add("--hedged-decoders", "--scatter", dest="hedged", nargs="+", type=_whole(0, 1000),
-        default=[0], metavar="K", help="decoders of a hedged request (0)")  # fmt: skip
+    add("--slow-prefillers", type=int, default=0, metavar="N", help="with half the speed (0)")
     add("--bursty", action="store_true", help="arrivals come in bursts, not evenly (Poisson)")
-    add("--cache-tokens", type=tokens, default=CACHE_TOKENS, metavar="N",
+    add("--cache-tokens", type=positive, default=CACHE_TOKENS, metavar="N",
         help=f"of an engine's prefix cache, with its host's ({CACHE_TOKENS})")  # fmt: skip
-    add("--step-tokens", type=_whole(1, 10**6), default=256, metavar="N",
+    add("--step-tokens", type=positive, default=256, metavar="N",
         help="prompt tokens that a step of a decoder computes at most (256)")  # fmt: skip
     add("--step-ms", type=_positive, default=0.0, metavar="X",
         help="time of a decoder's step, which limits its prompt tokens (no limit)")  # fmt: skip
@@ -175,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         help="replay these published traces instead of shapes")  # fmt: skip
     add("--spread", action="store_true", help="requests of one instant of a trace are spread until "
         "the next; the published ones come in ticks")  # fmt: skip
-    add("--routers", nargs="+", type=engines, default=[1], metavar="N",
+    add("--routers", nargs="+", type=positive, default=[1], metavar="N",
         help="routers, each of which gets requests by chance (1)")  # fmt: skip
     add("--share-interval", type=_positive, default=0.0, metavar="S",
         help="seconds between reports of a router to the others (they share nothing)")  # fmt: skip
@@ -184,18 +188,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--tpot-goal", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
     add("--gap-goal", type=_positive, default=0.05, metavar="S",
         help="for the 99th percentile of a request's gaps, for goodput (0.05)")  # fmt: skip
-    add("--seed", type=_whole(0, 2**63), default=0, metavar="N", help="(0)")
+    add("--seed", type=int, default=0, metavar="N", help="(0)")
     add("--svg", type=Path, metavar="FILE", help="draw the goodput of each rule by load")
     return parser
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or not least <= int(text[:20]) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
-        return int(text)
-
-    return read
+def _rule(text: str) -> str:
+    if text not in ("all", "load") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, all or load")
+    return text
 
 
 def _positive(text: str) -> float:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from math import ceil
+from math import ceil, inf
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad
 from router.routing.peers import PeerRouters
-from router.routing.policy import LoadBound, Policy, RoutingQuery, in_turn
+from router.routing.policy import LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS
 from router.routing.route import POLICIES, PREFILL_POLICIES
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine, PrefixCache, Speed, Task
@@ -26,10 +27,6 @@ from scripts.benchmarks.traces import SHAPES, Arrival, Job
 
 CACHE_TOKENS = 500_000
 TRANSFER_S = 0.003
-LOOK_S = 0.008
-"""Until a decoder's scheduler has looked into its cache: one step."""
-HELD_SHARE = 0.5
-"""Share of a prompt that a hedged decoder must hold."""
 WARM_UP_SHARE = 0.2
 """Share of a shape's requests that is not in the figures."""
 SAMPLED_ARRIVALS = 2000
@@ -48,6 +45,12 @@ class Seen(EngineLoad):
     @property
     def cache_tokens(self) -> int:
         return self.engine.cache.tokens
+
+    def decoder_load(self) -> DecoderLoad:
+        engine = self.engine
+        kv_tokens, queued = engine.speed.kv_tokens, self.local_prefill_tokens
+        known = (engine.step_model, engine.step_tokens, kv_tokens, self.total_tokens)
+        return DecoderLoad(*known, self.local_prefill_s, queued)
 
 
 class Router:
@@ -81,9 +84,10 @@ class Setup:
     decode_policy: str
     load: float = 0.9
     bursty: bool = False
+    slow_prefillers: int = 0
+    """So many of them have half the speed."""
     min_remote_prefill_tokens: int = 0
-    hedged: int = 0
-    """Decoders that a hedged request asks whether they hold HELD_SHARE of its prompt."""
+    target_itl: float = 0.0
     cache_tokens: int = CACHE_TOKENS
     step_tokens: int = 256
     """Of a decoder."""
@@ -115,8 +119,6 @@ class Outcome:
     answers: list[Latency] = field(default_factory=list)
     alone: int = 0
     """Jobs that a decode engine did alone."""
-    extra: int = 0
-    """Hedged legs that answered nothing."""
     prefill_costs: list[float] = field(default_factory=list)
     decode_costs: list[float] = field(default_factory=list)
 
@@ -124,8 +126,13 @@ class Outcome:
 class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup, speed = setup, setup.speed
+        slow = replace(speed, base=2 * speed.base, token=2 * speed.token)
         self.prefillers = tuple(
-            Engine(f"10.1.{n // 256}.{n % 256}:8000", PrefixCache(setup.cache_tokens), speed)
+            Engine(
+                f"10.1.{n // 256}.{n % 256}:8000",
+                PrefixCache(setup.cache_tokens),
+                slow if n < setup.slow_prefillers else speed,
+            )
             for n in range(setup.prefillers)
         )
         budget = (setup.step_tokens, setup.step_s)
@@ -196,52 +203,62 @@ class Simulation:
         routers = self.routers
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
-        policy, costs = router.decode_policy, self.outcome.decode_costs
-        decoder = self._choose(policy, router.decoders, ask, costs)
-        task = Task(job, ask, router, decoder)
-        least = self.setup.min_remote_prefill_tokens
-        holder = self._hedge(job, ask, router) if self.setup.hedged else None
-        if holder is not None:
-            task.decoder = holder
-            self._at(self._now + LOOK_S, self._stay, task)
-        elif self.setup.hedged:
-            self._at(self._now + LOOK_S, self._send, task)
-        elif least and job.tokens - policy.expected_tokens(decoder.name, ask) < least:
+        costs = self.outcome
+        decoders = self._order(router.decode_policy, router.decoders, ask, costs.decode_costs)
+        prefiller, *_ = self._order(
+            router.prefill_policy, router.prefillers, ask, costs.prefill_costs
+        )
+        task = Task(job, ask, router, decoders[0], prefiller)
+        least, target = self.setup.min_remote_prefill_tokens, self.setup.target_itl
+        if least and self._uncached(task, decoders[0]) < least:
+            self._stay(task)
+        elif target and (sooner := self._sooner(task, decoders, prefiller, target)) is not None:
+            task.decoder = sooner
             self._stay(task)
         else:
-            self._send(task)
+            self._send(task, prefiller)
 
-    def _hedge(self, job: Job, ask: RoutingQuery, router: Router) -> Seen | None:
-        """Return the decoder that accepts first: it lacks least of the prompt."""
-        setup = self.setup
-        first = router.decode_policy.order(router.decoders, ask)
-        others = [one for one in in_turn(router.decoders, self._turn) if one not in first]
-        asked = [*first, *others][: setup.hedged]
-        held = {one: one.engine.cache.held(job.chunks) for one in asked}
-        able = [one for one in asked if held[one] >= HELD_SHARE * job.tokens]
-        self.outcome.extra += len(asked) - bool(able)
-        return min(able, key=lambda one: (-held[one], len(one.engine.waiting)), default=None)
+    def _sooner(
+        self, task: Task, decoders: Sequence[Seen], prefiller: Seen, target: float
+    ) -> Seen | None:
+        """Return the decoder that computes the prompt sooner than the prefiller, as the router's
+        proxy.plan decides."""
+        tokens, best, cost = task.job.tokens, None, inf
+        for decoder in decoders:
+            load, uncached = decoder.decoder_load(), self._uncached(task, decoder)
+            if load.allows(uncached, tokens, target) and load.cost(uncached, tokens) < cost:
+                best, cost = decoder, load.cost(uncached, tokens)
+        model = prefiller.engine.step_model
+        queued_s = prefiller.total_tokens * (prefiller.prefill_rate.token_seconds or model.token)
+        remote = PrefillerLoad(model, prefiller.engine.step_tokens, queued_s)
+        cached = task.router.prefill_policy.expected_tokens(prefiller.name, task.query)
+        return best if cost < remote.cost(max(1, tokens - cached), tokens) else None
 
-    def _choose(
+    def _uncached(self, task: Task, decoder: Seen) -> int:
+        policy = task.router.decode_policy
+        return max(1, task.job.tokens - policy.expected_tokens(decoder.name, task.query))
+
+    def _order(
         self, policy: Policy, engines: Sequence[Seen], ask: RoutingQuery, costs: list[float]
-    ) -> Seen:
+    ) -> Sequence[Seen]:
         began = perf_counter_ns()
-        chosen = policy.order(engines, ask)[0]
+        order = policy.order(engines, ask)
         costs.append((perf_counter_ns() - began) / 1000)
-        return chosen
+        return order
 
     def _stay(self, task: Task) -> None:
         self.outcome.alone += 1
-        decoder = task.decoder
+        decoder, task.prefiller = task.decoder, None
+        load, task.load = decoder.decoder_load(), self._uncached(task, decoder)
+        task.load_s = load.prefill_seconds(task.load, task.job.tokens)
+        decoder.add_local_prefill(task.load_s, task.load)
         task.router.decode_policy.note_sent(decoder.name, task.query)
         decoder.add_load(1, task.job.tokens)
         decoder.engine.waiting.append(task)
         self._wake(decoder.engine)
 
-    def _send(self, task: Task) -> None:
-        router, ask = task.router, task.query
-        policy, costs = router.prefill_policy, self.outcome.prefill_costs
-        task.prefiller = prefiller = self._choose(policy, router.prefillers, ask, costs)
+    def _send(self, task: Task, prefiller: Seen) -> None:
+        policy, ask = task.router.prefill_policy, task.query
         task.load = ask.tokens - policy.expected_tokens(prefiller.name, ask)
         policy.note_sent(prefiller.name, ask)
         prefiller.add_load(1, task.load)
@@ -260,7 +277,9 @@ class Simulation:
         computed, answered = engine.end()
         for task in computed:
             if task.prefiller is None:
-                task.router.decode_policy.note_cached(task.decoder.name, task.query, task.cached)
+                decoder = task.decoder
+                decoder.add_local_prefill(-task.load_s, -task.load)
+                task.router.decode_policy.note_cached(decoder.name, task.query, task.cached)
                 engine.answer(task, self._now)
             else:
                 self._computed(task, task.prefiller)

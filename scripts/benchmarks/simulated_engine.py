@@ -16,6 +16,7 @@ from itertools import count
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
+from router.fleet.step_model import StepModel
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class Task:
     decoder: Seen
     prefiller: Seen | None = None
     load: int = 0
-    """Tokens for which the prompt counts as load."""
+    """Tokens for which the prompt counts as load, and seconds."""
+    load_s: float = 0.0
     cached: int = 0
     done: int = 0
     """Prompt tokens that were cached or are computed."""
@@ -152,6 +154,13 @@ class Engine:
     _growth: float = 0.0
     _chunks: list[tuple[Task, int]] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
+
+    @property
+    def step_model(self) -> StepModel:
+        """What it reports of its steps: the line through one without prompts and a full one."""
+        speed, tokens = self.speed, self.step_tokens
+        empty, full = speed.step(0, 0, 1, 0), speed.step(tokens, 0, 1, 0)
+        return StepModel(empty, (full - empty) / tokens, speed.token_context, speed.context)
 
     @property
     def is_busy(self) -> bool:

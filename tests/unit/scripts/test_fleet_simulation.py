@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from xml.etree import ElementTree
 
 import pytest
@@ -129,6 +130,17 @@ def test_prompt_on_a_decoder_delays_its_answers_by_a_chunk(budget: int, gap: int
     assert 1000 * max(one.worst for one in alone.answers) == pytest.approx(gap, rel=0.1)
 
 
+def test_decoder_computes_prompts_by_load_only_within_the_target() -> None:
+    arrivals = [(0.15 * number, job(4096, 400, 1000 * number)) for number in range(40)]
+    no, yes, tight = (
+        replay(*arrivals, target_itl=target, step_tokens=256) for target in (0.0, 0.05, 0.012)
+    )
+    assert (no.alone, tight.alone) == (0, 0)
+    assert 5 < yes.alone < 40
+    assert max(one.worst for one in yes.answers) < 0.05
+    assert mean(one.ttft for one in yes.answers) < mean(one.ttft for one in no.answers)
+
+
 def test_step_with_a_time_limit_holds_it_in_deep_contexts() -> None:
     arrivals = [(0.0, job(2560, 2000)), (1.0, job(100_000, 20, 1000))]
     for limit, worst in ((0.0, 0.08), (0.04, 0.0401)):
@@ -172,4 +184,4 @@ def test_chart_has_a_line_for_each_rule(tmp_path: Path, trace: Path) -> None:
     assert main(["--trace", str(trace), *policies, *fleet, "--svg", str(file)]) == 0
     lines = [one for one in ElementTree.parse(file).iter() if one.tag.endswith("polyline")]
     assert [len(one.attrib["points"].split()) for one in lines] == [3, 3]
-    assert "all session power_of_two 2+2" in file.read_text()
+    assert "session, power_of_two, remote: all, 2+2" in file.read_text()
