@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from playwright.async_api import Browser, BrowserContext, Page, async_playwright
+from playwright.async_api import Browser, BrowserContext, Page, async_playwright, expect
+
+expect.set_options(timeout=20_000)  # a slow machine's figures come late
 
 # It asks nobody but whom the page asks.
 FLAGS = [
@@ -52,7 +54,7 @@ async def running_browser() -> AsyncIterator[Browser]:
 async def opened(context: BrowserContext, url: str) -> AsyncIterator[tuple[Page, Seen]]:
     page, seen = await context.new_page(), Seen()
     seen.watch(page)
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(20_000)
     await page.goto(url)
     try:
         yield page, seen

@@ -1,10 +1,13 @@
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 
 from engine_ext.reference.tiny_model import write_tiny_model
+from tests.browser import running_browser
 from tests.conftest import find_free_ports
 from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
@@ -52,6 +55,13 @@ def prefiller(launcher: Launcher) -> Iterator[Server]:
 def decoder(launcher: Launcher) -> Iterator[Server]:
     with launcher.engine("decode", extra=BOTH_WAYS) as server:
         yield server
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium, for tests on the loop of their module."""
+    async with running_browser() as browser:
+        yield browser
 
 
 @pytest.fixture

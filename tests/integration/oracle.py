@@ -4,10 +4,11 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tests.integration.processes import Server
+from tests.integration.processes import Server, metric, wait_for
 
 BLOCK = 32
 TOLERANCE = 1e-3
@@ -114,6 +115,21 @@ def all_streamed(
         answers = [pool.submit(streamed, server, prompt, max_tokens) for prompt in prompts]
         while_they_run()
         return [answer.result(timeout=seconds) for answer in answers]
+
+
+def all_decoded_together(
+    router: Server, decoders: Sequence[Server], asks: Sequence[Callable[[], Answer]]
+) -> list[Answer]:
+    """The decode engines stand still until all decode legs have arrived: then all run together,
+    whatever the speed of the machine. The router's probes must wait longer (--health-timeout)."""
+    legs = r'disagg_router_engine_requests_in_flight\{.*role="decode".*\}'
+    with ThreadPoolExecutor(len(asks)) as pool, ExitStack() as frozen:
+        for server in decoders:
+            frozen.enter_context(server.frozen())
+        answers = [pool.submit(ask) for ask in asks]
+        wait_for(lambda: metric(router, legs) == len(asks), "all are prefilled", 60)
+        frozen.close()
+        return [answer.result() for answer in answers]
 
 
 def complete_all(

@@ -20,13 +20,14 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from router.ui.site import MAX_VIEWERS
-from tests.browser import opened, running_browser
+from tests.browser import Seen, opened
 from tests.integration.dashboard_fleet import MODEL, Load, ScriptedFleet, running_fleet
 from tests.unit.router.processes import RouterProcess, running_router
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 PICTURES = Path(__file__).parents[2] / "build" / "dashboard"
-SCREENS = [(1360, "light"), (1360, "dark"), (390, "light"), (390, "dark")]
-SOON = 5_000
+SCREENS: list[tuple[int, Any]] = [(1360, "light"), (1360, "dark"), (390, "light"), (390, "dark")]
 WAIT_FOR_FRAMES = (
     "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
 )
@@ -87,12 +88,6 @@ FIND_FAINT = """() => {
 }"""
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    async with running_browser() as browser:
-        yield browser
-
-
 async def save(page: Page, name: str) -> None:
     """Write a picture of the whole page, for people to look at."""
     await page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
@@ -108,8 +103,25 @@ async def find_overlaps(page: Page) -> list[str]:
 
 
 def router_of(fleet: ScriptedFleet, *flags: str, port: int = 0) -> Any:
-    arguments = (*fleet.flags, "--ui", f"--port={port}", "--health-timeout=1", *flags)
+    arguments = (*fleet.flags, "--ui", f"--port={port}", "--health-timeout=5", *flags)
     return running_router(*arguments, engines=len(fleet.engines))
+
+
+Watched = tuple[ScriptedFleet, RouterProcess, Page, Seen]
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    browser: Browser, prefillers: int, decoders: int, *flags: str
+) -> AsyncIterator[Watched]:
+    """Scripted engines, a router before them, and a page that shows its dashboard."""
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
+    async with (
+        running_fleet(prefillers, decoders) as fleet,
+        router_of(fleet, *flags) as router,
+        opened(context, f"{router.url}/ui") as (page, seen),
+    ):
+        yield fleet, router, page, seen
 
 
 def port_of(router: RouterProcess) -> int:
@@ -125,33 +137,35 @@ def problems(page: Page) -> Any:
     return page.locator("#problems-list li")
 
 
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
 @pytest.mark.parametrize("engines", [2, 4])
-async def test_no_text_covers_another_and_all_can_be_read(
-    browser: Browser, engines: int, width: int, scheme: Any
-) -> None:
-    context = await browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme
-    )
+async def test_no_text_covers_another_and_all_can_be_read(browser: Browser, engines: int) -> None:
     async with (
         running_fleet(engines, engines) as fleet,
         router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, seen),
         Load(router.url, 3 * engines).running(),
     ):
-        arcs = page.locator("#fleet-stage .arc")
-        await expect(arcs.nth(2 * engines)).to_be_attached(timeout=20_000)
-        if width > 1000:
-            await expect(page.locator("#fleet-stage .flow").nth(engines)).to_be_visible()
-        await page.locator("#requests-list .outcome-ok .row").nth(5).click()
-        await page.get_by_text(re.compile("KV transfers: ")).click()
-        for _ in range(5):  # while everything moves
-            assert await find_overlaps(page) == []
-            await page.wait_for_timeout(200)
-        await save(page, f"load-{engines}+{engines}-{width}-{scheme}")
-        assert await page.evaluate(FIND_FAINT) == []
-        assert await page.evaluate("document.documentElement.scrollWidth") <= width
-        assert seen.errors == []
+        for width, scheme in SCREENS:
+            context = await browser.new_context(
+                viewport={"width": width, "height": 900}, color_scheme=scheme
+            )
+            async with opened(context, f"{router.url}/ui") as (page, seen):
+                await all_can_be_read(page, engines, width, f"{engines}+{engines}-{width}-{scheme}")
+                assert seen.errors == []
+
+
+async def all_can_be_read(page: Page, engines: int, width: int, name: str) -> None:
+    arcs = page.locator("#fleet-stage .arc")
+    await expect(arcs.nth(2 * engines)).to_be_attached()
+    if width > 1000:
+        await expect(page.locator("#fleet-stage .flow").nth(engines)).to_be_visible()
+    await page.locator("#requests-list .outcome-ok .row").nth(5).click()
+    await page.get_by_text(re.compile("KV transfers: ")).click()
+    for _ in range(5):  # while everything moves
+        assert await find_overlaps(page) == []
+        await page.wait_for_timeout(200)
+    await save(page, f"load-{name}")
+    assert await page.evaluate(FIND_FAINT) == []
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 async def test_a_lost_connection_greys_the_dashboard_until_it_is_back(browser: Browser) -> None:
@@ -160,7 +174,6 @@ async def test_a_lost_connection_greys_the_dashboard_until_it_is_back(browser: B
         async with router_of(fleet) as router:
             port = port_of(router)
             page = await context.new_page()
-            page.set_default_timeout(10_000)
             await page.goto(f"{router.url}/ui")
             async with Load(router.url, 6).running():
                 await expect(page.locator("#requests-list .outcome-ok").nth(3)).to_be_visible()
@@ -180,36 +193,26 @@ async def test_a_lost_connection_greys_the_dashboard_until_it_is_back(browser: B
         await page.wait_for_timeout(1200)  # time passes, and the bars do not grow
         assert await bars.evaluate_all(widths) == before
         async with router_of(fleet, port=port):
-            await expect(banner).to_be_hidden(timeout=15_000)
+            await expect(banner).to_be_hidden()
             await expect(page.get_by_role("status")).to_have_text("live")
             await expect(page.locator("body")).not_to_have_class(re.compile("is-lost"))
             await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(4)
 
 
 async def test_a_router_that_hangs_is_noticed(browser: Browser) -> None:
-    context = await browser.new_context()
-    async with (
-        running_fleet(1, 1) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, _),
-    ):
+    async with watched(browser, 1, 1) as (_, router, page, _):
         await expect(page.get_by_role("status")).to_have_text("live")
         os.kill(router.process.pid, signal.SIGSTOP)
         try:
             banner = page.locator("#lost")
-            await expect(banner).to_contain_text("has sent nothing", timeout=15_000)
+            await expect(banner).to_contain_text("has sent nothing")
         finally:
             os.kill(router.process.pid, signal.SIGCONT)
-        await expect(banner).to_be_hidden(timeout=15_000)
+        await expect(banner).to_be_hidden()
 
 
 async def test_a_dead_engine_is_a_problem_with_reason_and_time(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
-    async with (
-        running_fleet(2, 2) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, _),
-    ):
+    async with watched(browser, 2, 2) as (fleet, _, page, _):
         await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(4)
         await expect(page.locator("#problems")).to_be_hidden()
         dead = fleet.decoders[1]
@@ -217,7 +220,7 @@ async def test_a_dead_engine_is_a_problem_with_reason_and_time(browser: Browser)
         await dead.engine.stop()
         problem = problems(page)
         since = re.compile(rf"D2 unhealthy since \d\d:\d\d:\d\d \(\d+ s\) 127.0.0.1:{port}: .+")
-        await expect(problem).to_have_text(since, timeout=SOON)
+        await expect(problem).to_have_text(since)
         card = page.get_by_role("list", name="Decode engines").get_by_role("listitem").nth(1)
         await expect(card).to_contain_text("unhealthy")
         await expect(card).to_contain_text("since ")
@@ -234,12 +237,7 @@ async def test_a_dead_engine_is_a_problem_with_reason_and_time(browser: Browser)
 
 
 async def test_no_decode_engine_is_why_requests_are_refused(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
-    async with (
-        running_fleet(1, 2) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, _),
-    ):
+    async with watched(browser, 1, 2) as (fleet, router, page, _):
         await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(3)
         for one in fleet.decoders:
             await one.engine.stop()
@@ -251,7 +249,7 @@ async def test_no_decode_engine_is_why_requests_are_refused(browser: Browser) ->
         refused = problems(page).filter(has_text="1 request refused with 503 in the last 10 s")
         await expect(refused).to_contain_text("no decode engine is healthy")
         await save(page, "refused-1360")
-        await expect(refused).to_have_count(0, timeout=15_000)
+        await expect(refused).to_have_count(0)
 
 
 async def test_a_full_queue_is_why_requests_are_refused(browser: Browser) -> None:
@@ -274,12 +272,7 @@ async def test_a_full_queue_is_why_requests_are_refused(browser: Browser) -> Non
 
 
 async def test_a_router_that_shuts_down_says_so(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
-    async with (
-        running_fleet(1, 1) as fleet,
-        router_of(fleet, "--shutdown-delay=4") as router,
-        opened(context, f"{router.url}/ui") as (page, _),
-    ):
+    async with watched(browser, 1, 1, "--shutdown-delay=4") as (_, router, page, _):
         await expect(page.get_by_role("status")).to_have_text("live")
         router.process.terminate()
         await expect(problems(page).first).to_contain_text("The router is shutting down")
@@ -309,11 +302,8 @@ async def test_engines_that_differ_are_degraded_with_the_difference(browser: Bro
 
 
 async def test_a_resumed_stream_has_a_mark(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
     async with (
-        running_fleet(1, 2) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, _),
+        watched(browser, 1, 2) as (fleet, router, page, _),
         httpx.AsyncClient(base_url=router.url, timeout=30, trust_env=False) as client,
     ):
         await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(3)
@@ -338,11 +328,8 @@ async def test_a_resumed_stream_has_a_mark(browser: Browser) -> None:
 
 
 async def test_bars_have_an_axis_with_units_and_pages_are_linked(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
     async with (
-        running_fleet(1, 1) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, seen),
+        watched(browser, 1, 1) as (_, router, page, seen),
         httpx.AsyncClient(trust_env=False) as client,
     ):
         assert (await _ask(router.url)).status_code == 200
@@ -379,11 +366,8 @@ async def test_a_viewer_too_many_sees_why_there_are_no_figures(browser: Browser)
 
 
 async def test_a_card_in_focus_shows_its_own_transfers(browser: Browser) -> None:
-    context = await browser.new_context(viewport={"width": 1360, "height": 900})
     async with (
-        running_fleet(2, 2) as fleet,
-        router_of(fleet) as router,
-        opened(context, f"{router.url}/ui") as (page, _),
+        watched(browser, 2, 2) as (_, router, page, _),
         Load(router.url, 6).running(),
     ):
         arcs = page.locator("#fleet-stage .arc.prompt")

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext, Page, expect
 
-from tests.browser import Seen, opened, running_browser
+from tests.browser import Seen, opened
 from tests.integration.processes import BOTH_WAYS, Launcher
 from tests.unit.router.mock_engine import (
     DONE,
@@ -32,7 +33,8 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 12},
 }
 TOKEN = "open-sesame-open-sesame"
-SOON = 3000
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def prefill(request: Received, peer: Peer) -> None:
@@ -53,26 +55,20 @@ def _event(content: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(whole).encode() + b"\n\n"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def p() -> AsyncIterator[MockEngine]:
     async with running_engine(prefill) as engine:
         yield engine
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def d() -> AsyncIterator[MockEngine]:
     async with running_engine(decode) as engine:
         engine.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.37\n"}
         yield engine
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    async with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def context(browser: Browser) -> AsyncIterator[BrowserContext]:
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     yield context
@@ -205,7 +201,7 @@ async def test_an_engine_that_is_killed_is_seen(
         await expect(page.locator("#fleet-graph .is-healthy")).to_have_count(2)
         await d.stop()
         dead = page.locator("#fleet-graph .is-unhealthy")
-        await expect(dead).to_contain_text("unhealthy", timeout=SOON)
+        await expect(dead).to_contain_text("unhealthy")
         await expect(page.locator("#fleet-changes")).to_have_text("D1 is unhealthy")
         await chat(page, "Are you there?")
         await expect(page.get_by_role("log").locator(".error")).to_be_visible()
@@ -247,7 +243,7 @@ async def test_it_comes_back_when_the_router_does(
         assert await router.ended() == 0, "it waits for nobody who looks"
         await expect(page.get_by_role("status")).to_contain_text("reconnecting")
     async with serving_router(p, d, "--ui", f"--port={url.rpartition(':')[2]}"):
-        await expect(page.get_by_role("status")).to_have_text("live", timeout=15_000)
+        await expect(page.get_by_role("status")).to_have_text("live")
 
 
 @pytest.mark.parametrize("width", [320, 800, 1440])

@@ -2,12 +2,18 @@
 computes and another goes on with. The oracle is one engine that nobody disturbed."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
-from tests.integration.oracle import Answer, complete, differences, streamed, text_of
+from tests.integration.oracle import (
+    Answer,
+    all_decoded_together,
+    complete,
+    differences,
+    streamed,
+    text_of,
+)
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 LONG = 150
@@ -55,19 +61,6 @@ def ask(server: Server, number: int) -> Answer:
     return streamed(server, prompt, LONG) if number % 2 else complete(server, prompt, LONG)
 
 
-def ask_all_at_once(router: Server, decoders: list[Server]) -> list[Answer]:
-    """The decode engines stand still until all decode legs have arrived. Whatever the speed of the
-    machine, they then run together, and each engine has more to hold than blocks."""
-    legs = r'disagg_router_engine_requests_in_flight\{.*role="decode".*\}'
-    with ThreadPoolExecutor(len(PROMPTS)) as pool, ExitStack() as frozen:
-        for server in decoders:
-            frozen.enter_context(server.frozen())
-        answers = [pool.submit(ask, router, number) for number in range(len(PROMPTS))]
-        wait_for(lambda: metric(router, legs) == len(PROMPTS), "all prefilled", seconds=60)
-        frozen.close()
-        return [answer.result() for answer in answers]
-
-
 @pytest.mark.parametrize("how_many", [1, 2])
 def test_what_is_handed_back_goes_on(
     launcher: Launcher, p: Server, decoders: list[Server], right: list[Answer], how_many: int
@@ -76,7 +69,8 @@ def test_what_is_handed_back_goes_on(
     before = handed_back(used)
     options = ("--decode-policy", "round_robin", "--health-timeout", "90")
     with launcher.router([p], used, *options) as router:
-        assert differences(right, ask_all_at_once(router, used)) == []
+        asks = [partial(ask, router, number) for number in range(len(PROMPTS))]
+        assert differences(right, all_decoded_together(router, used, asks)) == []
         assert moved(router) == handed_back(used) - before > 0
         for server in (*used, p):
             wait_for(lambda server=server: is_free(server), f"{server.name} is free")  # type: ignore[misc]

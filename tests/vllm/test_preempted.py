@@ -3,11 +3,19 @@ of the model: what they hand back, a prefiller computes and one of them goes on 
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.integration.oracle import Answer, complete, differences, streamed, text_of
+from tests.integration.oracle import (
+    Answer,
+    all_decoded_together,
+    complete,
+    differences,
+    streamed,
+    text_of,
+)
 from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import forced_async, resumed_answers
 from tests.vllm.measures import nothing_left
@@ -19,6 +27,7 @@ from tests.vllm.test_async import ASYNC
 LONG = 150
 PROMPTS = [text_of(length, 17_000 + length) for length in (40, 64, 200, 250, 41, 90)]
 FEW = ("--num-gpu-blocks-override", "24", "--max-model-len", "512")
+OPTIONS = ("--decode-policy", "round_robin", "--health-timeout", "90")
 SYNC, AHEAD = 0, 1
 
 
@@ -56,11 +65,10 @@ def test_what_is_handed_back_goes_on(
     decoders = [small[number] for number in used]
     with (
         nothing_left(prefiller, *small),
-        launcher.router([prefiller], decoders, "--decode-policy", "round_robin") as router,
+        launcher.router([prefiller], decoders, *OPTIONS) as router,
     ):
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            got = list(pool.map(lambda number: through(router, number), range(len(PROMPTS))))
-        assert differences(right, got) == []
+        asks = [partial(through, router, number) for number in range(len(PROMPTS))]
+        assert differences(right, all_decoded_together(router, decoders, asks)) == []
         moved = r"disagg_router_resumes_total\{.*preempted.*resumed.*\}"
         assert metric(router, moved) > 0
 

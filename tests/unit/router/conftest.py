@@ -1,15 +1,17 @@
-"""Fixtures: a mock prefill engine, a mock decode engine, and a router that uses them."""
+"""Fixtures: a mock prefill engine, a mock decode engine, a router that uses them, and Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 import uvloop
+from redis import Redis
 
+from tests.redis_server import RedisServer, running_redis
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
     MockEngine,
@@ -60,3 +62,18 @@ async def start_router(p: MockEngine, d: MockEngine) -> AsyncIterator[StartRoute
 @pytest.fixture
 async def router(start_router: StartRouter) -> Router:
     return await start_router()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    """What another test has written may still be there."""
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def writer(redis: RedisServer) -> Iterator[Redis]:
+    """A client of an empty Redis."""
+    with Redis(port=redis.port, password=redis.password) as client:
+        client.flushall()
+        yield client

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from redis import Redis
 
 from router.routing.peer_exchange import STREAM
-from tests.redis_server import KEY, RedisServer, running_redis
+from tests.redis_server import KEY, RedisServer
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
     MockEngine,
@@ -24,19 +24,6 @@ from tests.unit.router.mock_engine import (
 pytestmark = pytest.mark.slow  # a Redis server
 
 PROMPT = "A long system prompt that many users share. " * 200
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture
-def writer(redis: RedisServer) -> Iterator[Redis]:
-    with Redis(port=redis.port, password=redis.password) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.slow  # a Redis server
 
 __all__ = ["keys"]
 LIMITED = ApiKey("a", "0" * 64, None, 60, 6000, 2)
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with running_redis() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

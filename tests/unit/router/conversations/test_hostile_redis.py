@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import orjson
@@ -12,7 +12,7 @@ from redis import Redis
 from router.conversations.conversations import KeepOutcome
 from router.conversations.redis_store import NAMESPACE
 from router.conversations.store import MAC_BYTES, ValueSigner
-from tests.redis_server import KEY, RedisServer, running_redis
+from tests.redis_server import KEY, RedisServer
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
@@ -22,19 +22,6 @@ pytestmark = pytest.mark.slow  # a Redis server
 
 PLANTED = b"planted"
 EVIL = {**KEPT, "remote_host": "planted.example", "remote_engine_id": "planted"}
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture
-def writer(redis: RedisServer) -> Iterator[Redis]:
-    with Redis(port=redis.port, password=redis.password) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import Counter
@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from router.common.redis_backend import create_redis_clients
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.store import MemoryStore, Store, StoreError
-from tests.redis_server import RedisServer, running_redis
+from tests.redis_server import RedisServer
 
 
 def redis_store(url: str, password: str | None, timeout: float) -> RedisStore:
@@ -27,12 +27,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with running_redis() as server:
-        yield server
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.slow)])
