@@ -13,6 +13,8 @@ from scripts.benchmarks.common import free_ports_of
 # UCX otherwise looks for RDMA devices only.
 os.environ.setdefault("UCX_NET_DEVICES", "all")
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+# Decode engines with tiny models would compute most prompts themselves, and no KV would move.
+os.environ["DISAGG_ROUTER_TARGET_ITL"] = "0"
 # A busy machine is not a property that failed.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

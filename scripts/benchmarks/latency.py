@@ -231,7 +231,7 @@ class Launcher:
     async def router(self, name: str, prefill: Server, decode: Server, *flags: str) -> Server:
         (port,) = free_ports(1)
         prefillers, decoders = ([int(one.url.rpartition(":")[2])] for one in (prefill, decode))
-        command = our_command(port, prefillers, decoders, flags)
+        command = our_command(port, prefillers, decoders, ("--target-itl", "0", *flags))
         child = self.family.start(name, command, f"http://127.0.0.1:{port}")
         server = Server(child.url)
         await server.wait_until_ready("/ready", child)

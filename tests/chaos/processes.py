@@ -24,7 +24,10 @@ from scripts.mock_engine import Fault
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 5.0
-OUR_FLAGS = ("--health-interval", "1", "--health-timeout", "1", "--prefill-timeout", "3")
+OUR_FLAGS = (
+    *("--health-interval", "1", "--health-timeout", "1", "--prefill-timeout", "3"),
+    *("--target-itl", "0"),  # KV moves, however quick the tiny engines are
+)
 # As near to ours as its own flags allow; it has no deadline for the prefiller alone.
 VLLM_ROUTER_FLAGS = (
     *("--policy", "round_robin", "--worker-startup-check-interval", "1"),

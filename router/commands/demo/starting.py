@@ -71,6 +71,7 @@ def router_command(
 ) -> list[str]:
     command = [*ROUTER, "--host", host, "--port", str(port)]
     command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
+    command += ["--target-itl", "0"]  # KV moves, however quick the small models are
     for role, children in (("prefiller", prefillers), ("decoder", decoders)):
         ports = [child.url.rpartition(":")[2] for child in children]
         command += [f"--{role}-hosts", *["127.0.0.1"] * len(children), f"--{role}-ports", *ports]

@@ -129,6 +129,8 @@ class RouterChecker:
                 # One token would be the answer of a prefill engine alone.
                 "max_tokens": 2,
                 "ignore_eos": True,
+                # Or a decode engine might answer alone (--target-itl, --decode-first-threshold).
+                "cache_hit_threshold": 0,
             }
             answer = await send(
                 "POST",
