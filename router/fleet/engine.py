@@ -159,6 +159,9 @@ class EngineCapabilities:
     """The time of its steps, None if unknown."""
     max_step_tokens: int = 0
     """The most prompt tokens that one step computes beside answers; 0 if unknown."""
+    trial_prefills: int = 0
+    """Prompts that it got to measure its steps with; each page without a step model allows one
+    more."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 
@@ -225,6 +228,7 @@ class EngineCapabilities:
         if isinstance(ranks, list):
             self.cache_tokens = cache_tokens_of_ranks(ranks)
             self.step_model = step_model_of_ranks(ranks)
+            self.trial_prefills = max(0, self.trial_prefills - 1)
             self.max_step_tokens = max_step_tokens_of_ranks(ranks)
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}

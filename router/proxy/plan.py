@@ -19,7 +19,7 @@ from router.fleet.engine import DECODE, PREFILL, Engine, Place
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.request import AS_SENT, PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill, is_trial
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
@@ -27,10 +27,11 @@ from router.routing.route import Route
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
 MAX_SHORT_BODY_BYTES = 4096
 # Reasons why one decode engine answers: its cache lacks little of the prompt; it computes the
-# prompt sooner than a prefill engine; it is also the only prefill engine; the prompt is embeddings
-# that engines cannot share.
+# prompt sooner than a prefill engine; it measures its steps with the prompt; it is also the only
+# prefill engine; the prompt is embeddings that engines cannot share.
 SHORT_PROMPT = "short"
 SOONER = "sooner"
+TRIAL = "trial"
 SAME_ENGINE = "same_engine"
 PROMPT_EMBEDS = "prompt_embeds"
 # Reason why one prefill engine answers: the client wants only the token that it samples anyway.
@@ -154,20 +155,20 @@ def find_local_prefill(
     is_placed: bool = False,
 ) -> tuple[Engine, str] | None:
     """Return the decode engine that computes the prompt itself, and the reason: it lacks few tokens
-    (min_remote_prefill_tokens), or it is sooner than a prefill engine and keeps the target_itl.
+    (min_remote_prefill_tokens), it is sooner than a prefill engine and keeps the target_itl, or it
+    has not measured yet whether it would.
 
     A turn stays at the decode engine that has the last turn's KV, and a request at its slot. Other
     requests go to the decode engine of the route with the least work. A cache_hit_threshold in the
     request takes precedence; the tokens of embeddings are unknown.
     """
     least, target = limits.min_remote_prefill_tokens, limits.target_itl
-    loads: list[tuple[Engine, DecoderLoad]] = []
+    candidates: Sequence[Engine] = ()
     if target and route.prefillers and not request.is_several:
         is_bound = is_placed or (reuse is not None and reuse.decoder is not None)
         found = route.decoders[:1] if is_bound else route.decoders
-        known = ((one, DecoderLoad.of(one, route.place(one, DECODE))) for one in found)
-        loads = [(engine, load) for engine, load in known if load is not None]
-    if not (least or loads) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
+        candidates = [one for one in found if one.capabilities.max_step_tokens]
+    if not (least or candidates) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
         return None
     total = max(1, estimate_tokens(request.body))
     if least and total - _cached_tokens(route, reuse, route.decoders[0], total) < least:
@@ -176,9 +177,14 @@ def find_local_prefill(
         return None  # the decode engine itself judges what its cache lacks
     best: tuple[Engine, DecoderLoad] | None = None
     cost = inf
-    for engine, load in loads:
+    for engine in candidates:
+        place = route.place(engine, DECODE)
+        load = DecoderLoad.of(engine, place)
         uncached = max(1, total - _cached_tokens(route, reuse, engine, total))
-        if load.allows(uncached, total, target) and load.cost(uncached, total) < cost:
+        if load is None:
+            if is_trial(engine, place, uncached):
+                return engine, TRIAL
+        elif load.allows(uncached, total, target) and load.cost(uncached, total) < cost:
             best, cost = (engine, load), load.cost(uncached, total)
     if best is None:
         return None
@@ -206,15 +212,17 @@ def queue_local_prefill(
 ) -> QueuedPrefill | None:
     """Count the prompt as queued at a decode engine, and its rank, that computes it.
 
-    Return None if the time of the engine's steps is unknown, or if the engine loads the KV that the
-    client names.
+    Return None if the engine does not report its steps, or loads the KV that the client names.
     """
-    load = DecoderLoad.of(decoder, place)
-    if load is None or request.decode_only_reason in AS_SENT:
+    if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
         return None
+    load = DecoderLoad.of(decoder, place)
     total = max(1, estimate_tokens(request.body))
     uncached = max(1, total - _cached_tokens(route, reuse, decoder, total))
-    queued = QueuedPrefill({decoder, place}, load, uncached, total)
+    if load is None:
+        decoder.capabilities.trial_prefills += 1
+        return QueuedPrefill({decoder, place}, 0.0, uncached)
+    queued = QueuedPrefill({decoder, place}, load.prefill_seconds(uncached, total), uncached)
     if request.exact_stream or request.body.get("stream") is not True:
         queued.end_in_time(request.exchange.loop)
     return queued

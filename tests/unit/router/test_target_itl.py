@@ -96,7 +96,7 @@ async def test_the_prefill_engine_computes_what_breaks_the_target(
     assert (len(p.requests), sooner(router)) == (1, 0)
 
 
-@pytest.mark.parametrize("unknown", ["step_model", "max_step_tokens", "num_blocks"])
+@pytest.mark.parametrize("unknown", ["max_step_tokens", "num_blocks"])
 async def test_an_engine_that_does_not_report_itself_gets_its_prompts_computed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, unknown: str
 ) -> None:
@@ -105,6 +105,26 @@ async def test_an_engine_that_does_not_report_itself_gets_its_prompts_computed(
     await router.knows_its_engines()
     await router.complete(prompt=PROMPT)
     assert (len(p.requests), sooner(router)) == (1, 0)
+
+
+async def test_an_engine_measures_its_steps_with_one_prompt_at_a_time(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, held: asyncio.Event
+) -> None:
+    d.identity = identity(step_model=None)
+    router = await start_router(target_itl=0.05)
+    await router.knows_its_engines()
+    await router.complete(prompt="too short to show the time of a token")
+    asking = [asyncio.create_task(router.stream(prompt=PROMPT)) for _ in range(3)]
+    await eventually(lambda: len(d.requests) == 4)
+    assert (len(p.requests), router.metric("decode_only_total", reason="trial")) == (3, 1)
+    held.set()
+    await asyncio.gather(*asking)
+    await router.complete(prompt=PROMPT)
+    assert (len(p.requests), router.metric("decode_only_total", reason="trial")) == (3, 2)
+    router.engine(d).capabilities.trial_prefills = 1000  # all in vain
+    await router.complete(prompt=PROMPT)
+    assert len(p.requests) == 4
+    await router.settled()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from router.fleet.engine import DECODE, Engine, EngineRank, EngineSpec
 from router.fleet.step_model import MAX_STEP_TOKENS, StepModel
 from router.http_client.pool import EnginePool
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill, is_trial
 from router.settings import Address
 
 MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)
@@ -104,12 +104,46 @@ def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_rank
     assert DecoderLoad.of(made, made) == DecoderLoad(model, 256, 700_000, 4500, 0.1, 50)
 
 
+@pytest.mark.parametrize(
+    ("budget", "uncached", "is_one"),
+    [
+        (256, 95, False),
+        (256, 96, True),
+        (256, 8192, True),
+        (256, 8193, False),
+        (2048, 383, False),
+        (2048, 384, True),
+        (2048, 512, True),
+        (2048, 513, False),  # a step of unknown length, and of more tokens
+        (0, 200, False),
+    ],
+)
+def test_a_trial_has_steps_that_show_the_time_of_a_token(
+    budget: int, uncached: int, is_one: bool
+) -> None:
+    made = engine()
+    made.capabilities.max_step_tokens = budget
+    assert not is_trial(made, made, uncached)
+    made.capabilities.step_model = None
+    assert is_trial(made, made, uncached) is is_one
+    made.add_local_prefill(0, 1)
+    assert not is_trial(made, made, uncached)
+
+
+def test_each_page_without_a_step_model_allows_one_more_trial() -> None:
+    made = engine()
+    made.capabilities.step_model, made.capabilities.trial_prefills = None, 64
+    assert not is_trial(made, made, 200)
+    made.capabilities.note_identity({"ranks": [{"max_step_tokens": 256}]})
+    assert is_trial(made, made, 200)
+
+
 async def test_a_queued_prompt_counts_until_its_end() -> None:
     decoder = engine()
     load = DecoderLoad.of(decoder, decoder)
     assert load is not None
-    prompts = [QueuedPrefill({decoder}, load, 1000, 1000) for _ in range(3)]
     seconds = load.prefill_seconds(1000, 1000)
+    prompts = [QueuedPrefill({decoder}, seconds, 1000) for _ in range(3)]
     queued = DecoderLoad.of(decoder, decoder)
     assert queued is not None
     assert queued.queued_s == pytest.approx(3 * seconds)
