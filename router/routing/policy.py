@@ -17,6 +17,8 @@ MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
 MASK = 2**64 - 1
 SAMPLE_SIZE = 64
+# Share of a KV cache that counts as left in a full one. Prompts may share what they need.
+MIN_ROOM = 0.02
 T = TypeVar("T")
 
 
@@ -240,7 +242,11 @@ class LeastLoaded(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded one of two random engines: nearly as even as comparing all of them."""
+    """The less loaded one of two random engines: nearly as even as comparing all of them.
+
+    Of engines with KV caches of different sizes, a fuller cache counts like more load, because
+    requests that find no room wait.
+    """
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
         size = len(candidates)
@@ -250,4 +256,15 @@ class PowerOfTwo(Policy):
         first = chance % size
         second = (first + 1 + (chance >> 32) % (size - 1)) % size
         one, other = candidates[first], candidates[second]
-        return [other, one] if load(other) < load(one) else [one, other]
+        if one.cache_tokens == other.cache_tokens:
+            is_behind = load(other) < load(one)
+        else:
+            is_behind = _crowding(other, query.tokens) < _crowding(one, query.tokens)
+        return [other, one] if is_behind else [one, other]
+
+
+def _crowding(engine: Candidate, tokens: int) -> float:
+    """Return the engine's tokens with those of one more request, divided by the share of its KV
+    cache that would be left."""
+    used, size = engine.total_tokens + tokens, engine.cache_tokens
+    return used / max(1 - used / size, MIN_ROOM) if size else used

@@ -184,18 +184,13 @@ class PrefixAffinity(Policy):
 
 
 class PrefillCost(PrefixAffinity):
-    """Prefers the engine with the least work and wait for this prompt.
-
-    Of equally fast engines, an engine costs `uncached + QUEUE_SHARE * queued` prompt tokens. A
-    slower engine takes longer for both, so the cost is
-    `slowness * QUEUE_SHARE * (uncached + queued) + (1 - QUEUE_SHARE) * uncached`: the first part is
-    when the engine would answer, the second one what other requests have to wait for.
-    """
+    """Prefers the engine with the least `slowness * (uncached + QUEUE_SHARE * queued)`, in prompt
+    tokens; see slowness_of."""
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         super().__init__(bound, index)
         self._slowness: dict[str, float] = {}
-        """See slowness_of; empty while all engines seem equally fast."""
+        """By name; empty while all engines seem equally fast."""
         self._choices_left = 0
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
@@ -221,10 +216,9 @@ class PrefillCost(PrefixAffinity):
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
 
         def cost_of(engine: E, uncached: int) -> float:
-            wait = slowness.get(engine.name, 1.0) * (uncached + engine.total_tokens)
-            return share * wait + (1 - share) * uncached
+            return slowness.get(engine.name, 1.0) * (uncached + share * engine.total_tokens)
 
-        fastest = share * min(slowness.values(), default=1.0) + 1 - share
+        fastest = min(slowness.values(), default=1.0)
         costs = [(cost_of(engine, tokens), engine) for engine in idle]
         least, among = costs[0][0], bits.all
         for _ in range(MAX_LEVELS):

@@ -107,6 +107,23 @@ def test_the_fuller_of_two_random_engines_is_never_first() -> None:
         assert load(first_two[0]) <= load(first_two[1])
 
 
+def test_of_unequal_kv_caches_the_one_with_room_is_taken() -> None:
+    small, large = loaded([(40_000, 1), (60_000, 1)])
+    order = PowerOfTwo().order
+
+    def first(tokens: int) -> Engine:
+        return order((small, large), RoutingQuery(1, tokens=tokens))[0]
+
+    assert first(30_000) is small
+    small.cache_tokens, large.cache_tokens = 100_000, 1_000_000
+    assert first(1000) is large
+    small.total_tokens = 10_000
+    assert first(1000) is small, "with enough room, load decides"
+    assert first(95_000) is large
+    small.cache_tokens = 0  # unknown
+    assert first(95_000) is small
+
+
 @pytest.mark.parametrize(("name", "most"), [("power_of_two", 5), ("least_loaded", 1)])
 @pytest.mark.parametrize("count", [10, 200])
 def test_load_policies_keep_every_engine_near_the_mean(name: str, most: int, count: int) -> None:
