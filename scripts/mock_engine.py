@@ -251,6 +251,8 @@ class MockEngine:
     """Every POST."""
     identity: dict[str, Any] | bytes | None = None
     models: list[str] = field(default_factory=lambda: ["m", "other"])
+    adapters: list[str] = field(default_factory=list)
+    """LoRA adapters of the first model."""
     contexts: dict[str, int] = field(default_factory=dict)
     """`max_model_len` in tokens, by model."""
     healthy: bool = True
@@ -307,6 +309,7 @@ class MockEngine:
                 {"id": name, "object": "model", "max_model_len": self.contexts.get(name)}
                 for name in self.models
             ]
+            data += [{"id": name, "parent": self.models[0]} for name in self.adapters]
             await peer.answer({"object": "list", "data": data})
         elif request.path == "/disagg/identity":
             await peer.answer(self.identity or {}, 404 if self.identity is None else 200)

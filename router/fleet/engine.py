@@ -456,6 +456,8 @@ class Engine(EngineLoad):
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     models: frozenset[str] | None = None
     """None if unknown: the engine then counts as serving every model."""
+    adapters: frozenset[str] = frozenset()
+    """Those of its models that are LoRA adapters, by its own report."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
     """Tokens of prompt and answer together, by model, as far as the engine reports them."""
     lost_at: float = 0.0

@@ -90,6 +90,8 @@ class Snapshot:
     """Engines whose models are unknown: they may serve models that no other engine serves."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
     """By model, the longest context of its decode engines in tokens, if all have reported it."""
+    adapters: frozenset[str] = frozenset()
+    """Models that are LoRA adapters."""
     has_turns: bool = False
     """A prefill engine may pull what a decode engine retains, and verifies what it pulls."""
 
@@ -285,12 +287,17 @@ class Fleet:
         self._set_health(engine, Health.UNHEALTHY, reason)
 
     def note_models(
-        self, engine: Engine, models: frozenset[str], context_lengths: Mapping[str, int]
+        self,
+        engine: Engine,
+        models: frozenset[str],
+        context_lengths: Mapping[str, int],
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
         """Take the models that the engine reports, unless its source names its models."""
-        is_known = engine.models == models and engine.context_lengths == context_lengths
+        reported = (models, context_lengths, adapters)
+        is_known = (engine.models, engine.context_lengths, engine.adapters) == reported
         if not engine.spec.models and not is_known:
-            engine.models, engine.context_lengths = models, context_lengths
+            engine.models, engine.context_lengths, engine.adapters = reported
             self._is_compared = False
             self._refresh_soon()
 
@@ -518,6 +525,7 @@ def build_snapshot(
         _pools(usable, tuples, weights),
         _pools(unknown, tuples, weights),
         {} if unknown else _context_lengths(serving),
+        frozenset().union(*[engine.adapters for engine in usable]),
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
     )
 

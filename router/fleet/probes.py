@@ -189,7 +189,8 @@ class Prober:
         if models:
             models = models[:MAX_MODELS]
             names = frozenset([model["id"] for model in models])
-            self._fleet.note_models(engine, names, context_lengths_in(models))
+            adapters = frozenset([m["id"] for m in models if isinstance(m.get("parent"), str)])
+            self._fleet.note_models(engine, names, context_lengths_in(models), adapters)
 
     def _supervise(self) -> None:
         engines = self._fleet.engines

@@ -30,7 +30,8 @@ from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
 from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import LoadBound, RoutingQuery
-from router.routing.prompt_chunks import TOKENS_PER_CHUNK, hash_chunks
+from router.routing.prefix_cache import PrefixAffinity
+from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK, adapter_chunk, hash_chunks
 from router.routing.route import POLICIES, PREFILL_POLICIES, GroupPolicies, Route, route
 from router.settings import Settings, read_secret
 from router.telemetry.logs import LogOnce, LogThrottle, is_short, write_lines
@@ -40,6 +41,7 @@ from router.telemetry.tracing import FLUSH_TIMEOUT_S, Tracer
 
 # A prefill engine works on one prompt at a time, so a second request there has to wait already.
 PREFILL_LOAD_FLOOR = 2
+BY_LOAD = ("least_loaded", "power_of_two")
 
 
 class RouteFinder:
@@ -72,6 +74,12 @@ class RouteFinder:
         )
         self._prefill = GroupPolicies(prefill, prefill_bound, self.index)
         self._decode = GroupPolicies(decode, self.load_bound, self.index)
+        # For adapters, policies that go by load alone give way to one that remembers.
+        self._adapter_prefill, self._adapter_decode = self._prefill, self._decode
+        if settings.prefill_policy in BY_LOAD:
+            self._adapter_prefill = GroupPolicies(PrefixAffinity, prefill_bound, self.index)
+        if settings.decode_policy in BY_LOAD:
+            self._adapter_decode = GroupPolicies(PrefixAffinity, self.load_bound, self.index)
         self._prefill_turn = self._decode_turn = 0
         self._looked_at: Snapshot | None = None
         self._needs_chunks = False
@@ -90,15 +98,21 @@ class RouteFinder:
         session = "" if request.turn is None else request.turn.session
         is_long = request.tokens >= TOKENS_PER_CHUNK
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
+        prefill, decode, tokens, marks = self._prefill, self._decode, request.tokens, 0
+        adapters = self._fleet.snapshot.adapters
+        if adapters and isinstance(request.model, str) and request.model in adapters:
+            prefill, decode, marks = self._adapter_prefill, self._adapter_decode, self.index.stride
+            chunks = ((adapter_chunk(request.model),) * marks + chunks)[:MAX_CHUNKS]
+            tokens += marks * TOKENS_PER_CHUNK
         turn = self._decode_turn
         self._decode_turn = turn + 1
-        decoder = RoutingQuery(turn, session, chunks, request.tokens)
+        decoder = RoutingQuery(turn, session, chunks, tokens, marks)
         prefiller = None
         if not request.decode_only_reason:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone
             prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1
-        return route(pools, self._prefill, self._decode, (prefiller, decoder), home)
+        return route(pools, prefill, decode, (prefiller, decoder), home)
 
     def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
         """Yield the engines of the planned group as they are now."""
@@ -151,13 +165,16 @@ class RouteFinder:
 
     def _forget_engine(self, engine: Engine) -> None:
         self._fleet.unreachable_pairs.forget(engine.name)
-        for policies in (self._prefill, self._decode):
+        for policies in self._policies():
             policies.forget(engine.name, engine.group)
             for rank in engine.capabilities.ranks or ():
                 policies.forget(rank.name, engine.group)
 
+    def _policies(self) -> Iterable[GroupPolicies]:
+        return self._prefill, self._decode, self._adapter_prefill, self._adapter_decode
+
     def _forget_old_groups(self) -> None:
-        for policies in (self._prefill, self._decode):
+        for policies in self._policies():
             policies.keep_only(self._fleet.groups)
 
 

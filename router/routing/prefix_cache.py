@@ -137,9 +137,9 @@ class PrefixAffinity(Policy):
     def note_cached(self, name: str, query: RoutingQuery, cached_tokens: int | None) -> None:
         """Compare the expectation with the answer. Half of it suffices: tokens are estimated."""
         sent = self._unanswered.get(name, {}).pop(query.turn, None)
-        if sent is None or cached_tokens is None or not sent.depth:
+        if sent is None or cached_tokens is None or sent.depth <= query.marks:
             return
-        if 2 * cached_tokens >= sent.depth * TOKENS_PER_CHUNK:
+        if 2 * cached_tokens >= (sent.depth - query.marks) * TOKENS_PER_CHUNK:
             self._strikes.pop(name, None)
         elif sent.is_certain:
             strikes = self._strikes[name] = self._strikes.get(name, 0) + 1
@@ -159,7 +159,7 @@ class PrefixAffinity(Policy):
             for other in self._unanswered.get(name, {}).values():
                 if depth and other.brings(query.chunks[depth - 1], depth):
                     depth = other.depth
-        return depth * TOKENS_PER_CHUNK
+        return max(0, depth - query.marks) * TOKENS_PER_CHUNK
 
     def _depth(self, name: str, query: RoutingQuery) -> int:
         bit = self._index.bit(name)

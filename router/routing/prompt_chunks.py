@@ -53,6 +53,12 @@ def hash_chunks(body: Body) -> tuple[int, ...]:
     return tuple(found)
 
 
+def adapter_chunk(name: str) -> int:
+    """Return a chunk that stands for a LoRA adapter: it is held where the adapter is loaded."""
+    text = name[:END_CHARS].encode("utf-8", "surrogatepass")
+    return (zlib.crc32(text) | 1 << 32) * MIXER & MASK
+
+
 def estimate_tokens(body: Body) -> int:
     """Return the number of token ids, or else an estimate of four bytes per token."""
     ids = _token_ids(body)

@@ -262,8 +262,10 @@ async def _update_engines(
     updated = [engine for engine, answer in answers if _is_success(answer)]
     for engine in updated:  # known at once, and not only after the next probe
         if engine.models is not None:
-            models = engine.models | {name} if path == LOAD_PATH else engine.models - {name}
-            gateway.fleet.note_models(engine, models, engine.context_lengths)
+            has = path == LOAD_PATH
+            models = engine.models | {name} if has else engine.models - {name}
+            adapters = engine.adapters | {name} if has else engine.adapters - {name}
+            gateway.fleet.note_models(engine, models, engine.context_lengths, adapters)
     logger.info("%s %.128r: done at %d of %d engines", path, name, len(updated), len(engines))
     engine, answer = next((one for one in answers if not _is_success(one[1])), answers[0])
     if answer is None:
