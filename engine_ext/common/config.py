@@ -52,6 +52,9 @@ class ConnectorConfig:
     """The share of the cache that may be in quarantine. Beyond it no READ begins."""
     retain_share: float = 0.5
     """The share of the cache that retained turns may hold. The oldest are evicted."""
+    prefill_load_timeout: float = 1.0
+    """How long a prefill waits for the KV of the last turn: for the connection and the READ, plus a
+    second per gigabyte, and then as long again at most for the source's answer."""
     recompute_threshold: int = 64
     """A prefill engine computes fewer tokens than this instead of pulling them from a decode
     engine."""
@@ -244,6 +247,7 @@ _EXTRA: dict[str, tuple[str, Check]] = {
     "bidirectional_kv_xfer": ("bidirectional", _switch),
     "decoder_kv_blocks_ttl": ("retain_seconds", _seconds),
     "retained_blocks_share": ("retain_share", _share),
+    "prefill_load_timeout": ("prefill_load_timeout", _seconds),
     "kv_recompute_threshold": ("recompute_threshold", _count(MAX_TOKENS)),
     "trust_unproven_prefix": ("trust_unproven_prefix", _switch),
     "trust_request_ids": ("trust_request_ids", _switch),

@@ -152,6 +152,9 @@ class PullOrder:
     """After a failed load the host computes into the same blocks. So the failure is reported when
     nothing writes there any more. Otherwise it is reported at once, and the host fences the blocks
     before it frees them."""
+    timeout: float | None = None
+    """Seconds for the connection, and for the READ besides the time that its bytes take; None for
+    the timeouts of the configuration."""
     is_proven: bool = False
     """Prefix hashes show that the remote's KV is of this request's content. Without hashes only a
     stock engine is read: every other engine would have sent them."""
@@ -212,10 +215,12 @@ class PushWithdrawal:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCancel:
-    """P: an expected request ended without KV to read."""
+    """An expected request ended without KV to read. `is_turn`: no prefill engine was to write
+    it."""
 
     request_id: str
     transfer_id: str | None = None
+    is_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +264,8 @@ class StepMetadata:
 
     expects: tuple[str, ...] = ()
     """P: requests a remote will read; nothing is leased yet."""
+    expected_turns: tuple[str, ...] = ()
+    """D: requests whose KV is to be retained. A reader may be faster than the grant."""
     transfer_names: tuple[tuple[str, str], ...] = ()
     """P in push mode: ids in `expects`, and the router's `transfer_id` of each."""
     partial_offers: tuple[PushOffer, ...] = ()
@@ -325,10 +332,12 @@ EMPTY_STEP = StepMetadata()
 @dataclass(frozen=True, slots=True)
 class LoadProblem:
     """Why a load failed. `is_of_pair`: as far as this load shows, the two engines cannot exchange
-    KV for any request. Otherwise only this request is affected."""
+    KV for any request. Otherwise only this request is affected. `in_quarantine`: a READ may still
+    write into the request's blocks."""
 
     reason: str
     is_of_pair: bool
+    in_quarantine: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class HeldBlocks:
 
     def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
         self._expected[request_id] = ExpectedTurn(is_firm)
+        self._orders.expected_turns.append(request_id)
 
     def is_expected(self, request_id: str) -> bool:
         """Return True if the request runs, and its blocks are to be held when it has finished."""
@@ -167,9 +168,7 @@ class HeldBlocks:
             self._orders.revokes.append(request_id)
             return FinishDecision(True, None)
         self.reported(request_id)
-        if isinstance(expected, ExpectedReader):
-            self._orders.cancels.append(LeaseCancel(request_id, expected.transfer_id))
-        return FREE_NOW
+        return self._cancel(request_id, expected)
 
     def revoke(self, request_id: str) -> bool:
         """End a lease or a retained turn early. Return False if the request holds nothing."""
@@ -227,10 +226,24 @@ class HeldBlocks:
         match expected:
             case ExpectedReader() as reader if keys is not None:
                 return self._lease(request, keys, block_ids, reader, attempt)
-            case ExpectedReader(transfer_id):
-                self._orders.cancels.append(LeaseCancel(request.request_id, transfer_id))
-            case ExpectedTurn(is_firm) if keys is not None:
+            case ExpectedTurn(is_firm) if keys is not None and self._has_room_for(request):
                 return self._retain(request, keys, block_ids, is_firm)
+        return self._cancel(request.request_id, expected)
+
+    def _has_room_for(self, request: EngineRequest) -> bool:
+        return self._retains_turns and self._retained.fits(self._num_blocks(request))
+
+    def _num_blocks(self, request: EngineRequest) -> int:
+        return -(-request.num_computed_tokens // self._block_size)
+
+    def _cancel(
+        self, request_id: str, expected: ExpectedReader | ExpectedTurn | None
+    ) -> FinishDecision:
+        match expected:
+            case ExpectedReader(transfer_id):
+                self._orders.cancels.append(LeaseCancel(request_id, transfer_id))
+            case ExpectedTurn():
+                self._orders.cancels.append(LeaseCancel(request_id, is_turn=True))
         return FREE_NOW
 
     def _lease(
@@ -266,13 +279,12 @@ class HeldBlocks:
     def _retain(
         self, request: EngineRequest, keys: Keys, block_ids: BlockIds, is_firm: bool
     ) -> FinishDecision:
-        num_blocks = -(-request.num_computed_tokens // self._block_size)
-        if not (self._retains_turns and self._retained.fits(num_blocks)):
-            return FREE_NOW
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)
         blocks = self._blocks_to_checksum(request, block_ids)
         self._orders.grants.append(LeaseGrant(request.request_id, seconds, False, blocks))
-        self._orders.revokes += self._retained.add(request.request_id, num_blocks, is_firm)
+        self._orders.revokes += self._retained.add(
+            request.request_id, self._num_blocks(request), is_firm
+        )
         answer = self._params.for_turn(request, keys, block_ids, seconds, is_firm=is_firm)
         return FinishDecision(True, answer)

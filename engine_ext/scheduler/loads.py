@@ -106,6 +106,8 @@ class KVLoad:
     is_proven: bool = False
     """For a read: prefix hashes show which content the remote holds."""
     state: LoadState = LoadState.OFFERED
+    in_quarantine: bool = False
+    """It has failed, and a READ may still write into the request's blocks."""
     is_stale: bool = False
     """The engine's weights have changed since the load began, so its KV is not used."""
     is_ready: bool = False
@@ -146,6 +148,7 @@ class Loads:
         self._early = early or EarlyBlockLimit(block_size)
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
+        self._prefill_timeout = config.prefill_load_timeout
         self._loads: dict[str, KVLoad] = {}
         self._fenced: dict[str, PeerAddress] = {}
         """Fenced requests, with the engine that each was loaded from."""
@@ -154,8 +157,11 @@ class Loads:
         self._siblings = RequestFamilies()
 
     def failure_policy(self, request_id: str) -> LoadFailurePolicy:
-        """Return what the host does if the load fails. A prefill engine always recomputes:
-        computing prompts is its job."""
+        """Return what the host does if the load fails, or now that it has failed.
+
+        A prefill engine recomputes: computing prompts is its job. If a READ may still write into
+        the blocks, the prefill leg fails, and the router sends another one without the offer.
+        """
         load = self._loads.get(request_id)
         return self._policy if load is None else self._policy_of(load)
 
@@ -335,6 +341,8 @@ class Loads:
     ) -> None:
         """Note the worker half's report that the load has ended."""
         load = self._loads.get(request_id)
+        if problem is not None:
+            self.note_problem(request_id, problem)
         if load is None or load.state is not LoadState.LOADING:
             if problem is not None and request_id in self._fenced:
                 # vLLM ends a request whose load failed before it passes on the report.
@@ -349,6 +357,13 @@ class Loads:
         is_over = failed and self._policy_of(load) == "fail"
         load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
         self._orders.untracks.append(request_id)
+
+    def note_problem(self, request_id: str, problem: LoadProblem) -> None:
+        """Note why a load has failed: for a host that asks for `failure_policy` before it passes on
+        the report."""
+        load = self._loads.get(request_id)
+        if load is not None and load.state is LoadState.LOADING:
+            load.in_quarantine |= problem.in_quarantine
 
     def finish(self, request_id: str) -> bool:
         """Note that the request has ended, in whatever state its load is. Return True if it is
@@ -377,8 +392,10 @@ class Loads:
         return request_id in self._fenced
 
     def _policy_of(self, load: KVLoad) -> LoadFailurePolicy:
-        if load.role is TransferRole.PREFILL or load.is_returned or load.state is LoadState.OFFERED:
+        if load.is_returned or load.state is LoadState.OFFERED:
             return "recompute"
+        if load.role is TransferRole.PREFILL:
+            return "fail" if load.in_quarantine else "recompute"
         return self._policy
 
     def _least_tokens(self, role: TransferRole) -> int:
@@ -397,8 +414,11 @@ class Loads:
         where = block_ids, first_token, load.num_tokens
         recomputes = self._policy_of(load) == "recompute"
         if isinstance(origin, RemoteSource):
+            timeout = None
+            if load.role is TransferRole.PREFILL and self._early.host_takes_back:
+                recomputes, timeout = False, self._prefill_timeout
             self._orders.pulls.append(
-                PullOrder(name, origin, *where, recomputes=recomputes, is_proven=load.is_proven)
+                PullOrder(name, origin, *where, recomputes, timeout, load.is_proven)
             )
             return
         # Without keys no token is offered, so nothing is registered.

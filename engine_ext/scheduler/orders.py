@@ -26,6 +26,7 @@ class Orders:
     """The fields of `StepMetadata`, while they are being filled."""
 
     expects: list[str] = field(default_factory=list)
+    expected_turns: list[str] = field(default_factory=list)
     transfer_names: list[tuple[str, str]] = field(default_factory=list)
     partial_offers: list[PushOffer] = field(default_factory=list)
     cancels: list[LeaseCancel] = field(default_factory=list)

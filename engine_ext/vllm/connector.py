@@ -48,7 +48,13 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
 from engine_ext.vllm.guard import guarded, guarded_step, nothing
-from engine_ext.vllm.optional import EARLY_EXIT, EARLY_WRITES, IDLE_REST, LOAD_FAILURES
+from engine_ext.vllm.optional import (
+    EARLY_EXIT,
+    EARLY_WRITES,
+    FAILURE_POLICY,
+    IDLE_REST,
+    LOAD_FAILURES,
+)
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
 from engine_ext.vllm.request_view import RequestView, back_off
@@ -86,7 +92,7 @@ class LoadProblems(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadProblems":
         """Merge the problems of several ranks: a request may have one at each."""
         others = other.by_request if isinstance(other, LoadProblems) else {}
-        return LoadProblems({**others, **self.by_request})
+        return LoadProblems(_merged(others, self.by_request))
 
 
 Matched = tuple[int | None, bool]
@@ -263,7 +269,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         problems = connector_output.kv_connector_worker_meta
         if isinstance(problems, LoadProblems):
             # A rank may report its own before the last one is done.
-            self._problems.update(problems.by_request)
+            self._problems = _merged(self._problems, problems.by_request)
         failed = connector_output.failed_recving
         ended = connector_output.finished_sending or connector_output.finished_recving
         if not ended and not failed and self._unprocessed is NO_RESULTS:
@@ -311,6 +317,17 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
         """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
         return self.scheduler.load_failure_policy(RequestView(request))
+
+    @guarded(nothing)
+    def note_problems(self, output: KVConnectorOutput) -> None:
+        """Note why loads have failed. Our scheduler class calls this first, because vLLM acts on
+        failed loads before it calls `update_connector_output`."""
+        problems = output.kv_connector_worker_meta
+        for each in getattr(problems, "metadata", (problems,)):  # several, of a MultiConnector
+            if isinstance(each, LoadProblems):
+                self._problems = _merged(self._problems, each.by_request)
+        for name in output.failed_recving & self._problems.keys():
+            self.scheduler.loads.note_problem(name, self._problems[name])
 
     @guarded(nothing)
     def take_back(self) -> None:
@@ -465,7 +482,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
-        self._problems.update(results.problems)
+        self._problems = _merged(self._problems, results.problems)
         ready = {READY + name for name in results.ready}
         given_back = {GIVEN_BACK + name for name in results.returned}
         return KVConnectorTransferResults(
@@ -478,7 +495,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """With a step's results, after `get_transfer_results`."""
         problems, self._problems = self._problems, {}
-        return LoadProblems(problems) if problems and support.is_on(LOAD_FAILURES) else None
+        is_read = support.is_on(LOAD_FAILURES) or support.is_on(FAILURE_POLICY)
+        return LoadProblems(problems) if problems and is_read else None
 
     @guarded(nothing)
     def shutdown(self) -> None:
@@ -501,6 +519,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
         geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
         return SchedulerConnector(self._config, identity, geometry, host_takes_back=False)
+
+
+def _merged(
+    problems: Mapping[str, LoadProblem], more: Mapping[str, LoadProblem]
+) -> dict[str, LoadProblem]:
+    """Return one problem for each request: of several ranks, one whose READ has not ended."""
+    kept = {name: each for name, each in problems.items() if each.in_quarantine}
+    return {**problems, **more, **kept}
 
 
 def _marked(mark: str, names: Iterable[str]) -> frozenset[str]:

@@ -133,7 +133,8 @@ class LastWindowPart(Host):
 
 class FailurePolicyPart(Host):
     """vLLM has one load-failure policy for all requests. A turn that cannot be loaded is computed
-    whatever the policy; a load whose blocks were given back waits again."""
+    whatever the policy, unless a READ may still write into its blocks; a load whose blocks were
+    given back waits again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,16 +142,32 @@ class FailurePolicyPart(Host):
         if ours is not None:
             ours.take_back()
 
-    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        transfers = model_runner_output.kv_connector_output
+        ours = find_our_connector(self.connector)
+        if transfers is not None and transfers.failed_recving and ours is not None:
+            ours.note_problems(transfers)
         default = self.recompute_kv_load_failures  # type: ignore[has-type]
-        recomputed = {name for name in failed_req_ids if self._recomputes(name, default)}
-        affected: set[str] = set()
         try:
-            for recompute, ids in ((True, recomputed), (False, failed_req_ids - recomputed)):
-                self.recompute_kv_load_failures = recompute
-                affected |= super()._handle_failed_recving(ids)
+            outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+                scheduler_output, model_runner_output
+            )
         finally:
             self.recompute_kv_load_failures = default
+        return outputs
+
+    def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
+        """Return the requests that end. Then vLLM's policy stays `fail` for the rest of
+        `update_from_output`, which ends them by it."""
+        default = self.recompute_kv_load_failures
+        recomputed = {name for name in failed_req_ids if self._recomputes(name, default)}
+        affected: set[str] = set()
+        for recompute, ids in ((True, recomputed), (False, failed_req_ids - recomputed)):
+            self.recompute_kv_load_failures = recompute
+            affected |= super()._handle_failed_recving(ids)
+        self.recompute_kv_load_failures = default and not affected
         return affected
 
     def _recomputes(self, request_id: str, default: bool) -> bool:

@@ -192,11 +192,12 @@ class TransferLoop:
     def _order_handlers(self) -> list[tuple[str, Callable[[Any, float], object]]]:
         handlers: dict[str, Callable[[Any, float], object]] = {
             "expects": self._expect,
+            "expected_turns": lambda request_id, now: self._leases.expect(request_id),
             "cancels": self._cancel,
             "grants": self._lease_service.grant,
             "revokes": self._lease_service.revoke,
             "tracks": self._track,
-            "pulls": lambda order, now: self._pulls.start(order),
+            "pulls": self._pulls.start,
             "untracks": lambda request_id, now: self._untrack(request_id),
             "declines": lambda source, now: self._decline(source),
             "fences": lambda request_id, now: self._fence(request_id),
@@ -214,7 +215,7 @@ class TransferLoop:
 
     def _cancel(self, cancel: LeaseCancel, now: float) -> None:
         self._leases.cancel(cancel.request_id)
-        if self._push is not None:
+        if self._push is not None and not cancel.is_turn:
             self._push.cancel(cancel.request_id, now, cancel.transfer_id)
 
     def _track(self, track: TrackOrder, now: float) -> None:

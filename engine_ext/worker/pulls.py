@@ -19,9 +19,15 @@ Checksums
 
 Quarantine
     A READ that outlives its deadline may write into our blocks until NIXL has ended it. It is
-    reported as failed at once, and the host frees its blocks after a fence (loop.py). Only if the
-    host would compute into the same blocks does the report wait. No READ from the same engine
-    begins before the late one has ended, and none at all while too many blocks are in quarantine.
+    reported as failed at once (`LoadProblem.in_quarantine`), and the host frees its blocks after a
+    fence (loop.py). Only if the host would compute into the same blocks does the report wait. No
+    READ from the same engine begins before the late one has ended, and none at all while too many
+    blocks are in quarantine.
+
+Deadlines
+    An order with a timeout has so many seconds for the connection and for the READ, plus the time
+    that its bytes take at `SLOWEST_READ`, and then as many at most for the source's answer. Other
+    orders have the timeouts of the configuration.
 
 Ranks
     Where the source has more ranks than we do, an order is read in parts, one from each rank, all
@@ -48,12 +54,15 @@ from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight
 from engine_ext.worker.checksums import SLOWEST_BYTES_PER_SECOND, ChecksumComparison, Checksums
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import HeartbeatTracker
+from engine_ext.worker.leases import FOREVER
 from engine_ext.worker.peers import PeerError, Peers, RefusedPeerError
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ENDED = "its request has ended"
 """The only reason for a missing load that is not a fault."""
+SLOWEST_READ = 1e9
+"""Bytes per second. An order with a timeout expects no slower READ."""
 UNENDED = "an earlier READ from this engine has not ended"
 
 
@@ -91,7 +100,9 @@ class RankRead:
 @dataclass(slots=True, eq=False)
 class ActivePull:
     order: PullOrder
-    peers: list[PeerHandle]
+    deadline: float = FOREVER
+    """Of an order with a timeout: when it fails, if no byte moves by then."""
+    peers: list[PeerHandle] = field(default_factory=list)
     """Every rank of the source that has blocks of the request, read from or not."""
     parts: list[RankRead] = field(default_factory=list)
     began: float = 0.0
@@ -131,7 +142,7 @@ class Pulls:
         self._beats = beats
         self._decline = decline
         self._checksums = checksums
-        self._connecting: list[PullOrder] = []
+        self._connecting: list[ActivePull] = []
         self._reading: list[ActivePull] = []
         self._confirming: list[ActivePull] = []
         self._quarantine: list[ActivePull] = []
@@ -172,23 +183,23 @@ class Pulls:
         return any(peer is one for reading in self._under_way() for one in reading.peers)
 
     def touches(self, request_id: str) -> bool:
-        return any(request_id == one.order.request_id for one in self._under_way()) or any(
-            request_id == order.request_id for order in self._connecting
-        )
+        readings = (*self._under_way(), *self._connecting)
+        return any(request_id == one.order.request_id for one in readings)
 
     def reads(self, request_id: str) -> bool:
         """Its READ is under way, and ends with a message to the source."""
         readings = (*self._under_way(), *self._confirming)
         return any(request_id == one.order.request_id for one in readings)
 
-    def start(self, order: PullOrder) -> None:
-        self._connecting.append(order)
+    def start(self, order: PullOrder, now: float) -> None:
+        deadline = FOREVER if order.timeout is None else now + order.timeout
+        self._connecting.append(ActivePull(order, deadline))
 
     def give_up(self, request_id: str) -> None:
-        for order in [one for one in self._connecting if one.request_id == request_id]:
-            self._connecting.remove(order)
-            self._fail(order, REQUEST_ENDED)
-            self._decline(order.source)
+        for reading in [one for one in self._connecting if one.order.request_id == request_id]:
+            self._connecting.remove(reading)
+            self._fail(reading.order, REQUEST_ENDED)
+            self._decline(reading.order.source)
         for reading in self._reading:
             if reading.order.request_id == request_id:
                 reading.problem = reading.problem or REQUEST_ENDED
@@ -204,9 +215,9 @@ class Pulls:
             self._guard(reading, partial(self._confirm, reading, now))
         for reading in list(self._quarantine):
             self._guard(reading, partial(self._poll_quarantined, reading, now))
-        orders, self._connecting = self._connecting, []
-        for order in orders:
-            self._guard(ActivePull(order, []), partial(self._try_to_read, order, now))
+        connecting, self._connecting = self._connecting, []
+        for reading in connecting:
+            self._guard(reading, partial(self._try_to_read, reading, now))
         self._stats.pulls_active = self._num_active
 
     def answered(
@@ -239,7 +250,8 @@ class Pulls:
             self._stop_checks(reading)
             self._fail(reading.order, repr(error))
 
-    def _try_to_read(self, order: PullOrder, now: float) -> None:
+    def _try_to_read(self, reading: ActivePull, now: float) -> None:
+        order = reading.order
         if self._beats.is_gone(order.request_id):
             self._fail(order, "its lease has ended")
             return
@@ -255,10 +267,13 @@ class Pulls:
         except PeerError as error:
             self._fail(order, str(error), is_of_pair=True)
             return
-        if peers is None:
-            self._connecting.append(order)
+        if peers is None and now >= reading.deadline:
+            self._do_without(order, "no handshake in time", is_of_pair=True)
             return
-        reading = ActivePull(order, peers, began=now)
+        if peers is None:
+            self._connecting.append(reading)
+            return
+        reading.peers, reading.began = peers, now
         if (problem := refusal_of(order, peers)) is not None:
             self._stats.pulls_refused += 1
             self._give_up(reading, problem)
@@ -309,6 +324,10 @@ class Pulls:
             if not peer.layout.skips_read
         ]
         reading.has_begun = True
+        reading.num_bytes = sum(batch.num_bytes for _, batch in batches)
+        latest = min(
+            now + self._config.transfer_timeout, reading.deadline + reading.num_bytes / SLOWEST_READ
+        )
         for peer, batch in batches:
             if not len(batch.local):
                 continue
@@ -316,9 +335,8 @@ class Pulls:
             wants_sums = self._checksums is not None and peer.has_extension and peer.layout.is_alike
             read_done = encode_read(source, peer, sequence, wants_sums)
             transfer = self._agent.start_read(peer, batch.local, batch.remote, read_done)
-            in_flight = TransferInFlight(transfer, now + self._config.transfer_timeout)
+            in_flight = TransferInFlight(transfer, latest)
             reading.parts.append(RankRead(peer, in_flight, sequence, wants_sums=wants_sums))
-            reading.num_bytes += batch.num_bytes
             reading.num_blocks = max(reading.num_blocks, batch.num_blocks)
 
     def _poll(self, reading: ActivePull, now: float) -> None:
@@ -354,7 +372,8 @@ class Pulls:
         self._quarantine.append(reading)
         self._beats.untrack(reading.order.request_id)
         if not reading.order.recomputes:
-            self._fail(reading.order, reading.problem or "it took too long", is_of_pair=True)
+            problem = LoadProblem(reading.problem or "it took too long", True, in_quarantine=True)
+            self._report(reading.order, problem)
 
     def _finish(self, reading: ActivePull, now: float) -> None:
         """`now` was read after NIXL had ended the last part."""
@@ -377,7 +396,8 @@ class Pulls:
         if not awaited:
             self._succeed(reading)
             return
-        reading.answer_by = now + self._config.confirm_timeout
+        timeout = self._config.confirm_timeout
+        reading.answer_by = now + min(timeout, reading.order.timeout or timeout)
         for part in reading.parts:
             if self._checksums is not None and part.wants_sums:
                 part.check = self._checksums.check(reading.order)
@@ -462,18 +482,21 @@ class Pulls:
                 logger.debug("engine %s: %s", order.source.address.engine_id, error)
 
     def _fail(self, order: PullOrder, problem: str, *, is_of_pair: bool = False) -> None:
-        is_abort = problem == REQUEST_ENDED
+        self._report(order, LoadProblem(problem, is_of_pair))
+
+    def _report(self, order: PullOrder, problem: LoadProblem) -> None:
+        is_abort = problem.reason == REQUEST_ENDED
         logger.log(
             logging.DEBUG if is_abort else logging.WARNING,
             "request %s: KV of %s on engine %s was not loaded: %s",
             order.request_id,
             order.source.request_id,
             order.source.address.engine_id,
-            problem,
+            problem.reason,
         )
         self._stats.pulls_aborted += is_abort
         self._stats.pulls_failed += not is_abort
-        shown = None if is_abort else LoadProblem(problem, is_of_pair)
+        shown = None if is_abort else problem
         self._results.received(order.request_id, ok=False, problem=shown)
 
 

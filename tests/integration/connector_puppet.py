@@ -89,7 +89,15 @@ class ConnectorPuppet(Memory):
 
     def prefill(self, request_id: str, half: str, transfer_id: str | None = None) -> Any:
         """Has just finished: its params."""
-        params = {"do_remote_decode": True, "transfer_id": transfer_id}
+        return self._finish(
+            request_id, half, {"do_remote_decode": True, "transfer_id": transfer_id}
+        )
+
+    def retain(self, request_id: str, half: str) -> Any:
+        """An answer has just finished, and its KV is retained for the next turn: its params."""
+        return self._finish(request_id, half, {"retain": True})
+
+    def _finish(self, request_id: str, half: str, params: dict[str, Any]) -> Any:
         num_tokens = len(HALVES[half]) * BLOCK_SIZE
         request = Request(request_id, params, num_tokens, num_tokens)
         scheduler = self.connector.scheduler
@@ -128,6 +136,10 @@ class ConnectorPuppet(Memory):
         """Waits until it is; "ok" or "failed"."""
         self._wait_for(lambda: request_id in self.loads)
         return self.loads[request_id]
+
+    def policy(self, request_id: str) -> str:
+        """What the host does now that the load has failed."""
+        return self.connector.scheduler.load_failure_policy(self.requests[request_id])
 
     def end_with_error(self, request_id: str, half: str) -> bool:
         """True: the host must keep its blocks."""

@@ -82,6 +82,36 @@ def test_blocks_that_a_frozen_holder_is_read_into_are_free_when_the_read_has_lan
     assert reader.does("is_untouched", "first"), "and nothing of it after that"
 
 
+def test_a_prefill_does_not_wait_for_a_frozen_engine_that_retained_the_last_turn(
+    engine: Callable[..., Strings],
+) -> None:
+    holder = engine("d", bidirectional=True, retain_share=1.0)
+    reader = engine("p", bidirectional=True, prefill_load_timeout=2.0, quarantine_share=1.0)
+    holder.does("fill", 1)
+    reader.does("load", "p-0", holder.does("retain", "d-0", "second"), "second")
+    assert reader.does("load_reported", "p-0") == "ok"
+    first, second = (holder.does("retain", f"d-{half}", half) for half in HALVES)
+    reader.does("stop_in_the_middle", holder.process.pid)
+    reader.does("load", "p-1", first, "first")
+    holder.wait_until_stopped()
+    assert reader.does("load_reported", "p-1") == "failed"
+    assert reader.does("policy", "p-1") == "fail", "its blocks cannot be computed into"
+    assert reader.does("end_with_error", "p-1", "first"), "the host keeps its blocks"
+    reader.does("quarantined", NUM_BLOCKS)
+    assert reader.does("freed_by", ROUNDS) == []
+    assert reader.does("share", "first") < 1, "the READ was in its middle"
+
+    reader.does("load", "p-2", second, "second")
+    assert reader.does("load_reported", "p-2") == "failed"
+    assert reader.does("num_started") == 2
+    assert reader.does("policy", "p-2") == "recompute", "no READ touches its blocks"
+
+    holder.thaw()
+    assert reader.does("freed", "p-1", "first") == 1, "it has landed by then"
+    reader.does("quarantined", 0)
+    assert reader.does("is_untouched", "first")
+
+
 @pytest.mark.parametrize("transfer_timeout", [60.0, 1.0])
 def test_a_reader_frozen_until_its_holder_has_refilled_the_blocks_does_not_count_what_it_read(
     engine: Callable[..., Strings], transfer_timeout: float

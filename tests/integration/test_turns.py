@@ -109,6 +109,25 @@ def test_a_decoder_that_died_costs_the_next_turn_only_time(
         assert differences([complete(alone, longer)], [again.answer]) == []
 
 
+def test_a_frozen_decoder_costs_the_next_turn_only_seconds(
+    launcher: Launcher, alone: Server
+) -> None:
+    with (
+        launcher.engine("prefill", UNCACHED, extra=BOTH_WAYS) as prefiller,
+        launcher.engine("decode", extra=BOTH_WAYS) as decoder,
+    ):
+        prompt = tokens_of(300, 65)
+        turn = take_turn(prefiller, decoder, prompt)
+        longer = [*prompt, *turn.answer.tokens, *tokens_of(40, 66)]
+        with decoder.frozen():
+            started = time.monotonic()
+            params = prefill(prefiller, longer, turn.params)
+            assert time.monotonic() - started < 15
+            assert metric(prefiller, "disagg_engine_kv_pulls_failed_total") == 1
+        again = decode(decoder, longer, params)
+        assert differences([complete(alone, longer)], [again.answer]) == []
+
+
 def test_a_prefiller_without_the_flag_computes_and_frees_the_decoder(
     launcher: Launcher, alone: Server
 ) -> None:

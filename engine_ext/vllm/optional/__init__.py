@@ -153,6 +153,8 @@ FAILURE_POLICY = Feature(
         - what becomes of a request whose load failed. A turn that is lost ends with an error,
             though its prompt is there
         {SCHEDULER_CLASS}._handle_failed_recving takes self failed_req_ids
+        {SCHEDULER_CLASS}.update_from_output takes self scheduler_output model_runner_output
+        {KV}.v1.multi_connector:MultiKVConnectorWorkerMetadata has metadata
         {SCHEDULER_CLASS} has recompute_kv_load_failures _inflight_prefills
     """),
     requires=(SCHEDULER,),

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import CacheGeometry, Region
+from engine_ext.common.types import CacheGeometry, LoadProblem, Region
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
@@ -142,6 +143,27 @@ def a_failed_load_without_a_policy_ends_as_vllm_says(policy: str, model: Path) -
     engine.add("d", 40, params_of("decode", model))
     assert engine.run("d").reason == ("error" if policy == "fail" else "length")
     assert len(engine.fired) == 2
+    ends(engine)
+
+
+def a_turn_is_computed_unless_a_read_may_still_write(
+    policy: str, num_ranks: int, in_quarantine: bool, model: Path
+) -> None:
+    extra = {"kv_recompute_threshold": 16}
+    decoder = Engine(model, scheduler_cls=OURS, extra=extra)
+    decoder.add("t", 80, {"retain": True}, 1)
+    turn = told(decoder.run("t").params or {}, remote_engine_id="another")
+    engine = Engine(model, policy, OURS, num_ranks, extra=extra)
+    engine.ranks[-1].problem = LoadProblem("late", True, in_quarantine)
+    engine.add("p", 80, {**turn, "do_remote_decode": True}, 1)
+    ended = engine.run("p")
+    assert [len(meta.pulls) for meta in engine.ranks[0].applied if meta.pulls] == [1]
+    assert ended.reason == ("error" if in_quarantine else "length")
+    for _ in range(3):
+        engine.step()
+    assert not engine.is_empty(), "its blocks are kept: of the late READ, or for a reader"
+    assert engine.ranks[-1].late == (["p"] if in_quarantine else [])
+    engine.ranks[-1].land()
     ends(engine)
 
 
@@ -547,6 +569,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     for policy in ("fail", "recompute"):
         alone = partial(a_failed_load_without_a_policy_ends_as_vllm_says, policy)
         yield f"{alone.func.__name__}, {policy}", alone
+    for how in product(("fail", "recompute"), (1, 2), (False, True)):
+        turn = partial(a_turn_is_computed_unless_a_read_may_still_write, *how)
+        yield f"{turn.func.__name__}, {how}", turn
     for num_ranks in (1, 2):
         reports = partial(reports_that_nobody_waits_for_end_no_engine, num_ranks)
         yield f"{reports.func.__name__}, {num_ranks} ranks", reports

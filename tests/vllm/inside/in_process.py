@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_ext.common.types import CacheGeometry, EngineIdentity, StepMetadata
+from engine_ext.common.types import CacheGeometry, EngineIdentity, LoadProblem, StepMetadata
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.optional.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector
@@ -61,7 +61,8 @@ def configuration(
 
 
 class Rank:
-    """A worker's connector. A READ ends at once, and well; a lease when it is revoked or read."""
+    """A worker's connector. A READ ends at once, and well, unless it has a `problem`; a lease when
+    it is revoked or read."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, plant: Any) -> None:
         connector: Any = DisaggConnector(config, KVConnectorRole.WORKER, cache)
@@ -72,6 +73,9 @@ class Rank:
         )
         self.connector._worker = Planted(self.half, plant)
         self.leased: set[str] = set()
+        self.problem: LoadProblem | None = None
+        self.late: list[str] = []
+        """Requests that are fenced and into whose blocks a READ may still write."""
         self.applied: list[StepMetadata] = []
 
     def step(self, metadata: Any) -> KVConnectorOutput:
@@ -85,6 +89,7 @@ class Rank:
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
+            kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
         )
 
     def read(self, request_id: str) -> None:
@@ -93,17 +98,25 @@ class Rank:
             self.leased.discard(request_id)
             self.half._results.sent(request_id)
 
+    def land(self) -> None:
+        """Every late READ has ended."""
+        for name in self.late:
+            self.half._results.sent(name)
+        self.late.clear()
+
     def _apply(self, meta: StepMetadata) -> None:
         self.applied.append(meta)
         self.leased.update(grant.request_id for grant in meta.grants)
         for order in meta.pulls:
-            self.half._results.received(order.request_id, ok=True)
+            ok = self.problem is None
+            self.half._results.received(order.request_id, ok=ok, problem=self.problem)
         for name in meta.failures:
             self.half._results.received(name, ok=False)
         for name in meta.revokes:
             self.read(name)
-        for name in meta.fences:
-            self.half._results.sent(name)
+        self.late += meta.fences
+        if self.problem is None or not self.problem.in_quarantine:
+            self.land()
 
 
 @dataclass

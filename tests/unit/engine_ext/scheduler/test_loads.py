@@ -4,6 +4,8 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.states import IllegalEventError
+from engine_ext.common.types import LoadProblem
+from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.loads import KVLoad, LoadEvent, Loads, LoadState
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
@@ -74,23 +76,43 @@ def test_a_request_whose_load_failed_is_fenced_when_it_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "role"),
+    ("role", "policy", "host_chooses"),
     [
-        ("recompute", TransferRole.DECODE),
-        ("fail", TransferRole.PREFILL),
-        ("recompute", TransferRole.PREFILL),
+        (TransferRole.DECODE, "recompute", True),
+        (TransferRole.PREFILL, "recompute", False),
     ],
 )
 def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_any_more(
-    policy: LoadFailurePolicy, role: TransferRole
+    role: TransferRole, policy: LoadFailurePolicy, host_chooses: bool
 ) -> None:
     orders = Orders()
-    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
+    early = EarlyBlockLimit(16, host_takes_back=host_chooses)
+    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy), early)
     made.offer("d-1", source(), role, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
-    assert [order.recomputes for order in orders.take().pulls] == [True]
+    assert [(order.recomputes, order.timeout) for order in orders.take().pulls] == [(True, None)]
     made.reported("d-1", failed=True)
     assert not made.finish("d-1")
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("in_quarantine", [False, True])
+def test_a_prefill_is_computed_unless_a_read_may_still_write_into_its_blocks(
+    policy: LoadFailurePolicy, in_quarantine: bool
+) -> None:
+    orders = Orders()
+    config = ConnectorConfig(engine_id="p", load_failure_policy=policy, prefill_load_timeout=0.5)
+    made = Loads(orders, 16, config)
+    made.offer("p-1", source(), TransferRole.PREFILL, 100, is_proven=True)
+    made.allocated(Request("p-1"), BLOCKS, 100)
+    assert [(order.recomputes, order.timeout) for order in orders.take().pulls] == [(False, 0.5)]
+    problem = LoadProblem("why", is_of_pair=True, in_quarantine=in_quarantine)
+    made.note_problem("p-1", problem)
+    expected = "fail" if in_quarantine else "recompute"
+    assert made.failure_policy("p-1") == expected, "vLLM asks before it reports"
+    made.reported("p-1", failed=True, problem=problem)
+    assert made.failure_policy("p-1") == expected
+    assert made.finish("p-1") == in_quarantine
 
 
 def test_a_load_that_went_well_needs_no_fence() -> None:

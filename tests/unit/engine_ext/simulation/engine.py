@@ -65,6 +65,8 @@ class SimRequest:
     content_keys: Keys = ()
     num_loading: int = 0
     """Tokens whose KV comes from elsewhere."""
+    loads_since: float = 0.0
+    """World time; counted anew when its engine has stood still."""
     computes_for: float = 0.0
     """Seconds from its KV to its end."""
     is_proven: bool = True
@@ -160,6 +162,8 @@ class SimEngine:
         self.may_free: Callable[[SimEngine, SimRequest], None] = lambda engine, request: None
         """Asked when a request's blocks are about to be free."""
         self.longest_step = LONGEST_STEP
+        self.longest_prefill_load = float("inf")
+        """Seconds that a prefill leg may wait for the last turn while this engine runs."""
         self._waiting: list[Callable[[], None]] = []
         self._next_step = float("inf")
         self._patience = SHORTEST_STEP
@@ -290,6 +294,7 @@ class SimEngine:
         if blocks is None:
             return False
         request.blocks, request.num_loading = blocks, missing
+        request.loads_since = self.network.now
         self.scheduler.update_state_after_alloc(request, (tuple(blocks),), missing)
         self.loading[request.request_id] = request
         self._note("loads", f"{request.request_id}: {missing} tokens into {blocks}")
@@ -330,6 +335,15 @@ class SimEngine:
             self.loop.apply(meta, now)
         self.loop.step(now)
         self._look_at_results()
+        for request in self.loading.values():
+            self._check_patience(request)
+
+    def _check_patience(self, request: SimRequest) -> None:
+        """A prefill leg computes, or fails, long before a transfer that hangs has ended."""
+        is_prefill = bool(request.kv_transfer_params.get("do_remote_decode"))
+        waited = self.network.now - request.loads_since
+        if is_prefill and not request.is_over and waited > self.longest_prefill_load:
+            self._violate(f"{request.request_id} has waited {waited:.0f} s for the last turn")
 
     def die(self) -> None:
         """kill -9: nothing it has or owns matters any more, and nothing answers."""
@@ -377,6 +391,8 @@ class SimEngine:
 
     def _thawed(self) -> None:
         self.wake()
+        for request in self.loading.values():
+            request.loads_since = self.network.now
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             self.network.later(0.0, partial(self.when_able, action))

@@ -36,6 +36,8 @@ METHODS = (
     "notify",
     "notifications",
 )
+LONGEST_PREFILL_LOAD = 30.0
+"""Seconds: a second for each of the connection, the READ and the answer, and several steps."""
 PATIENCE = 4.0
 """Seconds between steps of an engine to which nothing happens."""
 LAST = 900.0
@@ -364,6 +366,7 @@ class Scenario:
             checksums=self.compares_checksums and self.bytes.random() < 0.9,
         )
         engine.longest_step = PATIENCE
+        engine.longest_prefill_load = LONGEST_PREFILL_LOAD
         return engine
 
     def _replace(self, group: list[SimEngine], dead: SimEngine, name: str) -> None:

@@ -4,10 +4,12 @@ Each of these was wrong once. The world checks at every event that no block is g
 something may touch it, and that nobody accepts wrong KV; a test's own assertion is what is left.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from engine_ext.common.types import StepMetadata
 from engine_ext.wire.notifications import (
     Gone,
     PushRegistered,
@@ -471,3 +473,43 @@ def test_a_holder_with_a_short_lease_is_beaten_for_often_enough() -> None:
     assert patient.load(request)
     pair.world.pass_time(2.0)
     assert patient.outcomes[request.request_id]
+
+
+class LateWorker(SimEngine):
+    """Its worker half gets each step's orders a second after its answers have left."""
+
+    def step(self) -> None:
+        if self.can_act and (meta := self.scheduler.build_connector_meta()):
+            self.network.later(1.0, partial(self._apply, meta))
+        super().step()
+
+    def _apply(self, meta: StepMetadata) -> None:
+        self.loop.apply(meta, self.clock())
+        self.wake()
+
+
+@pytest.mark.parametrize("word", ["a read", "a decline"])
+def test_a_reader_of_a_turn_may_be_faster_than_the_grant(word: str) -> None:
+    settings: dict[str, Any] = {"bidirectional": True, "recompute_threshold": 4}
+    pair = Pair("pull", **settings)
+    pair.decoder = pair.world.engine("d", port=2, make=LateWorker, retain_seconds=60.0, **settings)
+    reader = pair.prefiller
+    assert pair.is_served()
+
+    def ask(turn: dict[str, Any] | None) -> None:
+        assert turn is not None
+        turn = {**turn, "do_remote_prefill": False, "do_remote_decode": True}
+        again = reader.queue(SimRequest("cmpl-x3-0-0000000a", [*leg.token_ids, 7, 8], turn))
+        assert word == "a decline" or reader.load(again)
+        if word == "a decline":
+            reader.abort(again)
+
+    params = reader.finish(reader.prefill("cmpl-x2-0-0000000a", tokens(2)))
+    leg = pair.decoder.queue(SimRequest("d-2", tokens(2), {**(params or {}), "retain": True}))
+    leg.then = ask
+    assert pair.decoder.load(leg)
+    pair.world.pass_time(6.0)
+    assert leg.is_over
+    assert reader.outcomes.get("cmpl-x3-0-0000000a", False) == (word == "a read")
+    assert "d-2" not in pair.decoder.held, "it is not kept for its minute"
+    pair.assert_all_ended()

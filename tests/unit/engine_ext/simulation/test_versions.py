@@ -27,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "bidirectional": True,
     "recompute_threshold": 4,
     "load_failure_policy": "recompute",
+    "prefill_load_timeout": 10.0,
 }
 
 

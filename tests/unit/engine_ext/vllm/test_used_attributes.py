@@ -12,7 +12,12 @@ from tests.unit.engine_ext.vllm.used_attributes import taken
 OURS = Path(__file__).parents[4] / "engine_ext" / "vllm"
 FEATURES = PROMISED + optional.TIER_2
 BESIDE = {
-    "connector": (optional.RESUME, optional.LOAD_FAILURES, optional.EARLY_WRITES),
+    "connector": (
+        optional.RESUME,
+        optional.LOAD_FAILURES,
+        optional.EARLY_WRITES,
+        optional.FAILURE_POLICY,
+    ),
     "describe": (
         optional.STOCK_PEERS,
         optional.SCHEDULER,
