@@ -542,6 +542,10 @@ class EngineRank(EngineLoad):
         self.name = f"{self.engine.name}#{self.header}"
 
     @property
+    def role(self) -> EngineRole:
+        return self.engine.role
+
+    @property
     def failed_recently(self) -> bool:
         return self.engine.failed_recently
 

@@ -1,10 +1,12 @@
 """An estimate of which engine holds which chunks of prompts, within a bound of memory.
 
-`ChunkIndex` has two generations, each a dict from a chunk to the bits of the engines that hold it.
-New chunks go to the young generation. When that has half of what all caches together hold, it
-becomes the old one, and the index forgets chunks of the old one that were not added again. This is
-about what an engine's LRU cache does, for one dict look-up per chunk. Chunk hashes are chained, so
-an engine that holds a chunk holds all before it, and bisection finds the longest match.
+`ChunkIndex` has two generations for each role, each a dict from a chunk to the bits of the engines
+that hold it. New chunks go to the young generation. When that has half of what the role's caches
+together hold, it becomes the old one, and the index forgets chunks of the old one that were not
+added again. This is about what an engine's LRU cache does, for one dict look-up per chunk. Roles
+are apart because a few decode engines fill their caches sooner than many prefill engines. Chunk
+hashes are chained, so an engine that holds a chunk holds all before it, and bisection finds the
+longest match.
 
 If all caches together hold more chunks than the bound admits, the index keeps only every second,
 fourth ... chunk of a prompt. Matches are then found in larger steps, but none is forgotten sooner.
@@ -13,6 +15,8 @@ fourth ... chunk of a prompt. Matches are then found in larger steps, but none i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
@@ -36,6 +40,40 @@ class ChunkMatch(NamedTuple):
 NO_MATCH = ChunkMatch(0, 0)
 
 
+@dataclass(slots=True, eq=False)
+class _Generations:
+    """The chunks of the engines of one role."""
+
+    engines: int = 0
+    """Their bits."""
+    cache_tokens: int = 0
+    """What their caches hold together."""
+    young: dict[int, int] = field(default_factory=dict)
+    old: dict[int, int] = field(default_factory=dict)
+    added: int = 0
+    most: int = 1
+    """Chunks of one generation."""
+
+    def add(self, bit: int, chunks: Sequence[int], stride: int) -> None:
+        young = self.young
+        last = len(chunks) // stride * stride
+        for at in range(last - 1, -1, -stride):
+            chunk = chunks[at]
+            known = young.get(chunk, 0)
+            if known & bit:
+                break
+            young[chunk] = known | bit if known else bit  # one int for many chunks
+            self.added += 1
+        if self.added >= self.most:
+            self.old, self.young, self.added = young, {}, 0
+
+    def holders(self, chunk: int) -> int:
+        return self.young.get(chunk, 0) | self.old.get(chunk, 0)
+
+
+NOBODY = _Generations()
+
+
 class ChunkIndex:
     """An estimate of the chunks that each engine holds; see the top of this file. After a change of
     `era` earlier bits are meaningless. `memory` is the bound in bytes. Each engine keeps
@@ -51,44 +89,56 @@ class ChunkIndex:
 
     def _clear(self) -> None:
         self._bits: dict[str, int] = {}
-        self._cache_tokens: dict[str, int] = {}
+        self._caches: dict[str, tuple[int, _Generations]] = {}
+        """For each engine its tokens, and the generations of its role."""
+        self._roles: dict[str, _Generations] = {}
         self._next_bit = 1
-        self._old: dict[int, int] = {}
-        self._young: dict[int, int] = {}
-        self._added = 0
-        self._fit_caches()
+        self._stride = 1
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return sum(len(role.young) + len(role.old) for role in self._roles.values())
 
     @property
     def stride(self) -> int:
         """Only chunks whose number in their prompt is a multiple of it are kept."""
         return self._stride
 
-    def register(self, names: Sequence[str], cache_tokens: Sequence[int] = ()) -> list[int]:
+    def register(
+        self, names: Sequence[str], cache_tokens: Sequence[int] = (), roles: Sequence[str] = ()
+    ) -> list[int]:
         """Return the bits of the engines, whose caches hold `cache_tokens` (0: unknown). Chunks are
         added for registered engines only."""
         if self._next_bit.bit_length() > MAX_UNUSED_BITS + 2 * len(names):
             self.era += 1
             self._clear()
-        for name in names:
-            if name not in self._bits:
+        known = zip_longest(names, cache_tokens, roles, fillvalue=None)
+        for name, tokens, role in known:
+            assert name is not None
+            if name in self._bits:
+                generations = self._caches[name][1]
+            else:
                 self._bits[name] = self._next_bit
                 self._next_bit <<= 1
-        known = cache_tokens or [0] * len(names)
-        for name, tokens in zip(names, known, strict=True):
-            self._cache_tokens[name] = (tokens or DEFAULT_CACHE_TOKENS) + self._host_tokens
+                generations = self._roles.setdefault(role or "", _Generations())
+                generations.engines |= self._bits[name]
+            held = (tokens or DEFAULT_CACHE_TOKENS) + self._host_tokens
+            self._caches[name] = held, generations
         self._fit_caches()
         return [self._bits[name] for name in names]
 
     def _fit_caches(self) -> None:
         """Set how many chunks a generation has, and which are kept."""
-        chunks = sum(self._cache_tokens.values()) // TOKENS_PER_CHUNK // 2
+        for role in self._roles.values():
+            role.cache_tokens = 0
+        for tokens, role in self._caches.values():
+            role.cache_tokens += tokens
+        total = sum(role.cache_tokens for role in self._roles.values()) // TOKENS_PER_CHUNK // 2
         self._stride = 1
-        while chunks > self._stride * self._max_young and self._stride < MAX_CHUNKS:
+        while total > self._stride * self._max_young and self._stride < MAX_CHUNKS:
             self._stride *= 2
-        self._max_added = max(1, chunks // self._stride)
+        kept = min(total // self._stride, self._max_young)
+        for role in self._roles.values():
+            role.most = max(1, kept * role.cache_tokens // max(1, 2 * total * TOKENS_PER_CHUNK))
 
     def bit(self, name: str) -> int:
         """Return the engine's bit; 0 if the engine is not registered."""
@@ -96,30 +146,24 @@ class ChunkIndex:
 
     def add(self, name: str, chunks: Sequence[int]) -> None:
         """The engine holds these chunks, the successive chunks of one prompt."""
-        bit, young, stride, added = self.bit(name), self._young, self._stride, 0
-        if not bit:
-            return
-        last = len(chunks) // stride * stride
-        for at in range(last - 1, -1, -stride):
-            chunk = chunks[at]
-            known = young.get(chunk, 0)
-            if known & bit:
-                break
-            young[chunk] = known | bit if known else bit  # one int for many chunks
-            added += 1
-        self._added += added
-        if len(young) >= self._max_young or self._added >= self._max_added:
-            self._old, self._young, self._added = self._young, {}, 0
+        bit = self.bit(name)
+        if bit:
+            self._caches[name][1].add(bit, chunks, self._stride)
 
     def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> ChunkMatch:
         """Return the longest beginning, of at most `most` chunks, that one of the engines `among`
         (bits) holds."""
-        young, old, stride = self._young, self._old, self._stride
+        stride = self._stride
+        first, *others = [one for one in self._roles.values() if one.engines & among] or [NOBODY]
+        young, old = first.young, first.old
         low, high, engines = 0, (len(chunks) if most is None else most) // stride, 0
         while low < high:
             middle = (low + high + 1) // 2
             chunk = chunks[middle * stride - 1]
-            found = (young.get(chunk, 0) | old.get(chunk, 0)) & among
+            found = young.get(chunk, 0) | old.get(chunk, 0)
+            for other in others:
+                found |= other.holders(chunk)
+            found &= among
             if found:
                 low, engines = middle, found
             else:
@@ -128,6 +172,7 @@ class ChunkIndex:
 
     def forget(self, name: str) -> None:
         """Give up the engine's bit, so that no chunk needs to be changed."""
-        self._bits.pop(name, None)
-        self._cache_tokens.pop(name, None)
-        self._fit_caches()
+        bit = self._bits.pop(name, 0)
+        if bit:
+            self._caches.pop(name)[1].engines ^= bit
+            self._fit_caches()

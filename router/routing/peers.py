@@ -58,6 +58,9 @@ class LoadedEngine(Protocol):
     tokens_in_flight: int
 
     @property
+    def role(self) -> str: ...
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens that its prefix cache holds; 0 if unknown."""
         ...
@@ -114,7 +117,7 @@ class PeerRouters:
             engine = self._engines.get(name)
             if engine is not None:
                 if not self._index.bit(name):
-                    self._index.register([name], [engine.cache_tokens])
+                    self._index.register([name], [engine.cache_tokens], [engine.role])
                 self._index.add(name, chunks)
         is_known = report.router in self._reports
         if age < MAX_AGE_S and (is_known or len(self._reports) < MAX_PEERS):

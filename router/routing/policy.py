@@ -26,6 +26,10 @@ class Candidate(Protocol):
     """An engine to choose. Its name is unique and never changes."""
 
     name: str
+
+    @property
+    def role(self) -> str: ...
+
     total_legs: int
     """Request legs that run on the engine, with those that other routers have reported."""
     total_tokens: int

@@ -176,7 +176,8 @@ class PrefixAffinity(Policy):
 
     def _register(self, candidates: Sequence[Candidate]) -> _CandidateBits:
         names = [engine.name for engine in candidates]
-        bits = self._index.register(names, [engine.cache_tokens for engine in candidates])
+        caches = [engine.cache_tokens for engine in candidates]
+        bits = self._index.register(names, caches, [engine.role for engine in candidates])
         for name in [name for name in self._unanswered if not self._index.bit(name)]:
             del self._unanswered[name]
         indexes = {bit: index for index, bit in enumerate(bits)}
@@ -191,6 +192,7 @@ class PrefillCost(PrefixAffinity):
         super().__init__(bound, index)
         self._slowness: dict[str, float] = {}
         """By name; empty while all engines seem equally fast."""
+        self._fastest = 1.0
         self._choices_left = 0
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
@@ -218,7 +220,6 @@ class PrefillCost(PrefixAffinity):
         def cost_of(engine: E, uncached: int) -> float:
             return slowness.get(engine.name, 1.0) * (uncached + share * engine.total_tokens)
 
-        fastest = min(slowness.values(), default=1.0)
         costs = [(cost_of(engine, tokens), engine) for engine in idle]
         least, among = costs[0][0], bits.all
         for _ in range(MAX_LEVELS):
@@ -226,7 +227,7 @@ class PrefillCost(PrefixAffinity):
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
-            if not depth or fastest * (tokens - depth * TOKENS_PER_CHUNK) >= least:
+            if not depth or self._fastest * (tokens - depth * TOKENS_PER_CHUNK) >= least:
                 break
             one = self._least_loaded(engines, candidates, bits, query)
         costs.sort(key=itemgetter(0))
@@ -248,6 +249,7 @@ class PrefillCost(PrefixAffinity):
         for engine in candidates:
             self._slowness.pop(engine.name, None)
         self._slowness.update(zip((engine.name for engine in candidates), found, strict=False))
+        self._fastest = min(self._slowness.values(), default=1.0)
         self._load_of = self._seconds_of if self._slowness else load
 
     def _seconds_of(self, engine: Candidate) -> float:

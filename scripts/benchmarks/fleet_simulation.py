@@ -41,6 +41,7 @@ class Seen(EngineLoad):
 
     engine: Engine
     name: str
+    role: str
 
     @property
     def cache_tokens(self) -> int:
@@ -63,8 +64,8 @@ class Router:
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
         self.prefill_policy = prefill(LoadBound(1.5, 2), index)
         self.decode_policy = decode(LoadBound(1.5, 8), index)
-        self.prefillers = tuple(Seen(one, one.name) for one in prefillers)
-        self.decoders = tuple(Seen(one, one.name) for one in decoders)
+        self.prefillers = tuple(Seen(one, one.name, "prefill") for one in prefillers)
+        self.decoders = tuple(Seen(one, one.name, "decode") for one in decoders)
         self.peers = PeerRouters(index)
 
     def report(self) -> bytes:

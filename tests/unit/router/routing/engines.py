@@ -17,6 +17,7 @@ class Engine:
     total_tokens: int = 0
     prefill_rate: PrefillRate = field(default_factory=PrefillRate)
     cache_tokens: int = 0
+    role: str = "prefill"
 
 
 def engines(count: int) -> tuple[Engine, ...]:

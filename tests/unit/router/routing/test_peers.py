@@ -36,6 +36,7 @@ class Engine:
     tokens_in_flight: int = 0
     elsewhere: tuple[int, int] = (0, 0)
     cache_tokens: int = 0
+    role: str = "prefill"
 
     def set_load_elsewhere(self, legs: int, tokens: int) -> None:
         self.elsewhere = legs, tokens

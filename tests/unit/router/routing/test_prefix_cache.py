@@ -199,6 +199,20 @@ def test_index_remembers_as_much_as_the_caches_hold() -> None:
     assert index.longest([999], bit).depth == 0, "older than twice the cache"
 
 
+def test_busy_decode_engine_does_not_make_the_index_forget_what_prefill_engines_hold() -> None:
+    index = ChunkIndex()
+    p, d = index.register(["p", "d"], [1000 * TOKENS_PER_CHUNK] * 2, ["prefill", "decode"])
+    for number in range(900):
+        index.add("p", [number])
+    for number in range(5000, 9000):
+        index.add("d", [number])
+    assert index.longest([500], p | d) == (1, p)
+    assert index.longest([8999], p | d) == (1, d)
+    assert index.longest([5000], p | d).depth == 0
+    index.add("p", [8999])
+    assert index.longest([8999], p | d) == (1, p | d)
+
+
 @pytest.mark.parametrize("memory", [500, 2000, 10_000])
 def test_index_of_too_little_memory_keeps_fewer_chunks_of_as_many_prompts(memory: int) -> None:
     index = ChunkIndex(memory=memory * BYTES_PER_CHUNK)

@@ -27,6 +27,7 @@ class Seen(EngineLoad):
 
     name: str
     cache_tokens: int = 4_000_000
+    role: str = "prefill"
 
 
 @dataclass(slots=True)
