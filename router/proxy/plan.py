@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
-from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -175,8 +174,7 @@ def find_local_prefill(
         return route.decoders[0], SHORT_PROMPT
     if reuse is not None and _turn_threshold(request, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
-    best: tuple[Engine, DecoderLoad] | None = None
-    cost = inf
+    best: tuple[float, Engine, DecoderLoad] | None = None
     for engine in candidates:
         place = route.place(engine, DECODE)
         load = DecoderLoad.of(engine, place)
@@ -184,8 +182,10 @@ def find_local_prefill(
         if load is None:
             if is_trial(engine, place, uncached):
                 return engine, TRIAL
-        elif load.allows(uncached, total, target) and load.cost(uncached, total) < cost:
-            best, cost = (engine, load), load.cost(uncached, total)
+        elif load.allows(uncached, total, target):
+            cost = load.cost(uncached, total)
+            if best is None or cost < best[0]:
+                best = cost, engine, load
     if best is None:
         return None
     prefiller, notes = route.prefillers[0], route.prefill_feedback
@@ -193,8 +193,9 @@ def find_local_prefill(
     cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.entry is not None:  # it would pull the last turn's KV
         cached = max(cached, int(reuse.cached_share * total))
-    remote = PrefillerLoad.of(prefiller, place, best[1])
-    return (best[0], SOONER) if cost < remote.cost(max(1, total - cached), total) else None
+    cost, decoder, load = best
+    remote = PrefillerLoad.of(prefiller, place, load)
+    return (decoder, SOONER) if cost < remote.cost(max(1, total - cached), total) else None
 
 
 def _cached_tokens(route: Route, reuse: TurnReuse | None, decoder: Engine, total: int) -> int:
