@@ -1,5 +1,6 @@
-"""A decode engine of two data-parallel ranks: each pulls and keeps turns by itself, and a turn goes
-to the rank that has the last one in its cache."""
+"""An engine of two data-parallel ranks. As a decode engine, each rank pulls and keeps turns by
+itself, and a turn goes to the rank that has the last one in its cache. As a prefill engine, a
+prompt goes to the rank that has its beginning in its cache."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,3 +65,24 @@ def test_turns_are_those_of_one_vllm_and_stay_at_their_rank(
             assert metric(decoder, FETCHED) - fetched < LENGTH, "the rest was in its cache"
             homes.add(home)
     assert homes == set(RANKS), "or they were all of one, for another reason"
+
+
+def test_prompts_go_to_the_rank_that_has_their_beginning(
+    fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
+) -> None:
+    hits = r'vllm:prefix_cache_hits_total\{{.*engine="{}".*\}}'
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    homes = set()
+    with launcher.router([decoder], [prefiller], "--prefill-policy", "prefix") as router:
+        for number in range(4):
+            prompt = tokens_of(2 * LENGTH, 9700 + number)
+            longer = [*prompt, *tokens_of(40, 9800 + number)]
+            _, home = asked_for(decoder, partial(complete, router, prompt))
+            before = metric(decoder, hits.format(home))
+            for _ in range(2):
+                answer, rank = asked_for(decoder, partial(complete, router, longer))
+                assert rank == home
+            assert metric(decoder, hits.format(home)) - before >= 2 * LENGTH
+            assert differences([complete(alone, longer)], [answer]) == []
+            homes.add(home)
+    assert homes == set(RANKS)
