@@ -82,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             seed=options.seed,
             speed=replace(SPEEDS[options.speed], mix=options.mix),
             routers=routers,
+            by_conversation=options.by_conversation,
             share_interval=options.share_interval,
             arrivals=[(at / load, job) for at, job in arrivals],
         )
@@ -181,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
         "the next; the published ones come in ticks")  # fmt: skip
     add("--routers", nargs="+", type=positive, default=[1], metavar="N",
         help="routers, each of which gets requests by chance (1)")  # fmt: skip
+    add("--by-conversation", action="store_true",
+        help="a conversation's requests go to the same router, by hash")  # fmt: skip
     add("--share-interval", type=_positive, default=0.0, metavar="S",
         help="seconds between reports of a router to the others (they share nothing)")  # fmt: skip
     add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")

@@ -14,6 +14,7 @@ from itertools import count
 from math import ceil, inf
 from time import perf_counter_ns
 from typing import NamedTuple
+from zlib import crc32
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
@@ -96,7 +97,8 @@ class Setup:
     seed: int = 0
     speed: Speed = SPEEDS["generic"]
     routers: int = 1
-    """Each request goes to one by chance."""
+    by_conversation: bool = False
+    """A conversation's requests go to one router, all others to one by chance."""
     share_interval: float = 0.0
     """Seconds between two reports of a router to the others; 0: they share nothing."""
     arrivals: Sequence[Arrival] = ()
@@ -203,6 +205,8 @@ class Simulation:
         job.arrived = self._now
         routers = self.routers
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
+        if self.setup.by_conversation and job.session:
+            router = routers[crc32(job.session.encode()) % len(routers)]
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         costs = self.outcome
         decoders = self._order(router.decode_policy, router.decoders, ask, costs.decode_costs)

@@ -151,12 +151,8 @@ PHASES = [(420.0, True, 5.5), (780.0, False, 13.0), (1200.0, True, 5.5)]
 def changing(seed: int) -> list[Arrival]:
     """Documents with short answers, then short prompts with long answers, then documents again:
     20 minutes, for a fleet of about eight engines."""
-    shape, arrivals, recent, now = (
-        _Shape(seed, 1),
-        list[Arrival](),
-        deque[list[int]](maxlen=200),
-        0.0,
-    )
+    shape, arrivals, now = _Shape(seed, 1), list[Arrival](), 0.0
+    recent = deque[list[int]](maxlen=200)
     for end, has_documents, rate in PHASES:
         while (now := now + shape.random.expovariate(rate)) < end:
             if not has_documents:
@@ -198,7 +194,9 @@ def _arrival(path: Path, number: int, line: str) -> Arrival:
         each = TRACE_BLOCK // TOKENS_PER_CHUNK
         chunks = tuple(each * one + part for one in entry["hash_ids"] for part in range(each))
         chunks = chunks[: tokens // TOKENS_PER_CHUNK]
-        return at / 1000, Job(max(1, tokens), max(1, output), chunks, chunks)
+        # All prompts of a trace may begin with the same block, a conversation's with the next too.
+        session = str(*entry["hash_ids"][1:2] or [f"line {number}"])
+        return at / 1000, Job(max(1, tokens), max(1, output), chunks, chunks, session)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path}, line {number}: not a request of a trace ({error})") from None
 

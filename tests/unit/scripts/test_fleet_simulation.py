@@ -70,15 +70,16 @@ def test_goals_that_nothing_meets_have_no_goodput(
         assert rows(capsys, *arguments, goal, "0.001")[0][6] == "0.000"
 
 
-def test_several_routers_find_as_much_as_one_if_they_share(
+def test_several_routers_find_more_if_they_share_or_get_whole_conversations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = ("--shape", "chat", "--requests", "1200", "--prefill-policy", "prefix")
     fleet = ("--prefillers", "4", "--decoders", "2")
     one, four = rows(capsys, *shape, *fleet, "--routers", "1", "4")
     (sharing,) = rows(capsys, *shape, *fleet, "--routers", "4", "--share-interval", "0.2")
-    hits = [int(row[12].rstrip("%")) for row in (one, four, sharing)]
-    assert hits[1] < hits[2] - 3
+    (hashed,) = rows(capsys, *shape, *fleet, "--routers", "4", "--by-conversation")
+    hits = [int(row[12].rstrip("%")) for row in (one, four, sharing, hashed)]
+    assert hits[1] < min(hits[2:]) - 3
     assert hits[2] >= hits[0] - 3
 
 
