@@ -6,16 +6,26 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from router.conversations.conversations import Turn
 from router.conversations.reuse import TurnReuse
-from router.fleet.engine import Engine, EngineCapabilities
+from router.fleet.engine import (
+    DECODE,
+    PREFILL,
+    Engine,
+    EngineCapabilities,
+    EngineRole,
+    EngineSpec,
+)
+from router.http_client.pool import EnginePool
 from router.proxy.exchange import Exchange
 from router.proxy.plan import MAX_SHORT_BODY_BYTES, Mode, make_plan
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
+from router.routing.policy import PolicyFeedback
 from router.routing.route import NOWHERE, Route
-from router.settings import Settings
+from router.settings import Address, Settings
 from router.telemetry.record import Record
 
 
@@ -130,3 +140,65 @@ def test_last_turns_decoder_is_asked_first_if_its_cache_has_enough(
     plan = make_plan(asking, route(home), cached_turn(home), limits(decode_first_turns=share))
     assert (plan.threshold, plan.flow) == (asked, "turn")
     assert plan.reuse is not None
+
+
+def reporting(port: int, role: EngineRole = DECODE) -> Engine:
+    """Return an engine that reports the time of its steps."""
+    made = Engine(EngineSpec(role, Address("h", port)), cast(EnginePool, None))
+    model = {"base_ms": 10, "token_us": 50, "token_context_ns": 1, "context_ns": 30}
+    budget = 256 if role is DECODE else 8192
+    page = {"max_step_tokens": budget, "num_blocks": 9000, "block_size": 16, "step_model": model}
+    made.capabilities.note_identity({"ranks": [page]})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("share", "queued_s", "reason"),
+    [
+        (0.95, 0.0, "sooner"),  # it lacks 200 of 4,000 tokens
+        (0.0, 0.0, ""),
+        (0.95, 0.6, ""),  # an idle engine without the last turn's KV is no alternative
+    ],
+)
+def test_a_turn_is_judged_by_what_its_decode_engine_lacks(
+    share: float, queued_s: float, reason: str
+) -> None:
+    home, idle = reporting(1), reporting(2)
+    home.add_local_prefill(queued_s, 0)
+    asking = request(turn=True, body={"prompt": [1] * 4000})
+    reuse = TurnReuse(cast(Turn, object()), "whole", "entry", decoder=home, cached_share=share)
+    given = Route("g", (reporting(3, PREFILL),), (home, idle))
+    plan = make_plan(asking, given, reuse, limits(target_itl=0.05))
+    assert plan.decode_only_reason == reason
+    assert plan.route.decoders[0] is home
+
+
+def test_a_threshold_judges_the_turn_whose_kv_is_there() -> None:
+    """The KV may be gone, which only the engine knows."""
+    home = reporting(1)
+    home.capabilities.supports_threshold = True
+    asking = request(turn=True, body={"prompt": [1] * 4000})
+    reuse = TurnReuse(cast(Turn, object()), "whole", "entry", decoder=home, cached_share=0.95)
+    given = Route("g", (reporting(3, PREFILL),), (home,))
+    plan = make_plan(asking, given, reuse, limits(target_itl=0.05))
+    assert (plan.threshold, plan.decode_only_reason) == (0.9, "")
+
+
+def test_a_prompt_that_the_prefill_engine_has_cached_goes_there() -> None:
+    prefiller, decoder = reporting(3, PREFILL), reporting(1)
+    given = Route("g", (prefiller,), (decoder,))
+    asking = request(body={"prompt": [1] * 2000})
+    prefiller.add_load(1, 20_000)  # a queue makes the decode engine sooner
+    assert make_plan(asking, given, None, limits(target_itl=0.05)).decode_only_reason == "sooner"
+    knows = cast(PolicyFeedback, SimpleNamespace(expected_tokens=lambda name: 1900))
+    given = replace(given, prefill_feedback=knows)
+    prefiller.add_load(-1, -15_000)
+    assert make_plan(asking, given, None, limits(target_itl=0.05)).decode_only_reason == ""
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(90, "short"), (200, "sooner")])
+def test_each_rule_has_its_reason(tokens: int, reason: str) -> None:
+    given = Route("g", (reporting(3, PREFILL),), (reporting(1),))
+    asking = request(body={"prompt": [1] * tokens})
+    both = limits(target_itl=0.05, min_remote_prefill_tokens=100)
+    assert make_plan(asking, given, None, both).decode_only_reason == reason
