@@ -100,6 +100,8 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
 def router(prefiller: int, decoder: int, folder: Path, *options: str) -> Iterator[Server]:
     (port,) = free_ports(1)
     command = ["router.commands.cli", "--port", str(port), "--health-timeout", "5"]
+    # KV moves, however quick the tiny engines are.
+    command += ["--target-itl", "0"]
     command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefiller)]
     command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decoder), *options]
     with serving("router", command, port, folder, "/ready", None, PYTHON) as server:
