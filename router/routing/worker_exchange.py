@@ -29,6 +29,8 @@ logger = logging.getLogger("disagg_router.routing")
 SOCKET_PREFIX = "peer-"
 INTERVAL_S = 0.1
 JITTER = 0.25
+# With so many other workers reports are half as frequent: reading them costs each worker the more.
+MANY_WORKERS = 8
 # Reports that are read at once, before other events of the loop have their turn.
 MAX_READ = 64
 LOG_INTERVAL_S = 60.0
@@ -62,7 +64,8 @@ class WorkerExchange:
             loop.add_reader(receiver, self._receive, receiver)
             try:
                 while True:
-                    await asyncio.sleep(INTERVAL_S * uniform(1 - JITTER, 1 + JITTER))
+                    pause = INTERVAL_S * (1 + len(self._peers) / MANY_WORKERS)
+                    await asyncio.sleep(pause * uniform(1 - JITTER, 1 + JITTER))
                     self.exchange()
             finally:
                 loop.remove_reader(receiver)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import EngineRank
+from router.routing.peers import PeerRouters
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
@@ -235,3 +236,24 @@ async def test_a_lost_engine_has_neither_ranks_nor_a_memory_of_theirs(
     router.gateway.fleet.note_unreachable(router.engine(p), "gone")
     assert not index.bit(name)
     assert ranks_of(router, p) == []
+
+
+async def test_routers_report_the_load_and_the_prompts_of_each_rank(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    p.identity = page()
+    one, other = [await started(start_router) for _ in range(2)]
+    mine, theirs = (PeerRouters(r.gateway.routes.index) for r in (one, other))
+    theirs.report(other.gateway.fleet.places())
+    async with held(p):
+        running = asyncio.create_task(one.complete(prompt=LONG))
+        await eventually(lambda: p.requests)
+        assert theirs.take(mine.report(one.gateway.fleet.places()), received=0.0)
+        theirs.update(0.0)
+    await running
+    busy = int(named(p)[0] or "none")
+    assert [rank.total_legs for rank in ranks_of(other, p)] == [int(n == busy) for n in range(2)]
+    assert other.engine(p).total_legs == 1
+    theirs.update(float("inf"))
+    assert (await other.complete(prompt=f"{LONG}And now?")).status_code == 200
+    assert named(p)[1] == named(p)[0]
