@@ -36,7 +36,7 @@ MAX_TRIALS = 64
 MAX_TRIAL_CHUNK = 512
 MAX_TRIAL_TOKENS = 8192
 # Tokens are estimated.
-TRIAL_MARGIN = 1.5
+TRIAL_MARGIN = 1.25
 
 
 class DecoderLoad(Struct, frozen=True):

@@ -107,12 +107,12 @@ def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_rank
 @pytest.mark.parametrize(
     ("budget", "uncached", "is_one"),
     [
-        (256, 95, False),
-        (256, 96, True),
+        (256, 79, False),
+        (256, 80, True),
         (256, 8192, True),
         (256, 8193, False),
-        (2048, 383, False),
-        (2048, 384, True),
+        (2048, 319, False),
+        (2048, 320, True),
         (2048, 512, True),
         (2048, 513, False),  # a step of unknown length, and of more tokens
         (0, 200, False),
