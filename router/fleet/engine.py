@@ -393,12 +393,20 @@ class EngineLoad:
     and whose first token is not there."""
     local_prefill_tokens: int = field(default=0, init=False)
     """The tokens of these prompts that it lacks."""
+    local_prefill_elsewhere: tuple[float, int] = field(default=(0.0, 0), init=False)
+    """The same seconds and tokens, as other routers report them."""
 
     def add_local_prefill(self, seconds: float, tokens: int) -> None:
         """Count a prompt that it computes as a decode engine."""
         self.local_prefill_tokens += tokens
         # Sums of floats drift.
         self.local_prefill_s = max(0.0, self.local_prefill_s + seconds)
+
+    @property
+    def total_local_prefill(self) -> tuple[float, int]:
+        """Seconds and tokens of all local prefills, with those of other routers."""
+        seconds, tokens = self.local_prefill_elsewhere
+        return self.local_prefill_s + seconds, self.local_prefill_tokens + tokens
 
     def note_prefill(self, sent: float, ended: float, computed: int | None) -> None:
         """Learn the engine's speed from a prefill leg that still counts as load; see
@@ -414,10 +422,13 @@ class EngineLoad:
         self.total_legs += legs
         self.total_tokens += tokens
 
-    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
+    def set_load_elsewhere(
+        self, legs: int, tokens: int, local_prefill_s: float = 0.0, local_prefill_tokens: int = 0
+    ) -> None:
         """Take the load that other routers have reported."""
         self.total_legs = self.in_flight + legs
         self.total_tokens = self.tokens_in_flight + tokens
+        self.local_prefill_elsewhere = local_prefill_s, local_prefill_tokens
 
 
 @dataclass(slots=True, eq=False)

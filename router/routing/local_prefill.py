@@ -61,7 +61,7 @@ class DecoderLoad(Struct, frozen=True):
         if known.step_model is None or not known.max_step_tokens or not place.cache_tokens:
             return None
         parts = _count_ranks(place)
-        queued = place.local_prefill_tokens
+        queued_s, queued = place.total_local_prefill
         if engine.role is BOTH:  # its prefill legs may fill each step
             queued = parts * known.max_step_tokens
         return cls(
@@ -69,7 +69,7 @@ class DecoderLoad(Struct, frozen=True):
             known.max_step_tokens,
             place.cache_tokens // parts,
             place.total_tokens // parts,
-            place.local_prefill_s / parts,
+            queued_s / parts,
             queued // parts,
         )
 
@@ -134,7 +134,7 @@ def is_trial(engine: Engine, place: Place, uncached: int) -> bool:
     known = engine.capabilities
     if known.step_model is not None or not known.max_step_tokens:
         return False
-    if place.local_prefill_tokens or known.trial_prefills >= MAX_TRIALS:
+    if place.total_local_prefill[1] or known.trial_prefills >= MAX_TRIALS:
         return False
     chunk = min(uncached, known.max_step_tokens)
     least = TRIAL_MARGIN * min(MANY_TOKENS, known.max_step_tokens // 4)

@@ -31,18 +31,22 @@ MAX_PEERS = 64
 MAX_ENGINES = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Load = tuple[Count, Count, Count, Count]
 Chunk = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has 64 bits
 Name = Annotated[str, msgspec.Meta(max_length=512)]
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
+NONE: Load = (0, 0, 0, 0)
+
 
 class PeerReport(Struct, array_like=True, frozen=True):
-    """One report of a router. `loads` are legs and prompt tokens by engine, `prompts` the chunks
-    that were sent to engines since the last report."""
+    """One report of a router. `loads` by engine are legs and their prompt tokens, and milliseconds
+    and tokens of prompts that it computes as a decode engine. `prompts` are the chunks that were
+    sent to engines since the last report."""
 
     version: int
     router: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    loads: Annotated[dict[Name, tuple[Count, Count]], msgspec.Meta(max_length=MAX_ENGINES)]
+    loads: Annotated[dict[Name, Load], msgspec.Meta(max_length=MAX_ENGINES)]
     prompts: list[tuple[Name, Chunks]]
 
 
@@ -56,6 +60,8 @@ class LoadedEngine(Protocol):
     name: str
     in_flight: int
     tokens_in_flight: int
+    local_prefill_s: float
+    local_prefill_tokens: int
 
     @property
     def role(self) -> str: ...
@@ -65,7 +71,9 @@ class LoadedEngine(Protocol):
         """Tokens that its prefix cache holds; 0 if unknown."""
         ...
 
-    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
+    def set_load_elsewhere(
+        self, legs: int, tokens: int, local_prefill_s: float, local_prefill_tokens: int
+    ) -> None:
         """Take the load that other routers have reported."""
 
 
@@ -88,7 +96,12 @@ class PeerRouters:
         """Return the next report on the present engines, without those that have no load."""
         self._engines = {engine.name: engine for engine in engines}
         loads = {
-            name: (engine.in_flight, engine.tokens_in_flight)
+            name: (
+                engine.in_flight,
+                engine.tokens_in_flight,
+                int(1000 * engine.local_prefill_s),
+                engine.local_prefill_tokens,
+            )
             for name, engine in self._engines.items()
             if engine.in_flight
         }
@@ -132,4 +145,7 @@ class PeerRouters:
         reports = [report.loads for report, _ in self._reports.values()]
         for engine in self._engines.values():
             found = [loads[engine.name] for loads in reports if engine.name in loads]
-            engine.set_load_elsewhere(sum(legs for legs, _ in found), sum(t for _, t in found))
+            legs, tokens, milliseconds, local = (
+                map(sum, zip(*found, strict=True)) if found else NONE
+            )
+            engine.set_load_elsewhere(legs, tokens, milliseconds / 1000, local)

@@ -50,9 +50,8 @@ class Seen(EngineLoad):
 
     def decoder_load(self) -> DecoderLoad:
         engine = self.engine
-        kv_tokens, queued = engine.speed.kv_tokens, self.local_prefill_tokens
-        known = (engine.step_model, engine.step_tokens, kv_tokens, self.total_tokens)
-        return DecoderLoad(*known, self.local_prefill_s, queued)
+        known = (engine.step_model, engine.step_tokens, engine.speed.kv_tokens)
+        return DecoderLoad(*known, self.total_tokens, *self.total_local_prefill)
 
 
 class Router:

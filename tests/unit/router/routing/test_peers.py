@@ -34,12 +34,18 @@ class Engine:
     name: str
     in_flight: int = 0
     tokens_in_flight: int = 0
+    local_prefill_s: float = 0.0
+    local_prefill_tokens: int = 0
     elsewhere: tuple[int, int] = (0, 0)
+    local_prefill_elsewhere: tuple[float, int] = (0.0, 0)
     cache_tokens: int = 0
     role: str = "prefill"
 
-    def set_load_elsewhere(self, legs: int, tokens: int) -> None:
+    def set_load_elsewhere(
+        self, legs: int, tokens: int, local_prefill_s: float, local_prefill_tokens: int
+    ) -> None:
         self.elsewhere = legs, tokens
+        self.local_prefill_elsewhere = local_prefill_s, local_prefill_tokens
 
 
 class OneRouter:
@@ -73,6 +79,19 @@ def test_load_of_other_routers_is_added_and_expires() -> None:
     assert one.elsewhere(100.0 + MAX_AGE_S) == [(1, 50), (0, 0)]
     assert one.elsewhere(101.0 + MAX_AGE_S) == [(0, 0), (0, 0)]
     assert len(one.peers) == 0
+
+
+def test_prompts_that_other_routers_let_a_decode_engine_compute_are_added() -> None:
+    one, *others = OneRouter(), OneRouter(), OneRouter()
+    for number, other in enumerate(others):
+        other.engines[1].in_flight = 1
+        other.engines[1].local_prefill_s = 0.25 + number
+        other.engines[1].local_prefill_tokens = 1000
+        assert one.peers.take(other.report(), received=100.0)
+    one.peers.update(100.0)
+    assert one.engines[1].local_prefill_elsewhere == (1.5, 2000)
+    one.peers.update(100.0 + MAX_AGE_S)
+    assert one.engines[1].local_prefill_elsewhere == (0.0, 0)
 
 
 def test_later_report_replaces_an_earlier_one_and_old_ones_are_no_load() -> None:
@@ -130,9 +149,9 @@ def test_report_leaves_out_the_oldest_prompts_beyond_its_bound() -> None:
         encoded(version=VERSION + 1),
         encoded(router=""),
         encoded(router="x" * 100),
-        encoded(loads={"a:1": (-1, 0)}),
-        encoded(loads={"a:1": (1, 10**12)}),
-        encoded(loads={"a:1": (1,)}),
+        encoded(loads={"a:1": (-1, 0, 0, 0)}),
+        encoded(loads={"a:1": (1, 10**12, 0, 0)}),
+        encoded(loads={"a:1": (1, 1)}),
         encoded(prompts=[("a:1", tuple(range(1000)))]),
         encoded(prompts=[("a:1", ("x",))]),
         encoded(prompts=[("a:1", (-1,))]),
@@ -154,6 +173,8 @@ def test_any_bytes_are_taken_or_refused(content: bytes) -> None:
 def test_number_of_other_routers_is_bounded() -> None:
     one = OneRouter()
     for number in range(2 * MAX_PEERS):
-        assert one.peers.take(encoded(router=f"r{number}", loads={"a:1": (1, 1)}), received=0.0)
+        assert one.peers.take(
+            encoded(router=f"r{number}", loads={"a:1": (1, 1, 0, 0)}), received=0.0
+        )
     assert len(one.peers) == MAX_PEERS
     assert one.elsewhere(1.0)[0] == (MAX_PEERS, MAX_PEERS)
