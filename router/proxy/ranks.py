@@ -23,8 +23,11 @@ RANK_HEADER = b"x-data-parallel-rank"
 def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
     """Return where a leg at this engine runs: at a data-parallel rank, or at the engine if it has
     no ranks or chooses one itself."""
-    ranks, request, reuse = engine.capabilities.ranks, run.request, run.plan.reuse
-    if not ranks or request.decode_only_reason == PASSED:
+    ranks = engine.capabilities.ranks
+    if not ranks:
+        return engine
+    request, reuse = run.request, run.plan.reuse
+    if request.decode_only_reason == PASSED:
         return engine
     wanted = rank_chosen_by_client(request)
     if wanted is not None:
