@@ -51,7 +51,7 @@ test-all: $(STAMP)
 
 test-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
-	@VENV="$(VENV)" scripts/test tests/vllm -m "not nightly" --timeout 600 $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/vllm -m "not nightly" -n 2 --dist loadfile --timeout 600 $(ARGS)
 
 test-vllm-nightly: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)

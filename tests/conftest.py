@@ -28,10 +28,12 @@ moment ago, and a server that is killed finds its own taken when it comes back."
 
 
 def _own_ports() -> Iterator[int]:
-    """This test process's share of them, as far as they are free."""
-    name, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), "PYTEST_XDIST_WORKER_COUNT"
-    share = range(LOWEST_PORT + int(name[2:]), HIGHEST_PORT, int(os.environ.get(count, "1")))
-    return free_ports_of(share)
+    """This test process's share of them, as far as they are free: one range, for an engine may take
+    the port behind one that it was given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    size = (HIGHEST_PORT - LOWEST_PORT) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    lowest = LOWEST_PORT + worker * size
+    return free_ports_of(range(lowest, lowest + size))
 
 
 _ports = _own_ports()

@@ -13,7 +13,12 @@ from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
 from tests.integration.processes import BOTH_WAYS, Launcher, Server
 
-PRELOADED = ("engine_ext.reference.host", "uvicorn.protocols.http.httptools_impl")
+PRELOADED = (
+    "engine_ext.reference.host",
+    "router.server.serve",
+    "router.server.supervisor",
+    "uvicorn.protocols.http.httptools_impl",
+)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ but the standard library. The two speak lines of JSON: a request names arguments
 environment; the answers are {"started": pid} and, later, {"ended": pid, "status": code}.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -123,6 +124,7 @@ def main(preload: Sequence[str]) -> None:
     os.dup2(2, 1)  # what an import prints
     for name in preload:
         import_module(name)
+    gc.freeze()  # else a collection in a forked process copies what all could share
     children: dict[int, int] = {}  # pidfd -> pid
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)

@@ -144,6 +144,7 @@ def serving(
     env: dict[str, str] | None = None,
     python: Path = Path(sys.executable),
     start_seconds: float = START_SECONDS,
+    end_seconds: float = 20,
     fork_server: ForkServer | None = None,
 ) -> Iterator[Server]:
     """Runs `python -m command...` until the block ends; enters when GET `ready` answers 200.
@@ -163,7 +164,7 @@ def serving(
     finally:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(end_seconds)
         except subprocess.TimeoutExpired:
             server.kill()
 
@@ -205,8 +206,8 @@ def post_and_leave(
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts servers on free ports; `directory` takes their logs. With a fork server, engines are
-    forked from it."""
+    """Starts servers on free ports; `directory` takes their logs. A fork server makes
+    starts cheap."""
 
     directory: Path
     model: Path
@@ -265,7 +266,11 @@ class Launcher:
             command += [f"--{role}-ports", *(str(server.port) for server in servers)]
         # Two cores run all of it: an engine that is slow to say that it is well is not dead.
         command += ["--health-timeout", "5", "--shutdown-delay", "0"]
-        with serving("router", [*command, *options], port, self.directory, "/ready") as server:
+        command += options
+        forks = self.fork_server
+        with serving(
+            "router", command, port, self.directory, "/ready", fork_server=forks
+        ) as server:
             yield server
 
 

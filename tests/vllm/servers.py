@@ -20,6 +20,11 @@ OURS: dict[str, Any] = {
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
 }
 PUSH: dict[str, Any] = {**OURS, "kv_connector": "DisaggPushConnector"}
+WAITS_BRIEFLY: dict[str, Any] = {
+    **PUSH,
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "push_registration_timeout": 15},
+}
+"""A D whose prompt P never computes otherwise waits for 45 s."""
 TRUSTING: dict[str, Any] = {
     **OURS,
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "trust_unproven_prefix": True},
@@ -37,7 +42,6 @@ CHUNK = 256
 """Tokens of a prompt that an engine with these options computes in one step."""
 CHUNKS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,6 +57,9 @@ PRELOADED = (
     "tests.vllm.inside.forked_workers",
 )
 START_SECONDS = 300
+# Ends take a second. A server hangs where vLLM kills its engine core and a process of that, such as
+# our validator, ends meanwhile: kill_process_tree then raises psutil.NoSuchProcess, until 0.33.
+END_SECONDS = 5
 
 
 @functools.cache
@@ -94,7 +101,12 @@ class Fleet:
                 pool.submit(stack.enter_context, self._start(kind, port, side_channel))
                 for kind, port, side_channel in zip(kinds, ports[::3], ports[1::3], strict=True)
             ]
-            yield [each.result() for each in starting]
+            servers = [each.result() for each in starting]
+            try:
+                yield servers
+            finally:
+                for server in servers:  # all end at once
+                    server.process.terminate()
 
     @contextmanager
     def pair(
@@ -113,7 +125,7 @@ class Fleet:
         command = ["vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
-        command += ["--max-model-len", "2048", *kind.options]
+        command += ["--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", *kind.options]
         if kind.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(kind.transfer)]
         side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
@@ -125,6 +137,7 @@ class Fleet:
             "/health",
             {**ENVIRONMENT, **side, **kind.environment},
             start_seconds=START_SECONDS,
+            end_seconds=END_SECONDS,
             fork_server=fork_server_of(self.python),
         ) as server:
             yield server

@@ -17,7 +17,7 @@ from tests.integration.processes import Launcher, Server, metric
 from tests.vllm import mended_states
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import LENGTHS, is_not_written, pulled
@@ -155,7 +155,9 @@ def test_routed_answers_are_those_of_one_engine_alone(
 def pushing(fleet: Fleet, model: Path, mended: dict[str, str]) -> Iterator[list[Server]]:
     cached = (*SCHEDULER, CACHED)
     first = Kind("cached-push-p", PUSH, (*cached, *CHUNKS), model, mended)
-    with fleet.servers(first, Kind("cached-push-d", PUSH, cached, model, mended)) as started:
+    with fleet.servers(
+        first, Kind("cached-push-d", WAITS_BRIEFLY, cached, model, mended)
+    ) as started:
         yield started
 
 

@@ -132,6 +132,7 @@ def test_between_engines_of_different_tensor_parallel_size(
     assert metric(second, FETCHED) - before == sum(lengths) - 1
 
 
+@pytest.mark.nightly  # test_answers.py measures the same wait on P in CI: up to 36 s saved
 def test_an_engine_that_waits_for_a_prompt_uses_less_than_a_twentieth_of_a_core(
     pair: list[Server], alone: Server
 ) -> None:

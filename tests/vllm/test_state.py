@@ -20,7 +20,7 @@ from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm import planted_state
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
 from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs, where
 
@@ -134,7 +134,7 @@ def test_routed_answers_are_those_of_one_engine_alone(
 
 @pytest.fixture(scope="module")
 def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("state-push", PUSH, model) as servers:
+    with fleet.pair("state-push", WAITS_BRIEFLY, model) as servers:
         yield servers
 
 
