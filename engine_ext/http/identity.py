@@ -61,6 +61,8 @@ class EngineDescription:
     """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
     max_step_tokens: int | None = None
     """The most prompt tokens that a step computes beside decoding requests."""
+    step_models: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By rank, where fitted: how long a step takes, see common/step_costs.py."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:
@@ -151,6 +153,7 @@ def _rank(
         "kv_cache_layout": metadata.kv_cache_layout,
         "attn_backend": metadata.attn_backend_name,
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
+        **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),
     }
 
 

@@ -25,7 +25,12 @@ PROGRAM = "disagg-engine"
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
-_OPTION_TYPES = {"device": str, "dtype": str, "global_cache_hit_threshold": float}
+_OPTION_TYPES = {
+    "device": str,
+    "dtype": str,
+    "global_cache_hit_threshold": float,
+    "target_itl_ms": float,
+}
 """Types of the engine's options that are not integers."""
 
 

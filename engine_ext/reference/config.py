@@ -1,5 +1,6 @@
 """What an operator decides about one engine. Frozen, checked once, passed down; free of torch."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _option(
         None, "largest number of tokens of a step (chunked prefill); default 256, on a GPU 2048"
     )
+    target_itl_ms: float | None = _option(
+        None,
+        "cut prompts so that a step which decodes ends within 0.9 of this many milliseconds, "
+        "with at least 64 tokens; default: --max-num-batched-tokens alone",
+    )
     num_threads: int | None = _option(None, "threads of a forward pass on a CPU; default: torch's")
     seed: int = _option(0, "seed of requests that set none")
     global_cache_hit_threshold: float = _option(
@@ -48,6 +54,8 @@ class EngineConfig:
             least, value = 2 if name == "num_blocks" else 1, getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
+            raise ValueError(f"target_itl_ms must be above 0, not {self.target_itl_ms}")
         parse_threshold(self.global_cache_hit_threshold)
 
     @property

@@ -6,6 +6,7 @@ and last `update_connector_output`.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import EMPTY_STEP, CacheGeometry, StepMetadata, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, ResumedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
@@ -33,7 +35,7 @@ from engine_ext.reference.messages import (
 from engine_ext.reference.model import BatchBuilder, ChunkInput, Decoder
 from engine_ext.reference.model_config import ModelConfig
 from engine_ext.reference.sampler import SampledToken, Sampler, skip_draws
-from engine_ext.reference.scheduler import Scheduler, SchedulerStep
+from engine_ext.reference.scheduler import Scheduler, SchedulerStep, work_of
 from engine_ext.reference.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class EngineCore:
         model: Decoder,
         tokenizer: Tokenizer,
         connect: ConnectorFactory | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         device, size = torch.device(config.device), config.block_size
@@ -73,7 +76,11 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._counters = Counters()
-        self.scheduler = Scheduler(config, self._blocks, self.connector.scheduler, self._counters)
+        self.step_fit = StepFit(config.tokens_per_step)
+        self.scheduler = Scheduler(
+            config, self._blocks, self.connector.scheduler, self._counters, self.step_fit
+        )
+        self._clock = clock
         self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         self._model = model
         self._builder = BatchBuilder(model_config, block_size=size, device=device)
@@ -143,7 +150,9 @@ class EngineCore:
             return True
 
     def step(self) -> StepResult:
+        began_at = self._clock()
         step = self.scheduler.schedule()
+        work = work_of(step.chunks)
         outputs = [self._output(seq) for seq in step.ended]
         # A sequence that has blocks can no longer be refused.
         for seq, resumed in [each for each in self._unsent.values() if each[0].block_ids]:
@@ -163,6 +172,8 @@ class EngineCore:
             results = TransferResults()
         outputs += [self._accept(seq, sampled) for seq, sampled in tokens.items()]
         outputs += [self._output(seq) for seq in self.scheduler.update_transfers(results)]
+        if step.chunks:
+            self.step_fit.add(work, (self._clock() - began_at) * 1e3)
         progressed = bool(step.chunks or step.num_preempted or outputs or meta or results)
         return StepResult(outputs, progressed, step.must_ask_again)
 

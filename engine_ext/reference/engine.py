@@ -142,6 +142,11 @@ class ReferenceEngine:
         return self._connector.worker.inspect(asked)
 
     @property
+    def step_model(self) -> dict[str, float] | None:
+        """`step_model` of the identity page; None until fitted."""
+        return self._core.step_fit.to_wire()
+
+    @property
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and not self.has_failed
 

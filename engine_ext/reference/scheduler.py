@@ -2,7 +2,8 @@
 
 Continuous batching with chunked prefill. A step begins with the sequences that decode, in order of
 admission, one token each. Then it computes prompts, oldest first, and admits loaded and waiting
-sequences while the step may have more tokens. If blocks run out, the sequence that was admitted
+sequences while the step may have more tokens, or, with a target for the time between two tokens,
+until that time is used up. If blocks run out, the sequence that was admitted
 last gives up its own and is computed again later, or is handed back if the request asks for that.
 
 Where every live sequence is, and every block that outlives one:
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
+from engine_ext.common.step_costs import StepFit, StepWork
 from engine_ext.common.types import NO_RESULTS, FinishDecision, FinishStatus, TransferResults
 from engine_ext.reference.answer import with_progress
 from engine_ext.reference.block_manager import BlockManager, require
@@ -39,6 +41,11 @@ from engine_ext.scheduler.admission import FIELD, FINISH_REASON, hands_back, jud
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+TARGET_SHARE = 0.9
+"""Of target_itl_ms, for a step: a step takes longer than predicted now and then."""
+MIN_PROMPT_TOKENS = 64
+"""Of a step with prompts, whatever the target: a prompt never waits for the end of the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,16 @@ class SchedulerStep:
         self.budget -= num_tokens
 
 
+def work_of(chunks: list[Chunk]) -> StepWork:
+    """Return what a step computes. A chunk of one token costs what a decoding request does."""
+    befores = [(chunk.num_tokens, chunk.seq.num_computed_tokens) for chunk in chunks]
+    return StepWork(
+        sum(count for count, _ in befores if count > 1),
+        sum(count * (before + count / 2) for count, before in befores if count > 1),
+        sum(before for count, before in befores if count == 1),
+    )
+
+
 class _Admission(enum.Enum):
     DONE = enum.auto()
     NO_ROOM = enum.auto()
@@ -92,11 +109,13 @@ class Scheduler:
         blocks: BlockManager,
         connector: SchedulerHalf,
         counters: Counters,
+        step_fit: StepFit,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._connector = connector
         self._counters = counters
+        self._step_fit = step_fit
         self.waiting: deque[Sequence] = deque()
         """Holds no blocks. First come, first served; the preempted come first."""
         self.parked: dict[str, Sequence] = {}
@@ -242,8 +261,23 @@ class Scheduler:
 
     def _schedule_prefill(self, seq: Sequence, step: SchedulerStep) -> None:
         """It got all of its blocks when it was admitted."""
-        if num_tokens := min(seq.num_uncomputed_tokens, step.budget):
+        num_tokens = min(seq.num_uncomputed_tokens, step.budget)
+        within = self._tokens_within_target(seq, step)
+        if num_tokens > within:
+            num_tokens = step.budget = within
+        if num_tokens:
             step.add(seq, num_tokens)
+
+    def _tokens_within_target(self, seq: Sequence, step: SchedulerStep) -> int:
+        """Return how many tokens of a prompt the step may compute for target_itl_ms: as many as its
+        budget until the times of steps are known, or if no sequence decodes."""
+        target, costs = self._config.target_itl_ms, self._step_fit.costs
+        if target is None or costs is None or not (step.chunks and step.chunks[0].num_tokens == 1):
+            return step.budget
+        work = work_of(step.chunks)
+        left = TARGET_SHARE * target - costs.milliseconds(work)
+        fitting = int(costs.tokens_within(left, seq.num_computed_tokens))
+        return max(fitting, MIN_PROMPT_TOKENS - work.prompt_tokens, 0)
 
     def _schedule_loaded(self, step: SchedulerStep) -> None:
         while self.loaded and self._has_room(step):

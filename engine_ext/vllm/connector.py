@@ -31,6 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import (
     EMPTY_STEP,
     NO_RESULTS,
@@ -54,7 +55,9 @@ from engine_ext.vllm.optional import (
     FAILURE_POLICY,
     IDLE_REST,
     LOAD_FAILURES,
+    STEP_MODEL,
 )
+from engine_ext.vllm.optional.step_times import StepTimes
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
 from engine_ext.vllm.request_view import RequestView, back_off
@@ -129,6 +132,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerConnector | None = None
         self._wakeups: WakeupListener | None = None
         self._metric_deltas = _metric_deltas()
+        self._step_fit: StepFit | None = None
+        self._step_times: StepTimes | None = None
         self._pending_reports = PendingReports()
         self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
@@ -142,6 +147,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             if not describe.may_load(vllm_config):
                 logger.warning(LOADS_NOTHING)
             _install_engine_patches()
+            if support.is_on(STEP_MODEL):
+                self._step_fit = StepFit(vllm_config.scheduler_config.max_num_batched_tokens)
+                self._step_times = StepTimes(self._step_fit.add)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -165,7 +173,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> Any:
-        """Return what this half has counted since the last call."""
+        """Return what this half has counted since the last call. vLLM's scheduler calls this once
+        for each step, when the step has ended."""
+        if self._step_times is not None:
+            self._step_times.end()
         if self._metric_deltas is not None and self._scheduler is not None:
             return self._metric_deltas.of_scheduler(self._scheduler)
         if self._metric_deltas is not None and self._worker is not None:
@@ -246,11 +257,25 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded_step(lambda: NO_ORDERS)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """If this raises, the orders go with a later step."""
+        if self._step_times is not None:
+            self._begin_step(self._step_times, scheduler_output)
         if self._prompt_progress.prompts or scheduler_output.preempted_req_ids:
             self._report_prompts(scheduler_output)
         assert self._scheduler is not None
         step = self._scheduler.build_connector_meta()
         return NO_ORDERS if step is EMPTY_STEP else DisaggMetadata(step)
+
+    def _begin_step(self, times: StepTimes, scheduler_output: SchedulerOutput) -> None:
+        try:
+            times.begin(scheduler_output)
+        except Exception:
+            logger.exception("KV connector: the times of steps are no longer measured")
+            self._step_times = None
+
+    @property
+    def step_model(self) -> dict[str, float] | None:
+        """`step_model` of the identity page; None until fitted."""
+        return None if self._step_fit is None else self._step_fit.to_wire()
 
     @guarded(nothing)
     def _report_prompts(self, scheduler_output: SchedulerOutput) -> None:

@@ -11,6 +11,7 @@ vLLM calls the function no more, the pages are missing, and the router treats th
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -29,7 +30,7 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector import find_our_connector, inspect_worker
-from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
+from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS, STEP_MODEL
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ CALL = "disagg_call"
 """A method that we add to vLLM's EngineCore, for its HTTP server to call by name."""
 RENDERED = "disagg_renders"
 """Found out once."""
+STEP_MODELS = "disagg_step_models"
+"""The last ones of all ranks."""
+STEP_MODEL_SECONDS = 1.0
 KEY = leases.new_key()
 """Each process makes one; the engine's is used."""
 SAMPLES = 64
@@ -66,23 +70,42 @@ def _wrap_attach_endpoint_plugins(original: Any) -> Any:
 
 
 async def get_identity(request: Request) -> JSONResponse:
+    state = request.app.state
     try:
-        return JSONResponse(await run_in_threadpool(_identity, request.app.state))
+        models = await _step_models(state)
+        return JSONResponse(await run_in_threadpool(_identity, state, models))
     except (identity.IdentityError, ValueError) as error:
         return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-def _identity(state: Any) -> dict[str, Any]:
+async def _step_models(state: Any) -> dict[int, dict[str, float]]:
+    """Return the step model of each rank that has one. A rank in a long step answers late: then the
+    last ones that were seen."""
+    if not support.is_on(STEP_MODEL) or state.vllm_config.kv_transfer_config is None:
+        return {}
+    try:
+        async with asyncio.timeout(STEP_MODEL_SECONDS):
+            answers = await _core(state).call_utility_all_async(CALL, "step_model", [])
+    except TimeoutError:
+        answers = getattr(state, STEP_MODELS, ())
+    setattr(state, STEP_MODELS, answers)
+    return {rank: model for rank, model in answers if model is not None}
+
+
+def _identity(state: Any, models: dict[int, dict[str, float]]) -> dict[str, Any]:
     """Blocks. Raises as `identity` does."""
     known = getattr(state, RENDERED, None)
     if known is None:
         known = _renders(state) if support.is_on(RENDERS) else {}
         setattr(state, RENDERED, known)
     config = state.vllm_config
-    budget = max_step_tokens(config.scheduler_config)
-    return identity.identity(
-        replace(describe.engine(config), renders=known, max_step_tokens=budget)
+    found = replace(
+        describe.engine(config),
+        renders=known,
+        max_step_tokens=max_step_tokens(config.scheduler_config),
+        step_models=models,
     )
+    return identity.identity(found)
 
 
 def max_step_tokens(scheduler: SchedulerConfig) -> int:
@@ -133,7 +156,13 @@ def _core(state: Any) -> Any:
 def _call_in_engine(core: Any, what: str, args: list[Any]) -> Any:
     """Call one of our functions in the engine's process. vLLM wants a parameter for each
     argument."""
-    return (_release_in_engine if what == "release" else _leases_in_engine)(core, *args)
+    return IN_ENGINE[what](core, *args)
+
+
+def _step_model_in_engine(core: Any) -> tuple[int, dict[str, float] | None]:
+    connector = find_our_connector(getattr(core.scheduler, "connector", None))
+    rank: int = core.vllm_config.parallel_config.data_parallel_index
+    return rank, None if connector is None else connector.step_model
 
 
 def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:
@@ -153,6 +182,13 @@ def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str
 def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:
     connector = find_our_connector(getattr(core.scheduler, "connector", None))
     return connector is not None and connector.release(engine_id, request_id)
+
+
+IN_ENGINE: dict[str, Callable[..., Any]] = {
+    "release": _release_in_engine,
+    "leases": _leases_in_engine,
+    "step_model": _step_model_in_engine,
+}
 
 
 def _error(message: str, status: HTTPStatus) -> JSONResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -140,7 +141,9 @@ def build_app(
     @app.get(identity.PATH)
     async def identity_page() -> Response:
         try:
-            return _json(await asyncio.to_thread(identity.identity, itself))
+            model = engine.step_model
+            known = replace(itself, step_models={0: model}) if model else itself
+            return _json(await asyncio.to_thread(identity.identity, known))
         except identity.IdentityError as error:
             raise _unavailable(str(error)) from None
 

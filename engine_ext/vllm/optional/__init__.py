@@ -15,6 +15,7 @@ Each has its probe (the symbols), its patch list and its off switch: its name in
 from engine_ext.vllm.compat.probe import ANY, Feature, symbols
 from engine_ext.vllm.compat.vllm_symbols import (
     APP_STATE,
+    BASE,
     CACHES,
     CONFIG,
     ENGINE,
@@ -200,6 +201,23 @@ EARLY_WRITES = Feature(
             resumed_req_ids
     """),
     modules=("prompt_progress",),
+)
+
+STEP_MODEL = Feature(
+    "step_model",
+    "routers do not know how long the engine's steps take",
+    symbols(f"""
+        - what a step computes, and the call after each step. Times are fitted to other work
+        {SCHED}.output:SchedulerOutput has num_scheduled_tokens scheduled_cached_reqs
+            scheduled_encoder_inputs scheduled_new_reqs scheduled_spec_decode_tokens
+            total_num_scheduled_tokens
+        {SCHED}.output:NewRequestData has num_computed_tokens req_id
+        {SCHED}.output:CachedRequestData has num_computed_tokens req_ids
+        {BASE}:KVConnectorBase_V1 has get_kv_connector_stats
+        {CONFIG}:SchedulerConfig has max_num_batched_tokens
+    """),
+    requires=(PAGES,),
+    modules=("optional.step_times",),
 )
 
 STATE_LAYERS = Feature(
@@ -390,6 +408,7 @@ TIER_2 = (
     IDLE_REST,
     LAST_WINDOW,
     EARLY_WRITES,
+    STEP_MODEL,
     STATE_LAYERS,
     LOOKAHEAD,
     THRESHOLD,

@@ -1,5 +1,6 @@
 """An engine core stepped by the test itself, and a pair of cores joined by copied blocks."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ def make_core(
     *,
     connect: ConnectorFactory | None = None,
     model: Decoder | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **changes: Any,
 ) -> EngineCore:
     defaults: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 129, "num_threads": 1}
@@ -75,6 +77,7 @@ def make_core(
         model or build_model(config, model_config),
         Tokenizer.from_file(str(model_dir / "tokenizer.json")),
         connect,
+        clock,
     )
 
 

@@ -90,6 +90,7 @@ HELD = ("me", "held")
 
 class FakeEngine(ReferenceEngine):
     is_healthy = True
+    step_model = None
 
     def __init__(self, script: Script) -> None:
         self.script = script
