@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.integration.legs import coordinates_in, decode, prefill
-from tests.integration.oracle import text_of
+from tests.integration.oracle import complete, text_of
 from tests.integration.processes import CONNECTORS, Launcher, metric, wait_for
 
 LEASES = "disagg_engine_kv_leases_active"
@@ -32,6 +32,26 @@ def test_an_engine_says_who_it_is_and_gives_up_kv_by_name(launcher: Launcher) ->
             answers.append(answer.json())
             wait_for(lambda: metric(engine, LEASES) == 0, "the blocks are given up")
         assert answers == [{"released": True}, {"released": False}]
+
+
+def test_an_engine_reports_how_long_its_steps_take_once_it_has_seen_enough(
+    launcher: Launcher,
+) -> None:
+    with launcher.engine("steps") as engine:
+
+        def model() -> dict[str, float] | None:
+            (rank,) = engine.get("/disagg/identity").json()["ranks"]
+            found: dict[str, float] | None = rank.get("step_model")
+            return found
+
+        assert model() is None
+        for number in range(12):  # each a step or more with 256 prompt tokens, and 20 that decode
+            complete(engine, text_of(330 + 100 * number, 100 + number), max_tokens=20)
+        found = model()
+        assert found is not None
+        assert min(found.values()) >= 0
+        assert min(found["base_ms"], found["token_us"]) > 0
+        assert found["steps"] >= 12 * 21
 
 
 LINE = re.compile(
