@@ -33,6 +33,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
+from tests.unit.router.test_target_itl import RANK
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 
@@ -359,9 +360,11 @@ async def test_running_router_is_checked_by_its_url(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     p.identity = d.identity = page()
+    # The decode engine would compute any other prompt of this size itself.
+    p.identity["ranks"][0] |= RANK
     moves_kv(p)
     moves_kv(d)
-    router = await start_router()
+    router = await start_router(target_itl=0.05)
     await router.knows_its_engines()
     assert await doctor(router.url) == 0, capsys.readouterr().out
     output = capsys.readouterr().out
