@@ -88,9 +88,10 @@ async def test_the_next_turns_prefiller_gets_the_decoders_params_verbatim(
         assert all("conversation_id" not in request.json for request in engine.requests)
 
 
-def two_ranks() -> dict[str, Any]:
+def two_ranks(first: int = 0) -> dict[str, Any]:
     where = {"remote_host": "10.1.1.1", "remote_port": 5601, "remote_engine_id": "decoder-1"}
-    return {"capabilities": [], "ranks": [{"dp_rank": rank, **where} for rank in range(2)]}
+    ranks = [{"dp_rank": rank, **where} for rank in range(first, first + 2)]
+    return {"capabilities": [], "ranks": ranks}
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,20 @@ def two_ranks() -> dict[str, Any]:
         ("decoder-1_dp1", two_ranks(), None, "1"),
         ("decoder-1_dp0", two_ranks(), None, "0"),
         ("decoder-1_dp1", two_ranks(), "0", "0"),
+        ("decoder-1_dp3", two_ranks(first=2), None, "1"),
         ("decoder-1_dp7", two_ranks(), None, None),
         ("decoder-1", two_ranks(), None, None),
         ("decoder-1_dp1", None, None, None),
     ],
-    ids=["its", "its first", "the client's", "one it has not", "none", "an engine's mere name"],
+    ids=[
+        "its",
+        "its first",
+        "the client's",
+        "its server's second",
+        "one it has not",
+        "none",
+        "an engine's mere name",
+    ],
 )
 async def test_a_turn_goes_to_the_rank_of_its_decoder_that_has_the_last_one(
     start_router: StartRouter,
