@@ -66,8 +66,9 @@ class RouteFinder:
         self._fleet = fleet
         self.index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
-        may_be_local = settings.min_remote_prefill_tokens or settings.target_itl
-        self._least_decoders = 1 if may_be_local else 2
+        self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
+        self._has_target_itl = settings.target_itl > 0
+        self._lone_decoders: Sequence[Engine] = ()
         prefill, decode = (
             PREFILL_POLICIES[settings.prefill_policy],
             POLICIES[settings.decode_policy],
@@ -149,7 +150,8 @@ class RouteFinder:
         return all(one.capabilities.shares_kv_loads for pool in pools for one in pool.decoders)
 
     def _chunks_matter(self) -> bool:
-        """Return True if a policy remembers prompts and has a choice. Computed once a snapshot."""
+        """Return True if a policy remembers prompts and has a choice, or if a lone decode engine
+        may compute prompts by load."""
         snapshot = self._fleet.snapshot
         if snapshot is not self._looked_at:
             prefill, decode = self._prefill.uses_feedback, self._decode.uses_feedback
@@ -161,7 +163,13 @@ class RouteFinder:
                     for pool in snapshot.any_model
                 ),
             )
-        return self._needs_chunks
+            may_be_local = decode and self._has_target_itl
+            self._lone_decoders = [
+                engine for pool in snapshot.any_model if may_be_local for engine in pool.decoders
+            ]
+        if self._needs_chunks:
+            return True
+        return any(engine.capabilities.max_step_tokens for engine in self._lone_decoders)
 
     def _forget_engine(self, engine: Engine) -> None:
         self._fleet.unreachable_pairs.forget(engine.name)

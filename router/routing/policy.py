@@ -265,11 +265,11 @@ class PowerOfTwo(Policy):
         if one.cache_tokens == other.cache_tokens:
             is_behind = load(other) < load(one)
         else:
-            is_behind = _crowding(other, query.tokens) < _crowding(one, query.tokens)
+            is_behind = crowding(other, query.tokens) < crowding(one, query.tokens)
         return [other, one] if is_behind else [one, other]
 
 
-def _crowding(engine: Candidate, tokens: int) -> float:
+def crowding(engine: Candidate, tokens: int) -> float:
     """Return the engine's tokens with those of one more request, divided by the share of its KV
     cache that would be left."""
     used, size = engine.total_tokens + tokens, engine.cache_tokens

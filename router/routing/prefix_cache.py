@@ -22,7 +22,9 @@ from router.routing.policy import (
     LeastLoaded,
     LoadBound,
     Policy,
+    PowerOfTwo,
     RoutingQuery,
+    crowding,
     filled,
     load,
     mix,
@@ -60,11 +62,12 @@ class _UnansweredPrompt(NamedTuple):
 
 class _CandidateBits(NamedTuple):
     """The bits of some candidates with their indexes, and all bits together, in an era of the
-    index."""
+    index. `unequal`: their caches differ in size."""
 
     indexes: dict[int, int]
     all: int
     era: int
+    unequal: bool
 
 
 class PrefixAffinity(Policy):
@@ -74,7 +77,7 @@ class PrefixAffinity(Policy):
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         self._bound = bound
-        self._by_load = LeastLoaded()
+        self._by_load: Policy = PowerOfTwo()
         self._load_of: Callable[[Candidate], Any] = load
         self._index = index
         self._candidate_bits = CandidateCache(self._register)
@@ -97,14 +100,22 @@ class PrefixAffinity(Policy):
         overloaded: list[E] = []
         while depth and len(overloaded) < MAX_ORDERED:
             first = self._least_loaded(engines, candidates, bits, query)
-            if first.total_legs < self._bound.floor or not self._bound.is_overloaded(
+            is_busy = first.total_legs >= self._bound.floor and self._bound.is_overloaded(
                 first, candidates, mix(query.turn)
-            ):
+            )
+            if not is_busy and not (bits.unequal and self._is_crowded(first, candidates, query)):
                 return _with_stand_in(first, candidates, query.turn)
             overloaded.append(first)
             among &= ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
         return filled([], self._by_load.order(candidates, query), overloaded)
+
+    def _is_crowded(self, engine: E, candidates: Sequence[E], query: RoutingQuery) -> bool:
+        """Return True if an engine with another size of its KV cache has clearly more room."""
+        other, tokens = self._by_load.order(candidates, query)[0], query.tokens
+        if engine.cache_tokens == other.cache_tokens:
+            return False
+        return crowding(engine, tokens) > self._bound.factor * crowding(other, tokens)
 
     def _find_match(self, chunks: tuple[int, ...], bits: _CandidateBits) -> ChunkMatch:
         """Return the longest match of any candidate, and remember it for the feedback."""
@@ -181,7 +192,7 @@ class PrefixAffinity(Policy):
         for name in [name for name in self._unanswered if not self._index.bit(name)]:
             del self._unanswered[name]
         indexes = {bit: index for index, bit in enumerate(bits)}
-        return _CandidateBits(indexes, sum(bits), self._index.era)
+        return _CandidateBits(indexes, sum(bits), self._index.era, len({*caches}) > 1)
 
 
 class PrefillCost(PrefixAffinity):
@@ -190,6 +201,7 @@ class PrefillCost(PrefixAffinity):
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         super().__init__(bound, index)
+        self._by_load = LeastLoaded()
         self._slowness: dict[str, float] = {}
         """By name; empty while all engines seem equally fast."""
         self._fastest = 1.0

@@ -83,6 +83,8 @@ class SelectionSettings(SettingsGroup):
         own engine. Prefix takes the engine with the least to compute: what its cache lacks of the
         prompt, and a third of what is queued.
     decode_policy: Policy that selects a decode engine for requests without a conversation turn.
+        Prefix takes the engine whose cache holds most of the prompt, unless it is too busy, and
+        else goes by load.
     max_prefix_memory: Memory for what the policy prefix knows about caches. If all caches together
         hold more, the router remembers every second, fourth ... chunk of a prompt.
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
@@ -109,7 +111,7 @@ class SelectionSettings(SettingsGroup):
     max_resumes: Annotated[int, Field(ge=0, le=16)] = 2
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
     prefill_policy: Policy = "prefix"
-    decode_policy: Policy = "power_of_two"
+    decode_policy: Policy = "prefix"
     max_prefix_memory: ByteSize = ByteSize(64 * MIB)
     host_cache_tokens: Count = 0
     share_routing: bool = True

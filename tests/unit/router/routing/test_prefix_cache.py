@@ -70,9 +70,25 @@ def test_of_equal_matches_the_less_loaded_wins() -> None:
 
 
 def test_an_unknown_prompt_goes_by_load() -> None:
-    for engine in FLEET[1:]:
-        engine.total_tokens = 1
-    assert _told((FLEET[3], (1, 2))).order(FLEET, _ask(7, 8))[0] is FLEET[0]
+    one, other = fleet = engines(2)
+    one.total_tokens = 1
+    for _ in range(10):
+        assert _told((one, (1, 2))).order(fleet, _ask(7, 8))[0] is other
+
+
+def test_prompt_leaves_an_engine_whose_smaller_cache_is_full() -> None:
+    small, large = fleet = engines(2)
+    small.cache_tokens, large.cache_tokens = 100_000, 900_000
+    policy = PrefixAffinity(BOUND, ChunkIndex())
+    prompt = RoutingQuery(next(TURN), chunks=(1, 2, 3), tokens=800)
+    policy.order(fleet, prompt)
+    policy.note_sent(small.name, prompt)
+    small.total_tokens = large.total_tokens = 20_000
+    assert policy.order(fleet, prompt)[0] is small
+    small.total_tokens = 90_000
+    assert policy.order(fleet, prompt) == [large, small]
+    large.total_tokens = 890_000
+    assert policy.order(fleet, prompt)[0] is small
 
 
 def test_a_forgotten_engine_holds_nothing_even_if_its_name_returns() -> None:
