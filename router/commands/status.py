@@ -180,6 +180,8 @@ class RouterStatus:
     refusals: Mapping[str, int]
     turns: Mapping[str, int]
     first_byte: Mapping[str, float | None]
+    prefill_rates: Mapping[str, float]
+    """Prompt tokens per second, by engine."""
 
 
 def parse_metrics(text: str) -> RouterStatus:
@@ -246,6 +248,10 @@ def parse_metrics(text: str) -> RouterStatus:
         refusals=counts("refusals_total", "reason"),
         turns=counts("conversation_turns_total", "outcome"),
         first_byte=_quantiles(counts("time_to_first_byte_seconds_bucket", "le")),
+        prefill_rates={
+            name: rate
+            for (name,), rate in sums("engine_prefill_tokens_per_second", "engine").items()
+        },
     )
 
 
@@ -332,6 +338,10 @@ def lines(
     if any(status.refusals.values()):
         yield painted(f"refused        {_counts(status.refusals)}", YELLOW)
     yield f"first byte     {_times(status.first_byte)}"
+    if rates := sorted((rate, name) for name, rate in status.prefill_rates.items()):
+        ends = dict.fromkeys((rates[0], rates[-1]))
+        shown = " to ".join(f"{rate:,.0f} ({name})" for rate, name in ends)
+        yield f"prefill rate   {shown} tokens/s"
 
 
 def _summary(status: RouterStatus, before: RouterStatus | None, seconds: float) -> str:

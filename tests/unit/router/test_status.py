@@ -38,6 +38,9 @@ disagg_router_engine_healthy{engine="p:1",role="prefill"} 0.0
 disagg_router_engine_healthy{engine="p:2",role="prefill"} -1.0
 # TYPE disagg_router_engine_draining gauge
 disagg_router_engine_draining{engine="d:1",role="decode"} 1.0
+# TYPE disagg_router_engine_prefill_tokens_per_second gauge
+disagg_router_engine_prefill_tokens_per_second{engine="p:1",role="prefill"} 31000.4
+disagg_router_engine_prefill_tokens_per_second{engine="p:2",role="prefill"} 9800.0
 # TYPE disagg_router_engine_holding gauge
 disagg_router_engine_holding{engine="p:1",role="prefill"} 4.0
 # TYPE disagg_router_group_weight gauge
@@ -89,6 +92,7 @@ def test_a_table_says_it_to_people() -> None:
     assert "75% of next turns reuse KV" in said
     assert "p50 500 ms" in said
     assert "p99 ?" in said
+    assert "prefill rate   9,800 (p:2) to 31,000 (p:1) tokens/s" in said
     assert "\x1b" not in said
     assert "\x1b[31m" in "\n".join(lines(status, None, 0, paint))
 
