@@ -12,9 +12,10 @@ step with both reads the weights once, and its attention is the sum of the parts
 
 `StepFit` is a least-squares fit of relative errors, from decayed sums. Steps without prompts, with
 few and with many prompt tokens have sums of their own, which only new steps of the same kind decay:
-an hour of decoding does not wash out what is known of prompts. A step far above its prediction (a
-compilation, a stalled machine) counts as CLIP times the prediction. Of all subsets of the four
-terms, the best one without a negative factor is taken, so the fit is the exact non-negative one.
+an hour of decoding does not wash out what is known of prompts. A step far from its prediction (a
+compilation, a busy machine) pulls no more than one at HUBER of it does (P. J. Huber, Robust
+estimation of a location parameter, 1964). Of all subsets of the four terms, the best one without a
+negative factor is taken, so the fit is the exact non-negative one.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from typing import NamedTuple
 MEMORY = 512
 """A step's weight falls to 1/e while this many steps of its kind follow."""
 KEPT = 1.0 - 1.0 / MEMORY
-CLIP = 2.0
+HUBER = 0.3
 MIN_STEPS = 16
 """Of a kind, before they are relied on."""
 REFIT_STEPS = 32
@@ -93,17 +94,20 @@ class StepFit:
         if milliseconds <= 0.0:
             return
         kind = self._kinds[bool(work.prompt_tokens) + (work.prompt_tokens >= self._many)]
-        expected = milliseconds
+        scale = 1.0 / milliseconds
         if self._draft is not None and kind.num_steps >= MIN_STEPS:
             expected = max(self._draft.milliseconds(work), milliseconds / 1000)
-            milliseconds = min(milliseconds, CLIP * expected)
+            scale = 1.0 / expected
+            error = abs(milliseconds / expected - 1.0)
+            if error > HUBER:
+                scale *= math.sqrt(HUBER / error)
         terms = (
-            1.0 / expected,
-            work.prompt_tokens * 1e-3 / expected,
-            work.prompt_pairs * 1e-6 / expected,
-            work.contexts * 1e-6 / expected,
+            scale,
+            work.prompt_tokens * 1e-3 * scale,
+            work.prompt_pairs * 1e-6 * scale,
+            work.contexts * 1e-6 * scale,
         )
-        kind.add(terms, milliseconds / expected)
+        kind.add(terms, milliseconds * scale)
         self._num_steps += 1
         if kind.num_steps == MIN_STEPS or self._num_steps % REFIT_STEPS == 0:
             self._refit()

@@ -46,12 +46,21 @@ def test_costs_are_recovered_from_steps_with_noise_and_outliers(seed: int) -> No
         fit.add(work, measured(H200, work, rng) * stalled)
     assert fit.costs is not None
     for found, true in zip(fit.costs, H200, strict=True):
-        assert found == pytest.approx(true, rel=0.08)
-    assert errors(fit, H200, rng)[380] < 0.05
+        assert found == pytest.approx(true, rel=0.05)
+    assert errors(fit, H200, rng)[380] < 0.025
     assert fit.to_wire() == {
         **{name: pytest.approx(value, rel=1e-3) for name, value in fit.costs._asdict().items()},
         "steps": 2_000,
     }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_busy_machine_that_makes_every_fourth_step_slow_changes_costs_little(seed: int) -> None:
+    rng, fit = random.Random(seed), StepFit(BUDGET)
+    for work in traffic(rng, 2_000):
+        slower = 1 + rng.expovariate(1 / 0.7) if rng.random() < 0.25 else 1
+        fit.add(work, measured(H200, work, rng, 0.1) * slower)
+    assert errors(fit, H200, rng)[200] < 0.1  # 0.15 with plain least squares
 
 
 def test_a_compilation_in_the_first_steps_does_no_harm() -> None:
