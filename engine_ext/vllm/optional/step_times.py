@@ -4,8 +4,8 @@ The connector is called when vLLM has scheduled a step, and when it has taken th
 Steps end in the order in which they began, whether one runs at a time or several (asynchronous
 scheduling), so a step takes from the end of the one before to its own end. After an idle pause, or
 a step without tokens, it takes from its own beginning. KV is loaded beside steps: none waits for a
-load. What a step computes is only looked up for one step in DECODES without prompts, and one in
-PROMPTS with prompts: that takes longer than the rest.
+load. What a step computes is only looked up for one step in DECODES without prompts, and, after the
+first ALL_PROMPTS, for one in PROMPTS with prompts: that takes longer than the rest.
 
 Not covered: the work of draft tokens, which counts to the decoding requests; encoders, whose steps
 are left out; and pipeline parallelism, where the time is that from one step's end to the next's.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DECODES = 16
 PROMPTS = 4
+ALL_PROMPTS = 64
 
 
 class StepTimes:
@@ -31,11 +32,12 @@ class StepTimes:
         self,
         add: Callable[[StepWork, float], None],
         clock: Callable[[], float] = time.perf_counter,
-        prompts: int = PROMPTS,
+        all_prompts: int = ALL_PROMPTS,
     ) -> None:
         self._add = add
         self._clock = clock
-        self._prompts = prompts
+        self._num_left = all_prompts
+        """Of the first steps with prompts, all of which may be taken."""
         self._num_begun = 0
         self._num_ended = 0
         self._next_decode = self._next_prompt = 0
@@ -61,7 +63,8 @@ class StepTimes:
         if num_tokens > num_decoding:
             if number < self._next_prompt:
                 return
-            self._next_prompt = number + self._prompts
+            self._num_left -= 1
+            self._next_prompt = number + (1 if self._num_left >= 0 else PROMPTS)
         else:
             if number < self._next_decode:
                 return

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine_ext.common.step_costs import StepWork
-from engine_ext.vllm.optional.step_times import DECODES, PROMPTS, StepTimes, work_of
+from engine_ext.vllm.optional.step_times import ALL_PROMPTS, DECODES, PROMPTS, StepTimes, work_of
 
 
 def scheduled(
@@ -37,13 +37,13 @@ def scheduled(
 class Times(StepTimes):
     """`now` is the clock, in milliseconds; `found` what was measured."""
 
-    def __init__(self, prompts: int = 1) -> None:
+    def __init__(self, all_prompts: int = ALL_PROMPTS) -> None:
         self.now = 0.0
         self.found: list[tuple[StepWork, float]] = []
         super().__init__(
             lambda work, ms: self.found.append((work, round(ms, 6))),
             lambda: self.now / 1e3,
-            prompts,
+            all_prompts,
         )
 
     def at(self, now: float, *calls: Any) -> None:
@@ -108,11 +108,19 @@ def test_with_two_steps_under_way_each_takes_from_the_end_of_the_one_before() ->
     [(1, {}, DECODES), (3, {"a": [7, 8]}, DECODES), (3, {}, PROMPTS)],
 )
 def test_some_steps_are_measured(count: int, drafts: dict[str, list[int]], interval: int) -> None:
-    times = Times(PROMPTS)
+    times = Times(all_prompts=0)
     for number in range(2 * DECODES):
         times.at(10 * number, scheduled(running={"a": (number, count)}, drafts=drafts))
         times.at(10 * number + 9, None)
     assert len(times.found) == 2 * DECODES / interval
+
+
+def test_the_first_steps_with_prompts_are_all_measured() -> None:
+    times = Times(all_prompts=8)
+    for number in range(16):
+        times.at(10 * number, NEXT)
+        times.at(10 * number + 9, None)
+    assert len(times.found) == 8 + 8 / PROMPTS
 
 
 def test_steps_with_encoders_are_not_measured() -> None:
