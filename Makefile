@@ -22,7 +22,7 @@ STAMP := $(VENV)/.installed
 # Of vLLM, beside the build; the last one is the newest.
 RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.txt)
 
-.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-agents test-lowest simulate soak chaos check docs install clean help
+.PHONY: demo test test-changed test-all test-nightly test-vllm test-vllm-nightly test-k8s test-clients test-agents test-lowest simulate soak chaos check docs install install-vllm clean help
 
 help:
 	@sed -n '/^# make\|^# Times/s/^# //p' Makefile
@@ -49,12 +49,13 @@ test-all: $(STAMP)
 	@scripts/install_browser
 	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration -n 2 --dist loadfile $(ARGS)
 
-test-vllm: $(STAMP)
+install-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
+
+test-vllm: install-vllm
 	@VENV="$(VENV)" scripts/test tests/vllm -m "not nightly" -n 2 --dist loadfile --timeout 600 $(ARGS)
 
-test-vllm-nightly: $(STAMP)
-	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
+test-vllm-nightly: install-vllm
 	@VENV="$(VENV)" scripts/test tests/vllm --timeout 600 $(ARGS)
 	@VENV="$(VENV)" DISAGG_VLLM_VENV="$$(PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES) | tail -n 1)" \
 		scripts/test tests/vllm --ignore-glob "*/test_next_*" --ignore-glob "*/test_stock*" \

@@ -1,6 +1,5 @@
 """Push mode: P writes into the blocks that D registered, whichever comes first."""
 
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from tests.integration.legs import (
     take_turn,
 )
 from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.processes import Launcher, Server, metric, pause, post_and_leave, wait_for
 
 PUSH = "DisaggPushConnector"
 PUSHED = "disagg_engine_kv_pushes_ok_total"
@@ -271,7 +270,8 @@ def test_a_prefill_that_never_comes_ends_by_policy(
 
 
 def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alone: Server) -> None:
-    extra = {"kv_lease_duration": 1.5}
+    lease = 3.0
+    extra = {"kv_lease_duration": lease}
     one = "--max-num-seqs"
     prompt = text_of(200, 260)
     with (
@@ -279,14 +279,15 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
         launcher.engine("decode", one, "1", connector=PUSH, extra=extra) as decoder,
         ThreadPoolExecutor(1) as pool,
     ):
-        params = prefill(prefiller, prompt, request_id="queued")
         occupant = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True}
-        with post_and_leave(decoder, occupant), post_and_leave(decoder, occupant):
+        with ExitStack() as occupants:
+            for _ in range(4):
+                occupants.enter_context(post_and_leave(decoder, occupant))
             waiting = "disagg_engine_requests_waiting"
-            wait_for(lambda: metric(decoder, waiting) == 1, "D is busy")
-            started = time.monotonic()
+            wait_for(lambda: metric(decoder, waiting) == 3, "D is busy")
+            params = prefill(prefiller, prompt, request_id="queued")
             leg = pool.submit(decode, decoder, prompt, params, request_id="queued")
-            wait_for(lambda: time.monotonic() - started > 4.5, "three leases have passed")
+            pause(2 * lease, "two leases have passed")
             assert not leg.done()
         assert differences([complete(alone, prompt)], [leg.result(timeout=60).answer]) == []
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0

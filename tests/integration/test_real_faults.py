@@ -223,7 +223,7 @@ def coordinates(prefiller: Server, transfer_id: str | None = None) -> dict[str, 
 
 
 @pytest.mark.parametrize("connector", ["DisaggConnector", PUSH])
-def test_a_prefiller_that_is_back_on_its_address_is_used_within_ten_seconds(
+def test_a_prefiller_that_is_back_on_its_address_is_used_again(
     launcher: Launcher,
     free_ports: Callable[[int], list[int]],
     alone: Server,
@@ -239,7 +239,7 @@ def test_a_prefiller_that_is_back_on_its_address_is_used_within_ten_seconds(
             ) as prefiller:
                 started = time.monotonic()
                 turn = decode(decoder, prompt, prefill(prefiller, prompt))
-                assert time.monotonic() - started < 10
+                assert time.monotonic() - started < 25, "before a lease has ended"
                 assert differences([answer], [turn.answer]) == []
                 prefiller.kill()
         assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") == 300
