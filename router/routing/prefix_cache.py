@@ -44,6 +44,9 @@ MAX_LEVELS = 8
 MAX_COMPARED = 8
 # After this many consecutive answers that contradict the index, it forgets the engine.
 MAX_STRIKES = 3
+# An engine is full if the prompts of its running requests need more than this of its KV cache:
+# answers need room, too.
+FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
 
@@ -103,17 +106,23 @@ class PrefixAffinity(Policy):
             is_busy = first.total_legs >= self._bound.floor and self._bound.is_overloaded(
                 first, candidates, mix(query.turn)
             )
-            if not is_busy and not (bits.unequal and self._is_crowded(first, candidates, query)):
+            is_full = first.total_tokens + query.tokens > FULL_SHARE * first.cache_tokens > 0
+            if not is_busy and not (
+                (is_full or bits.unequal) and self._is_crowded(first, candidates, query, is_full)
+            ):
                 return _with_stand_in(first, candidates, query.turn)
             overloaded.append(first)
             among &= ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
         return filled([], self._by_load.order(candidates, query), overloaded)
 
-    def _is_crowded(self, engine: E, candidates: Sequence[E], query: RoutingQuery) -> bool:
-        """Return True if an engine with another size of its KV cache has clearly more room."""
+    def _is_crowded(
+        self, engine: E, candidates: Sequence[E], query: RoutingQuery, is_full: bool
+    ) -> bool:
+        """Return True if another engine has clearly more room in its KV cache. Engines with caches
+        of equal size are compared only if this one is full."""
         other, tokens = self._by_load.order(candidates, query)[0], query.tokens
-        if engine.cache_tokens == other.cache_tokens:
+        if engine.cache_tokens == other.cache_tokens and not is_full:
             return False
         return crowding(engine, tokens) > self._bound.factor * crowding(other, tokens)
 

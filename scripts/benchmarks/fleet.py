@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", nargs="+", choices=shapes, default=[*SHAPES],
         help=f"of the requests (all but {CHANGING})")  # fmt: skip
     add("--prefill-policy", default=[*POLICIES], help=f"any of {known} (all)", **policies)
-    add("--decode-policy", default=["power_of_two"], help="likewise (power_of_two)", **policies)
+    add("--decode-policy", default=["prefix"], help="likewise (prefix)", **policies)
     add("--min-remote-prefill-tokens", "--min-remote", dest="min_remote", nargs="+",
         type=_rule, default=["all"], metavar="N", help="a decoder does a prompt alone that has "
         "fewer tokens which it is not expected to hold; all: none does; load: where it is sooner "

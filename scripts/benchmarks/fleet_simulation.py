@@ -46,7 +46,7 @@ class Seen(EngineLoad):
 
     @property
     def cache_tokens(self) -> int:
-        return self.engine.cache.tokens
+        return self.engine.speed.kv_tokens
 
     def decoder_load(self) -> DecoderLoad:
         engine = self.engine
@@ -60,7 +60,8 @@ class Router:
     def __init__(
         self, setup: Setup, prefillers: Sequence[Engine], decoders: Sequence[Engine]
     ) -> None:
-        index = ChunkIndex()
+        host_tokens = max(0, setup.cache_tokens - setup.speed.kv_tokens)
+        index = ChunkIndex(host_tokens=host_tokens)
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
         self.prefill_policy = prefill(LoadBound(1.5, 2), index)
         self.decode_policy = decode(LoadBound(1.5, 8), index)

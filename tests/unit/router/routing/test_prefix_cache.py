@@ -91,6 +91,21 @@ def test_prompt_leaves_an_engine_whose_smaller_cache_is_full() -> None:
     assert policy.order(fleet, prompt)[0] is small
 
 
+def test_prompt_leaves_a_full_engine_if_an_equal_one_has_room() -> None:
+    holder, other = fleet = engines(2)
+    holder.cache_tokens = other.cache_tokens = 100_000
+    policy = PrefixAffinity(BOUND, ChunkIndex())
+    prompt = RoutingQuery(next(TURN), chunks=(1, 2, 3), tokens=800)
+    policy.order(fleet, prompt)
+    policy.note_sent(holder.name, prompt)
+    holder.total_tokens, other.total_tokens = 60_000, 20_000
+    assert policy.order(fleet, prompt)[0] is holder
+    holder.total_tokens = 80_000
+    assert policy.order(fleet, prompt)[0] is other
+    other.total_tokens = 79_000
+    assert policy.order(fleet, prompt)[0] is holder
+
+
 def test_a_forgotten_engine_holds_nothing_even_if_its_name_returns() -> None:
     a = FLEET[0]
     policy = _told((a, (1, 2)))
