@@ -7,6 +7,7 @@ push         push mode beside pull mode
 first-token  a prefiller's own first token, handed over or sampled again
 reconcile    what a fleet that changes costs the event loop
 fleet        routing policies in a simulated fleet
+field        this router's choices of engines beside Dynamo's and vllm-router's
 vllm-scheduler  what our connector costs vLLM's scheduler process, beside stock
 chaos        what clients see while engines and routers fail under load
 """
@@ -25,6 +26,7 @@ MODULES = {
     "first-token": "scripts.benchmarks.latency",
     "reconcile": "scripts.benchmarks.reconcile",
     "fleet": "scripts.benchmarks.fleet",
+    "field": "scripts.benchmarks.field",
     "vllm-scheduler": "scripts.benchmarks.vllm_scheduler",
     "chaos": "tests.chaos.command",
 }

@@ -11,6 +11,7 @@ import time
 import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from scripts.benchmarks.common import BenchError, free_ports
@@ -70,15 +71,16 @@ class Process:
 
     def __init__(self, command: Sequence[str], cores: set[int], log: Path | None = None) -> None:
         self._log = log
-        self.child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if log is None else log.open("wb"),
-            stderr=None if log is None else subprocess.STDOUT,
-            preexec_fn=lambda: _prepare(cores),
-            start_new_session=True,
-            text=True,
-        )
+        with nullcontext(subprocess.PIPE) if log is None else log.open("wb") as output:
+            self.child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if log is None else subprocess.STDOUT,
+                preexec_fn=lambda: _prepare(cores),
+                start_new_session=True,
+                text=True,
+            )
 
     def wait_until_healthy(self, port: int) -> None:
         """Wait until GET /health answers 200. Raises BenchError if it ends or takes too long."""

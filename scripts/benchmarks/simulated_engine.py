@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import ceil, sqrt
@@ -75,6 +75,8 @@ class PrefixCache:
         self.tokens = tokens
         self._most = tokens // TOKENS_PER_CHUNK
         self._chunks: OrderedDict[int, None] = OrderedDict()
+        self.on_change: Callable[[Sequence[tuple[int, int | None]], list[int]], None] | None = None
+        """Called with the added chunks, each with the one before it, and the evicted ones."""
 
     def held(self, chunks: Sequence[int]) -> int:
         """Return the tokens of the longest prefix that is cached."""
@@ -86,13 +88,16 @@ class PrefixCache:
     def add(self, chunks: Sequence[int]) -> None:
         """Evict ends of prompts before their beginnings, which other prompts may share."""
         kept = self._chunks
+        pairs = zip(chunks, (None, *chunks), strict=False) if self.on_change else ()
+        added = [pair for pair in pairs if pair[0] not in kept]
         for chunk in reversed(chunks):
             if chunk in kept:
                 kept.move_to_end(chunk)
             else:
                 kept[chunk] = None
-        while len(kept) > self._most:
-            kept.popitem(last=False)
+        evicted = [kept.popitem(last=False)[0] for _ in range(len(kept) - self._most)]
+        if self.on_change is not None:
+            self.on_change(added, evicted)
 
 
 @dataclass(slots=True, eq=False)
