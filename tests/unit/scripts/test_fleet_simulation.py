@@ -185,4 +185,4 @@ def test_chart_has_a_line_for_each_rule(tmp_path: Path, trace: Path) -> None:
     assert main(["--trace", str(trace), *policies, *fleet, "--svg", str(file)]) == 0
     lines = [one for one in ElementTree.parse(file).iter() if one.tag.endswith("polyline")]
     assert [len(one.attrib["points"].split()) for one in lines] == [3, 3]
-    assert "session, power_of_two, remote: all, 2+2" in file.read_text()
+    assert "session, prefix, remote: all, 2+2" in file.read_text()
