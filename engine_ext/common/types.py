@@ -125,7 +125,8 @@ class RemoteSource:
 class LeaseGrant:
     """Hold a finished request's blocks for `seconds` from now.
 
-    `renewable`: heartbeats extend it. The lease of a retained turn is not renewed.
+    `renewable`: heartbeats extend it. The lease of a retained turn is not renewed. `extension`: by
+    so many seconds at most; None for the configuration's.
     """
 
     request_id: str
@@ -133,6 +134,34 @@ class LeaseGrant:
     renewable: bool = True
     block_ids: BlockIds = ()
     """The blocks in the order in which readers receive them, if checksums are required."""
+    extension: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoanRequest:
+    """Another engine asks for a lease on the longest prefix of these blocks that the host's prefix
+    cache holds. See engine_ext/scheduler/loans.py."""
+
+    reader: str
+    """The NIXL agent that asks."""
+    sequence: int
+    scheme: str
+    """How the keys are made."""
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoanAnswer:
+    """The answer to a `LoanRequest`. An empty `loan_id` refuses. A `LeaseGrant` comes with a loan's
+    first answer."""
+
+    reader: str
+    sequence: int
+    loan_id: str
+    block_ids: BlockIds
+    num_tokens: int
+    last_key: bytes
+    """The key of the last block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +302,7 @@ class StepMetadata:
     cancels: tuple[LeaseCancel, ...] = ()
     grants: tuple[LeaseGrant, ...] = ()
     """Leases that start now. Each id is returned in `finished_sending` exactly once."""
+    loans: tuple[LoanAnswer, ...] = ()
     revokes: tuple[str, ...] = ()
     """Leases to end early, because the blocks are needed."""
     tracks: tuple[TrackOrder, ...] = ()
@@ -357,10 +387,12 @@ class TransferResults:
     returned: frozenset[str] = frozenset()
     """D in push mode: requests of a `reclaims` order whose blocks P will not write. The blocks stay
     reserved until a `confirmed_returns` order."""
+    loan_requests: tuple[LoanRequest, ...] = ()
+    """Each is answered by a `loans` order."""
 
     def __bool__(self) -> bool:
         loads = self.finished_recving or self.ready or self.returned
-        return bool(self.finished_sending or loads)
+        return bool(self.finished_sending or loads or self.loan_requests)
 
     def __and__(self, other: "TransferResults") -> "TransferResults":
         return self._combined(other, and_)
@@ -375,6 +407,11 @@ class TransferResults:
         return TransferResults(
             **{name: combine(getattr(self, name), getattr(other, name)) for name in ids},
             problems={**other.problems, **self.problems},
+            loan_requests=tuple(
+                request
+                for request in dict.fromkeys((*self.loan_requests, *other.loan_requests))
+                if combine(request in self.loan_requests, request in other.loan_requests)
+            ),
         )
 
 
@@ -455,6 +492,8 @@ class CacheGeometry:
     may_load: bool = True
     """False if the host may reuse a block while a running step still writes into it. Then nothing
     is loaded into any block."""
+    lends: bool = False
+    """The host lends what its prefix cache holds (engine_ext/scheduler/loans.py)."""
     max_model_len: int | None = None
     """The most tokens of one request, or None if that is not known."""
     lookahead: int = 0

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class EngineCore:
         device, size = torch.device(config.device), config.block_size
         count = num_blocks(config, model_config)
         self.cache = KVCache(model_config, num_blocks=count, block_size=size, device=device)
-        self.connector = connect(model_config, self.cache.geometry()) if connect else NoConnector()
+        geometry = replace(self.cache.geometry(), lends=config.enable_prefix_caching)
+        self.connector = connect(model_config, geometry) if connect else NoConnector()
         self._blocks = BlockManager(
             num_blocks=count,
             block_size=size,
@@ -81,6 +82,7 @@ class EngineCore:
             config, self._blocks, self.connector.scheduler, self._counters, self.step_fit
         )
         self._clock = clock
+        self.connector.scheduler.lend_from(self.scheduler)
         self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         self._model = model
         self._builder = BatchBuilder(model_config, block_size=size, device=device)
@@ -144,7 +146,8 @@ class EngineCore:
         if at.running or at.loaded or at.waiting or at.parked or at.orphaned or at.delayed:
             return True
         try:
-            return bool(self.connector.scheduler.has_pending_work())
+            half, worker = self.connector.scheduler, self.connector.worker
+            return worker.has_results or bool(half.has_pending_work())
         except Exception:
             logger.exception("connector: has_pending_work raised")
             return True

@@ -142,9 +142,10 @@ def _connect(
 ) -> Connector:
     config, engine, (host, port) = settings.connector, settings.engine, settings.side_channel
     assert config is not None
+    has_mirror = is_staged(config, engine)
     return build_connector(
         config,
-        replace(geometry, is_staged=is_staged(config, engine)),
+        replace(geometry, is_staged=has_mirror, lends=geometry.lends and not has_mirror),
         host=host,
         port=port,
         model_factors=model_factors(engine.model, model_config),

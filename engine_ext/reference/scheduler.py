@@ -24,12 +24,19 @@ import enum
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
 from engine_ext.common.step_costs import StepFit, StepWork
-from engine_ext.common.types import NO_RESULTS, FinishDecision, FinishStatus, TransferResults
+from engine_ext.common.types import (
+    NO_RESULTS,
+    BlockIds,
+    FinishDecision,
+    FinishStatus,
+    TransferResults,
+)
 from engine_ext.reference.answer import with_progress
 from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.config import EngineConfig
@@ -127,7 +134,8 @@ class Scheduler:
         self.orphaned: dict[str, list[int]] = {}
         """Blocks of requests aborted while a load may still write into them."""
         self.delayed: dict[str, list[int]] = {}
-        """Blocks of finished requests that a remote still reads; two may share a block."""
+        """Blocks of finished requests, or of loans, that a remote still reads; two may share a
+        block."""
         self._undelivered = NO_RESULTS
         """Results that the connector got while it raised; it gets them once more."""
 
@@ -163,7 +171,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> Sequence | None:
         """None if there is none. What an ended request keeps for others is given up."""
-        seq = self.find(request_id)
+        seq = self.find_sequence(request_id)
         if seq is not None:
             self.finish(seq, ABORTED)
         elif request_id in self.delayed:
@@ -208,6 +216,19 @@ class Scheduler:
                 ended.append(seq)
         return ended
 
+    @property
+    def scheme(self) -> str:
+        """See engine_ext.scheduler.loans.PrefixCache, as the next two methods."""
+        return f"disagg-engine blake2b-256 {self._blocks.block_size}"
+
+    def find(self, keys: Seq[bytes]) -> BlockIds:
+        return (tuple(self._blocks.find(keys)),)
+
+    def pin(self, loan_id: str, block_ids: BlockIds) -> None:
+        (blocks,) = block_ids
+        self._blocks.allocate(0, sharing=blocks)
+        self.delayed[loan_id] = list(blocks)
+
     def drain(self) -> None:
         self._ask(self._connector.drain, default=None)
 
@@ -220,7 +241,7 @@ class Scheduler:
         yield from self.loaded
         yield from self.running
 
-    def find(self, request_id: str) -> Sequence | None:
+    def find_sequence(self, request_id: str) -> Sequence | None:
         return next((seq for seq in self.live() if seq.request_id == request_id), None)
 
     def _remove(self, seq: Sequence) -> None:

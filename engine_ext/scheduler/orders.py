@@ -9,6 +9,7 @@ from engine_ext.common.types import (
     EMPTY_STEP,
     LeaseCancel,
     LeaseGrant,
+    LoanAnswer,
     PullOrder,
     PushInquiry,
     PushOffer,
@@ -31,6 +32,7 @@ class Orders:
     partial_offers: list[PushOffer] = field(default_factory=list)
     cancels: list[LeaseCancel] = field(default_factory=list)
     grants: list[LeaseGrant] = field(default_factory=list)
+    loans: list[LoanAnswer] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)
     tracks: list[TrackOrder] = field(default_factory=list)
     inquiries: list[PushInquiry] = field(default_factory=list)

@@ -38,6 +38,7 @@ from engine_ext.scheduler.block_pressure import EarlyBlockLimit, HostBlockSupply
 from engine_ext.scheduler.held_blocks import HeldBlocks
 from engine_ext.scheduler.loadable_tokens import LoadableTokens
 from engine_ext.scheduler.loads import Loads
+from engine_ext.scheduler.loans import Loans, PrefixCache
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferParams, TransferRole, parse
 from engine_ext.scheduler.partial_offers import PartialOffers
@@ -84,6 +85,9 @@ class SchedulerConnector:
         self._supply = HostBlockSupply(clock)
         answers = AnswerParams(identity, geometry, config.transfer_mode, unix_time)
         self._held = HeldBlocks(self._orders, answers, config, geometry)
+        self._loans = Loans(
+            self._orders, geometry.block_size, geometry.num_blocks, config.checksums
+        )
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
         self._partial_offers = PartialOffers(self._orders, geometry.block_size)
         self._keeps_turns = config.bidirectional and not geometry.has_state
@@ -98,7 +102,12 @@ class SchedulerConnector:
 
     @property
     def num_leased(self) -> int:
-        return self._held.num_held
+        return self._held.num_held + len(self._loans)
+
+    def lend_from(self, cache: PrefixCache) -> None:
+        """Lend to other engines what the host's prefix cache holds. Only for a geometry that
+        `lends`."""
+        self._loans.lend_from(cache)
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Start the listener. A second call does nothing: vLLM 0.33 calls again at /wake_up, but
@@ -237,6 +246,8 @@ class SchedulerConnector:
     def _make_room(self, num_tokens: int, shortage: Shortage) -> None:
         """Free blocks for a request of so many tokens that lacks blocks: see
         `engine_ext.scheduler.block_pressure`."""
+        if self._loans.make_room():
+            return
         if self._supply.is_stalled() and (name := self._sacrifice()) is not None:
             logger.warning(
                 "request %s: its KV is given up, because other requests need the blocks and "
@@ -251,6 +262,7 @@ class SchedulerConnector:
     ) -> None:
         self._partial_offers.lost(request.request_id)
         self._supply.admitted(request.request_id, runs=num_external_tokens <= 0)
+        self._loans.room_found()
         self._loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
@@ -288,6 +300,7 @@ class SchedulerConnector:
     def on_preempted(self, request_id: str) -> None:
         """Note that the request has lost its blocks and is computed again later."""
         self._supply.preempted(request_id)
+        self._loans.make_room()
         self._partial_offers.lost(request_id)
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
@@ -302,14 +315,17 @@ class SchedulerConnector:
         """Note that the engine leaves or pauses: it retains no turns any more. Leases continue for
         their readers."""
         self._held.stop_retaining()
+        self._loans.stop()
 
     def resume(self) -> None:
         """Note that the engine continues: it retains turns again."""
         self._held.resume_retaining()
+        self._loans.resume()
 
     def end_turns(self) -> bool:
         """End all turns, because the engine would compute other KV from now on. Return False if
         firm turns stay, whose readers cannot be notified."""
+        self._loans.revoke_all()
         return self._held.end_turns()
 
     def change_weights(self, request_ids: Iterable[str]) -> None:
@@ -318,6 +334,7 @@ class SchedulerConnector:
         Their leases and turns end, except firm turns. Nothing more is loaded for them: an offer is
         declined, and a load in progress must be reported as failed (`is_stale_load`).
         """
+        self._loans.revoke_all()
         for request_id in request_ids:
             self._held.revoke_unless_firm(request_id)
             self._loads.drop(request_id)
@@ -362,7 +379,10 @@ class SchedulerConnector:
                 self._supply.loaded(request_id)
         for request_id in results.finished_sending:
             self._held.reported(request_id)
+            self._loans.reported(request_id)
             self._loads.fence_answered(request_id)
+        for request in results.loan_requests:
+            self._loans.ask(request)
         return replace(
             results,
             finished_recving=results.finished_recving - fenced,
@@ -373,6 +393,7 @@ class SchedulerConnector:
         self, request: EngineRequest, block_ids: BlockIds, status: FinishStatus
     ) -> FinishDecision:
         self._supply.left(request.request_id)
+        self._loans.room_found()
         is_fenced = self._loads.finish(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)

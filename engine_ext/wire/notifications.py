@@ -21,6 +21,8 @@ MAX_NOTIFICATION_BYTES = 16 << 10
 """Heartbeats longer than this are split."""
 MAX_RECEIVED_BYTES = 1 << 20
 """Longer notifications are not decoded. It is enough for two hundred thousand block ids."""
+MAX_KEYS = 16384
+"""Blocks of one request for a loan."""
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 
@@ -102,6 +104,32 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     horizon."""
 
     request_ids: Names
+
+
+class AskLoan(msgspec.Struct, frozen=True, tag="ask_loan"):
+    """Reader to source: lend the longest prefix of these blocks that your prefix cache holds.
+    Answered by `Loan`."""
+
+    sequence: int
+    scheme: Name
+    """How the keys are made. Keys of another scheme than the source's are refused."""
+    keys: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_KEYS)]
+    """Each names a full block by all tokens up to its end; in the order of the blocks."""
+
+
+class Loan(msgspec.Struct, frozen=True, tag="loan"):
+    """Source to reader: a lease of `seconds` on the first `num_tokens` tokens. The reader counts
+    the seconds from when it asked, and renews and confirms the lease as any other. An empty id
+    refuses."""
+
+    sequence: int
+    request_id: Name = ""
+    block_ids: tuple[tuple[Unsigned, ...], ...] = ()
+    """By KV-cache group."""
+    num_tokens: Unsigned = 0
+    last_key: Digest = b""
+    """The reader's own key of the last block: the proof that both mean the same tokens."""
+    seconds: Seconds = 0.0
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):
@@ -202,6 +230,8 @@ ExtensionMessage = (
     | Read
     | ReadAck
     | Gone
+    | AskLoan
+    | Loan
     | PushDone
     | PushFailed
     | Withdraw

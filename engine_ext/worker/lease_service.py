@@ -9,6 +9,7 @@ leases.py holds the states and the clock's rules; this file reads and sends the 
                  READ -> ReadAck: whether the lease was still valid when the READ had ended, and the
                  blocks' checksums where the reader asks for them
     ReadDone     stock reader's confirmation
+    AskLoan      -> Loan, by way of the scheduler half: see engine_ext/scheduler/loans.py
     Gone         sent to readers of a lease that has expired or is revoked; they confirm by Read
 
 A message may be lost, come twice or late. A lost renewal or confirmation costs time: the lease
@@ -18,8 +19,17 @@ expires. A lost ReadAck fails the load, or a heartbeat's answer has proven it al
 import logging
 from collections.abc import Callable
 
-from engine_ext.common.types import LeaseGrant
-from engine_ext.wire.notifications import Gone, Heartbeat, Read, ReadAck, ReadDone, Renew, Renewed
+from engine_ext.common.types import LeaseGrant, LoanAnswer
+from engine_ext.wire.notifications import (
+    Gone,
+    Heartbeat,
+    Loan,
+    Read,
+    ReadAck,
+    ReadDone,
+    Renew,
+    Renewed,
+)
 from engine_ext.worker.checksums import Checksums, to_wire
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import LeaseTable
@@ -58,10 +68,21 @@ class LeaseService:
         these readers have not confirmed."""
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
-        if not self._leases.grant(grant.request_id, now, grant.seconds, grant.renewable):
+        lease = grant.request_id, now, grant.seconds, grant.renewable, grant.extension
+        if not self._leases.grant(*lease):
             self._confirmed(grant.request_id)
         elif self._checksums is not None and grant.block_ids:
             self._checksums.lease(grant.request_id, grant.block_ids)
+
+    def lend(self, answer: LoanAnswer, now: float) -> None:
+        """Grant the reader its horizon on a loan, then answer. If the loan has ended meanwhile,
+        refuse."""
+        seconds = self._leases.renew(answer.loan_id, answer.reader, now) if answer.loan_id else None
+        loan = Loan(answer.sequence)
+        if seconds:
+            where = answer.block_ids, answer.num_tokens, answer.last_key
+            loan = Loan(answer.sequence, answer.loan_id, *where, seconds)
+        self._channels.answer(answer.reader, loan)
 
     def revoke(self, request_id: str, now: float) -> None:
         if self._leases.revoke(request_id, now):

@@ -90,6 +90,8 @@ class Lease:
     """When it expires, or when a revoked one's grace is over."""
     granted_at: float = 0.0
     renewable: bool = True
+    extension: float = 0.0
+    """Seconds by which a renewal extends it."""
     num_readers: int = 1
     """How many ranks of one engine read it, as far as confirmations have reported."""
     confirmed: set[str] = field(default_factory=set)
@@ -168,13 +170,21 @@ class LeaseTable:
     def cancel(self, request_id: str) -> None:
         self._happens(request_id, LeaseEvent.CANCEL)
 
-    def grant(self, request_id: str, now: float, seconds: float, renewable: bool = True) -> bool:
+    def grant(
+        self,
+        request_id: str,
+        now: float,
+        seconds: float,
+        renewable: bool = True,
+        extension: float | None = None,
+    ) -> bool:
         """Start the lease. Return False if it was read already, and has ended by this call."""
         self.expect(request_id)
         if not self._happens(request_id, LeaseEvent.GRANT):
             return True
         lease = self._leases[request_id]
         lease.renewable, lease.granted_at, lease.deadline = renewable, now, now + seconds
+        lease.extension = self._extension if extension is None else min(extension, self._extension)
         return not self._ends_if_unread(request_id, lease, now)
 
     def extend(self, request_id: str, now: float) -> bool:
@@ -184,7 +194,7 @@ class LeaseTable:
         if lease is None or lease.state is LeaseState.REVOKED:
             return False
         if lease.renewable and lease.state is not LeaseState.EXPECTED:
-            lease.deadline = max(lease.deadline, now + self._extension)
+            lease.deadline = max(lease.deadline, now + lease.extension)
         return True
 
     def renew(self, request_id: str, reader: str, now: float) -> float | None:
@@ -198,7 +208,7 @@ class LeaseTable:
             return 0.0
         if reader not in lease.horizons and len(lease.horizons) >= MAX_READERS:
             return 0.0
-        seconds = max(0.0, min(self._extension, lease.deadline - now))
+        seconds = max(0.0, min(lease.extension, lease.deadline - now))
         lease.horizons[reader] = now + seconds
         return seconds
 

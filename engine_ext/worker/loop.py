@@ -41,15 +41,18 @@ from engine_ext.common.inspection import Inspection, first, first_of
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
     LeaseCancel,
+    LoanRequest,
     RemoteSource,
     StepMetadata,
     TrackOrder,
 )
 from engine_ext.wire.notifications import (
+    AskLoan,
     AwaitPrompt,
     Gone,
     Heartbeat,
     Hello,
+    Loan,
     Notification,
     PromptReady,
     PushDone,
@@ -195,6 +198,7 @@ class TransferLoop:
             "expected_turns": lambda request_id, now: self._leases.expect(request_id),
             "cancels": self._cancel,
             "grants": self._lease_service.grant,
+            "loans": self._lease_service.lend,
             "revokes": self._lease_service.revoke,
             "tracks": self._track,
             "pulls": self._pulls.start,
@@ -372,6 +376,8 @@ class TransferLoop:
                 self._pulls.answered(sender, sequence, valid, sums)
             case Gone(remote_ids):
                 self._gone(sender, remote_ids)
+            case AskLoan(sequence, scheme, keys):
+                self._ask_loan(LoanRequest(sender, sequence, scheme, keys))
             case (
                 PushRegistered()
                 | PushDone()
@@ -387,6 +393,13 @@ class TransferLoop:
                     self._push.receive(notification, sender, now)
             case unknown:
                 self._ignore(unknown)
+
+    def _ask_loan(self, request: LoanRequest) -> None:
+        """Pass it on to the scheduler half, if the reader can be answered."""
+        if not self._channels.knows(request.reader):
+            return
+        if not (self._context.geometry.lends and self._results.loan_requested(request)):
+            self._channels.answer(request.reader, Loan(request.sequence))
 
     def _ignore(self, notification: Notification) -> None:
         self._stats.notifications_unknown += 1

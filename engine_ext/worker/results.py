@@ -8,7 +8,13 @@ from typing import Literal
 
 from engine_ext.common.inspection import MovedSeen, TransferSeen
 from engine_ext.common.latest import keep_latest
-from engine_ext.common.types import NO_RESULTS, Clock, LoadProblem, TransferResults
+from engine_ext.common.types import (
+    NO_RESULTS,
+    Clock,
+    LoadProblem,
+    LoanRequest,
+    TransferResults,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +22,8 @@ What = Literal["READ", "WRITE"]
 
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256
+MAX_LOAN_REQUESTS = 64
+"""Requests for loans that wait for the engine's next step."""
 
 
 class PendingResults:
@@ -30,6 +38,7 @@ class PendingResults:
         self._ids: defaultdict[str, set[str]] = defaultdict(set)
         """By field of `TransferResults`."""
         self._problems: dict[str, LoadProblem] = {}
+        self._loan_requests: list[LoanRequest] = []
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -48,14 +57,27 @@ class PendingResults:
     def ready(self, request_id: str) -> None:
         self._report(request_id, "ready")
 
+    def loan_requested(self, request: LoanRequest) -> bool:
+        """Return False if too many requests wait already."""
+        with self._lock:
+            if len(self._loan_requests) >= MAX_LOAN_REQUESTS:
+                return False
+            self._loan_requests.append(request)
+        self._wake()
+        return True
+
+    def __bool__(self) -> bool:
+        return bool(self._ids or self._loan_requests)
+
     def take(self) -> TransferResults:
-        if not self._ids:
+        if not self:
             return NO_RESULTS
         with self._lock:
+            loan_requests, self._loan_requests = self._loan_requests, []
             reported, self._ids = self._ids, defaultdict(set)
             problems, self._problems = self._problems, {}
         ids = {name: frozenset(request_ids) for name, request_ids in reported.items()}
-        return TransferResults(**ids, problems=problems)
+        return TransferResults(**ids, problems=problems, loan_requests=tuple(loan_requests))
 
     def _report(self, request_id: str, *fields: str, problem: LoadProblem | None = None) -> None:
         with self._lock:

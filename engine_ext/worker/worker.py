@@ -186,6 +186,11 @@ class WorkerConnector:
             logger.exception("loaded KV could not be copied from host memory")
             return replace(results, failed_recving=results.finished_recving)
 
+    @property
+    def has_results(self) -> bool:
+        """True if `get_transfer_results` has something to return: an idle host takes a step."""
+        return bool(self._results)
+
     def stats(self) -> ConnectorStats:
         return self._stats.snapshot()
 

@@ -5,14 +5,16 @@ failed ends its request, whose blocks stay where the scheduler half says so, or,
 computed into the same blocks at once. What no fault may break is checked where it happens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.prefix_hashes import VERSION, Keys
+from engine_ext.common.prefix_hashes import VERSION, Keys, PrefixHashes
 from engine_ext.common.types import (
+    BlockIds,
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
@@ -26,6 +28,13 @@ from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
+from engine_ext.wire.notifications import (
+    AskLoan,
+    Hello,
+    Loan,
+    decode_notification,
+    encode_extension,
+)
 from engine_ext.worker.agent import TransferState
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
@@ -36,11 +45,12 @@ from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     Memory,
+    keys_of,
     num_blocks_of,
 )
 from tests.unit.engine_ext.simulation.network import Network, is_older
 
-GEOMETRY = CacheGeometry(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+GEOMETRY = CacheGeometry(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, lends=True)
 REGIONS = (Region("layer", 0x1000, 64, 64, NUM_BLOCKS),)
 SHORTEST_STEP, LONGEST_STEP = 0.25, 1.0
 """Seconds between two steps of a loop to which nothing happens: more and more."""
@@ -71,6 +81,8 @@ class SimRequest:
     """Seconds from its KV to its end."""
     is_proven: bool = True
     """False: its source is an engine that proves nothing, and what is loaded may be anything."""
+    is_loan: bool = False
+    """Blocks of other requests, which are lent."""
     is_over: bool = False
     """Finished, or aborted, as far as its client is concerned."""
     decision: FinishDecision | None = None
@@ -146,6 +158,10 @@ class SimEngine:
         self.results = PendingResults()
         self.stats = ConnectorStats()
         self.scheduler = self._new_scheduler()
+        self.scheduler.lend_from(self)
+        self.borrowed: dict[int, tuple[str, AskLoan, Callable[[Loan], None]]] = {}
+        """By sequence: the agent that was asked, what for, and what to do with the answer."""
+        self.agent.on_loan = self._lent
         self.loop = self._new_loop()
         self.loading: dict[str, SimRequest] = {}
         """Parked or orphaned: a load may write into their blocks."""
@@ -176,6 +192,59 @@ class SimEngine:
             self.returns_blocks,
         )
         self.wake()
+
+    # As a prefix cache that lends: `engine_ext.scheduler.loans.PrefixCache`.
+
+    scheme = "simulated"
+
+    def find(self, keys: Sequence[bytes]) -> BlockIds:
+        found = takewhile(lambda block: block is not None, map(self.memory.cached.get, keys))
+        return (tuple(block for block in found if block is not None),)
+
+    def pin(self, loan_id: str, block_ids: BlockIds) -> None:
+        (blocks,) = block_ids
+        self.memory.pin(blocks)
+        self.held[loan_id] = SimRequest(loan_id, [], blocks=list(blocks), is_loan=True)
+        self._note("lends", f"{blocks} as {loan_id}")
+
+    # As an engine that asks for a loan.
+
+    def borrow(self, holder: "SimEngine", prompt: list[int], then: Then) -> None:
+        """`then` gets the params for a prefill leg with this prompt, or None if it is refused."""
+        ask = AskLoan(self.network.number(), self.scheme, keys_of(prompt))
+        self.borrowed[ask.sequence] = (
+            holder.agent.name,
+            ask,
+            partial(self._read, holder, prompt, then),
+        )
+        self.agent.known.add(holder.agent.name)
+        for message in (Hello(self.agent.metadata()), ask):
+            self.network.send(self.agent.name, holder.agent.name, encode_extension(message))
+
+    def _lent(self, sender: str, message: bytes) -> None:
+        """Only the engine that was asked can lend, and only the tokens that were meant."""
+        loan = decode_notification(message)
+        if not isinstance(loan, Loan) or loan.sequence not in self.borrowed:
+            return
+        holder, ask, then = self.borrowed[loan.sequence]
+        key = ask.keys[loan.num_tokens // BLOCK_SIZE - 1] if loan.num_tokens else b""
+        if sender == holder and key == loan.last_key:
+            del self.borrowed[loan.sequence]
+            then(loan)
+
+    def _read(self, holder: "SimEngine", prompt: list[int], then: Then, loan: Loan) -> None:
+        where = {
+            "do_remote_decode": True,
+            "remote_engine_id": holder.name,
+            "remote_host": "sim",
+            "remote_port": holder.identity.port,
+            "remote_request_id": loan.request_id,
+            "remote_block_ids": [list(group) for group in loan.block_ids],
+            "remote_num_tokens": loan.num_tokens,
+            "remote_block_size": BLOCK_SIZE,
+        }
+        proof = PrefixHashes.of(prompt[: loan.num_tokens])
+        then({**where, "prefix_proof": proof.to_wire(where)} if loan.request_id else None)
 
     def __str__(self) -> str:
         return self.agent.name
@@ -458,6 +527,7 @@ class SimEngine:
             if request.is_proven:
                 self._violate(f"{request.request_id} accepted wrong KV")
             self.memory.fill(request.blocks, loaded)
+        self.scheduler.update_state_after_alloc(request, (tuple(request.blocks),), 0)
         self._compute(request, first_token=request.num_loading)
         self._run(request)
 
@@ -474,6 +544,7 @@ class SimEngine:
     def _compute(self, request: SimRequest, first_token: int = 0) -> None:
         first_block = first_token // BLOCK_SIZE
         self.memory.fill(request.blocks, request.prompt_token_ids, first_block)
+        self.memory.remember(request.blocks, request.prompt_token_ids)
         request.num_computed_tokens = request.num_prompt_tokens
 
     def _run(self, request: SimRequest) -> None:
@@ -531,7 +602,7 @@ class SimEngine:
     def _give_back(self, request: SimRequest) -> None:
         self._check_free(request)
         self._note("frees", f"{request.blocks} of {request.request_id}")
-        self.memory.give_back(request.blocks)
+        (self.memory.unpin if request.is_loan else self.memory.give_back)(request.blocks)
         request.blocks = []
 
     def _check_free(self, request: SimRequest) -> None:

@@ -1,6 +1,8 @@
 """One engine's blocks: what they hold, whose they are, and which of them are free."""
 
+import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 BLOCK_SIZE = 4
@@ -12,6 +14,15 @@ Content = tuple[int, ...]
 
 def num_blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
+
+
+def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    """Names of the full blocks of these tokens."""
+    return tuple(
+        hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
+        for content in contents_of(tokens)
+        if not len(content) % BLOCK_SIZE
+    )
 
 
 def contents_of(tokens: Sequence[int]) -> list[Content]:
@@ -29,7 +40,25 @@ class Memory:
         self.free = list(range(NUM_BLOCKS))
         self.owner: list[str | None] = [None] * NUM_BLOCKS
         """The request that may use a block, with a mark when its use has changed."""
+        self.cached: dict[bytes, int] = {}
+        """Full blocks whose KV was computed here, or has arrived and counts."""
+        self._pins: Counter[int] = Counter()
+        self._left: set[int] = set()
+        """Pinned blocks that their requests have given back."""
         self._canaries = itertools.count(1)
+
+    def remember(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+        for key, block in zip(keys_of(tokens), blocks, strict=False):
+            self.cached.setdefault(key, block)
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        self._pins.update(blocks)
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        self._pins.subtract(blocks)
+        free = {block for block in self._left if not self._pins[block]}
+        self._left -= free
+        self.give_back(sorted(free))
 
     def take(self, count: int, owner: str) -> list[int] | None:
         if count > len(self.free):
@@ -44,6 +73,10 @@ class Memory:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:
+            if self._pins[block]:
+                self._left.add(block)
+                continue
+            self.cached = {key: one for key, one in self.cached.items() if one != block}
             self.owner[block] = None
             self.contents[block] = (-next(self._canaries),)
             self.free.append(block)

@@ -65,6 +65,9 @@ class Network:
         made = self.agents[name] = SimAgent(name, self)
         return made
 
+    def number(self) -> int:
+        return next(self._count)
+
     # Messages.
 
     def send(self, sender: str, target: str, message: bytes) -> None:

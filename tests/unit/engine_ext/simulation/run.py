@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tests.unit.engine_ext.simulation.scenario import KINDS, Scenario
+from tests.unit.engine_ext.simulation.scenario import KINDS, LOANS, Scenario
 from tests.unit.engine_ext.simulation.timeline import Violation
 
 COMMAND = "python -m tests.unit.engine_ext.simulation.run"
@@ -114,7 +114,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=500, help="seeds between progress lines")
     parser.add_argument("--show", type=int, default=SHOWN, help="failures to show one by one")
-    parser.add_argument("--kind", choices=KINDS, help="of traffic; by default the seed's")
+    parser.add_argument("--kind", choices=(*KINDS, LOANS), help="of traffic; by default the seed's")
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--trace", action="store_true", help="with --seed: everything it did")
     parser.add_argument(

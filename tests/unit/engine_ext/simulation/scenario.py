@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.unit.engine_ext.simulation.agents import Freeze
 from tests.unit.engine_ext.simulation.forger import Forger
+from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE
 from tests.unit.engine_ext.simulation.stock import StockHolder, StockReader
 from tests.unit.engine_ext.simulation.world import (
     NEWER,
@@ -24,6 +25,8 @@ from tests.unit.engine_ext.simulation.world import (
 )
 
 KINDS = ("pull", "push", "turns")
+"""What a seed chooses from; `LOANS` is chosen by hand."""
+LOANS = "loans"
 METHODS = (
     "add_remote",
     "remove_remote",
@@ -74,6 +77,7 @@ class Scenario:
         self.count = 0
         self.is_storm = True
         self.ports = 0
+        self.num_lent = 0
         self.prefillers = self._engines("p")
         self.decoders = self._engines("d")
         self.stock_reader = self._stock(StockReader, "stock-d")
@@ -127,6 +131,8 @@ class Scenario:
         decoder = self.random.choice(self.decoders)
         if self.kind == "push":
             self._push(prefiller, decoder)
+        elif self.kind == LOANS and self._holders(prefiller) and self.random.random() < 0.8:
+            self._borrow(prefiller, decoder)
         elif self.stock_holder is not None and self.random.random() < 0.3:
             self._pull_from_stock(self.stock_holder, decoder)
         else:
@@ -157,7 +163,10 @@ class Scenario:
 
     def release(self) -> None:
         engine = self.random.choice(self.everybody)
-        if engine.can_act and engine.held:
+        if self.kind == LOANS and engine.can_act and self.random.random() < 0.5:
+            engine.scheduler.end_turns()
+            engine.wake()
+        elif engine.can_act and engine.held:
             name = self.random.choice(list(engine.held))
             engine.scheduler.release(engine.name, name)
             self.network.note(engine.name, "is asked to release", name)
@@ -198,6 +207,24 @@ class Scenario:
         leg.computes_for = self._soon()
         leg.then = partial(self._decode, prefiller, decoder, name, prompt)
         prefiller.when_able(partial(self._prefill, prefiller, leg))
+
+    def _borrow(self, prefiller: SimEngine, decoder: SimEngine) -> None:
+        """P asks another engine for a prefix that is in its cache, or was; it computes without."""
+        holder = self.random.choice(self._holders(prefiller))
+        known = self.random.choice(_with_kv(holder))
+        prompt = [*known.token_ids, *self._prompt()[:4]]
+
+        def lent(params: Params | None) -> None:
+            self.num_lent += params is not None
+            read = partial(self._pull, prefiller, decoder, prompt, params or {})
+            self.network.later(self._soon(), partial(prefiller.when_able, read))
+
+        prefiller.borrow(holder, prompt, lent)
+
+    def _holders(self, reader: SimEngine) -> list[SimEngine]:
+        """Engines with KV, if this one can ask them."""
+        others = [one for one in self.everybody if one.is_alive and one is not reader]
+        return [one for one in others if _with_kv(one)] if reader.can_act else []
 
     def _prefill(self, prefiller: SimEngine, leg: SimRequest) -> None:
         prefiller.queue(leg)
@@ -360,7 +387,7 @@ class Scenario:
             registration_timeout=choose([20.0, 40.0]),
             handshake_timeout=choose([1.0, 5.0]),
             load_failure_policy=choose(["fail", "recompute"]),
-            bidirectional=self.kind == "turns",
+            bidirectional=self.kind in ("turns", LOANS),
             retain_seconds=choose([10.0, 30.0]),
             recompute_threshold=4,
             checksums=self.compares_checksums and self.bytes.random() < 0.9,
@@ -425,6 +452,11 @@ def _where(prefiller: SimEngine, name: str, transfer_id: str | None) -> Params:
         "remote_request_id": name,
         "transfer_id": transfer_id,
     }
+
+
+def _with_kv(engine: SimEngine) -> list[SimRequest]:
+    among = (*engine.held.values(), *engine.running.values())
+    return [request for request in among if len(request.token_ids) >= BLOCK_SIZE]
 
 
 def _mend(agent: Any) -> None:

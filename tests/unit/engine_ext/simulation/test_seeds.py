@@ -3,13 +3,13 @@
 import pytest
 
 from tests.unit.engine_ext.simulation.run import COMMAND, failure_of
-from tests.unit.engine_ext.simulation.scenario import KINDS
+from tests.unit.engine_ext.simulation.scenario import KINDS, LOANS
 
 SEEDS = 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, LOANS])
 @pytest.mark.parametrize("mixes_versions", [False, True])
 def test_no_seed_breaks_what_no_fault_may_break(kind: str, mixes_versions: bool) -> None:
     more = " --mixed-versions" if mixes_versions else ""

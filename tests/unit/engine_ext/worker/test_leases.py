@@ -50,6 +50,16 @@ def test_a_turn_that_waits_is_not_renewed() -> None:
     assert leases.expire(30) == ["a"]
 
 
+def test_a_lease_with_a_short_extension_is_renewed_by_no_more() -> None:
+    leases = table()
+    leases.grant("a", now=0, seconds=5, extension=5)
+    assert leases.renew("a", "d", now=4) == 5
+    assert leases.expire(8.9) == []
+    assert leases.expire(9) == ["a"]
+    leases.grant("b", now=0, seconds=5, extension=10 * EXTENSION)
+    assert leases.renew("b", "d", now=4) == EXTENSION, "readers rely on what the handshake says"
+
+
 def test_a_lease_behind_a_longer_one_expires_on_time() -> None:
     leases = table()
     leases.grant("long", now=0, seconds=30)

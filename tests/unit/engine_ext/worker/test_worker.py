@@ -16,6 +16,8 @@ from engine_ext.common.types import (
     EngineIdentity,
     LeaseCancel,
     LeaseGrant,
+    LoanAnswer,
+    LoanRequest,
     PullOrder,
     RemoteSource,
     StepMetadata,
@@ -38,7 +40,7 @@ from engine_ext.worker.loop import (
     WAIT_SHARE,
     TransferLoop,
 )
-from engine_ext.worker.results import PendingResults
+from engine_ext.worker.results import MAX_LOAN_REQUESTS, PendingResults
 from engine_ext.worker.sealed import sealed
 from tests.unit.engine_ext.scheduler.fakes import (
     FakeAgent,
@@ -102,13 +104,14 @@ class Harness:
     stats: ConnectorStats = field(default_factory=ConnectorStats)
     config: ConnectorConfig = field(default_factory=lambda: ConnectorConfig(engine_id="engine-d"))
     now: float = 1000.0
+    geometry: CacheGeometry = GEOMETRY
 
     def __post_init__(self) -> None:
         identity = EngineIdentity("engine-d", "127.0.0.1", 5601, compat_factors=FACTORS)
         context = WorkerContext(
             agent=self.agent,
             config=self.config,
-            geometry=GEOMETRY,
+            geometry=self.geometry,
             identity=identity,
             regions=regions(),
             clock=lambda: self.now,
@@ -743,3 +746,40 @@ def test_an_order_that_fails_costs_no_other_order(
     assert harness.results.take().finished_sending == {"d-1"}
     assert harness.stats.leases_active == 1
     assert len([record for record in caplog.records if record.exc_info]) == 2
+
+
+def test_only_agents_that_have_introduced_themselves_get_an_answer_about_loans() -> None:
+    harness = Harness()
+    ask = wire.AskLoan(7, "scheme", (b"key",))
+    harness.hears(ask, sender="agent-x")
+    assert not harness.sent()
+    assert not harness.results.take()
+    harness.hears(wire.Hello(b"agent-p"))
+    harness.hears(ask)
+    assert harness.sent() == [wire.Loan(7)], "this host lends nothing"
+    assert not harness.results.take()
+
+
+def test_requests_for_loans_reach_the_scheduler_half_and_too_many_are_refused() -> None:
+    harness = Harness(geometry=replace(GEOMETRY, lends=True))
+    harness.hears(wire.Hello(b"agent-p"))
+    for number in range(MAX_LOAN_REQUESTS + 1):
+        harness.hears(wire.AskLoan(number, "scheme", (b"key",)))
+    assert harness.sent() == [wire.Loan(MAX_LOAN_REQUESTS)]
+    asked = harness.results.take().loan_requests
+    assert [one.sequence for one in asked] == list(range(MAX_LOAN_REQUESTS))
+    assert asked[0] == LoanRequest("agent-p", 0, "scheme", (b"key",))
+    assert not harness.results.take()
+
+
+def test_a_loan_is_answered_after_its_grant_and_refused_when_it_has_ended() -> None:
+    harness = Harness()
+    harness.hears(wire.Hello(b"agent-p"))
+    answer = LoanAnswer("agent-p", 3, "loan-1", ((4, 5),), 32, b"key")
+    grant = LeaseGrant("loan-1", 5.0, extension=5.0)
+    harness.apply(StepMetadata(grants=(grant,), loans=(answer,)))
+    assert harness.sent() == [wire.Loan(3, "loan-1", ((4, 5),), 32, b"key", 5.0)]
+    harness.hears(wire.Read("loan-1"))
+    assert harness.results.take().finished_sending == {"loan-1"}
+    harness.apply(StepMetadata(loans=(replace(answer, sequence=4),)))
+    assert harness.sent() == [wire.Loan(4)]

@@ -29,6 +29,7 @@ from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
+from engine_ext.scheduler.loans import PrefixCache
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
@@ -204,6 +205,9 @@ class FakeScheduler:
         self._called(f"revoke {request_id}")
         return request_id in self.held
 
+    def lend_from(self, cache: PrefixCache) -> None:
+        pass
+
     def drain(self) -> None:
         self._called("drain")
 
@@ -248,6 +252,10 @@ class FakeWorker:
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         self.wake = wake
+
+    @property
+    def has_results(self) -> bool:
+        return bool(self.results)
 
     def start_load_kv(self, meta: StepMetadata) -> None:
         self._called("start_load_kv")

@@ -1,0 +1,162 @@
+"""Loans: other engines read the longest prefix that this engine's own prefix cache holds.
+
+    reader's worker   AskLoan(keys)  -->  holder's worker  -->  scheduler half, between two steps
+    scheduler half    the host finds and pins the blocks: a new loan, or one more reader of one
+    holder's worker   grants the lease and the reader's horizon, then  -->  reader: Loan(blocks)
+    reader            READs, renews by Renew and confirms by Read, as for every lease
+
+    none --ask--> lent --(Shortage, drain, new weights)--> revoked --+
+                    +----------(read, declined, expired)-------------+--> reported: the host unpins
+
+Who owns what
+    The host owns the pin: it keeps the blocks under the loan's id, as those of a finished request,
+    until the id comes in `TransferResults.finished_sending`. This class owns which blocks are lent.
+    The workers' lease tables own when a loan ends. The answer leaves after the grant, so no reader
+    is faster than its lease. Readers of one prefix share a loan, and each has a horizon of its own.
+
+Keys name full blocks by all tokens up to their end, in the host's own way (`scheme`). Equal keys of
+equal schemes mean equal KV, so the keys are the proof. The host finds only blocks that a finished
+step has written.
+
+Bounds
+    `MAX_LOANS` loans and `LOAN_SHARE` of the cache; a block that is in several loans counts once.
+    Beyond that, and when nothing is found, the answer is a refusal. A request that lacks blocks
+    revokes all loans first, and none is granted until it has some. The blocks are free when the
+    readers have confirmed, and at the latest `LOAN_SECONDS` later, because no horizon is longer.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from engine_ext.common.types import BlockIds, LeaseGrant, LoanAnswer, LoanRequest
+from engine_ext.scheduler.orders import Orders
+
+MAX_LOANS = 64
+LOAN_SHARE = 0.125
+LOAN_SECONDS = 10.0
+"""The length of the lease from the grant and from each renewal."""
+
+
+class PrefixCache(Protocol):
+    """The host's prefix cache, as far as it lends."""
+
+    @property
+    def scheme(self) -> str:
+        """How keys are made, block size included. Other schemes' keys are never compared."""
+
+    def find(self, keys: Sequence[bytes]) -> BlockIds:
+        """Return the blocks of the longest known prefix, without holes, by KV-cache group. They
+        stay in the cache until the host's next allocation."""
+
+    def pin(self, loan_id: str, block_ids: BlockIds) -> None:
+        """Keep the blocks that `find` returned until the loan is reported in
+        `finished_sending`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The blocks of a loan, and the key of the last one."""
+
+    block_ids: BlockIds
+    last_key: bytes
+
+
+class Loans:
+    """One per engine. It writes the orders for the worker half into `orders`."""
+
+    def __init__(
+        self, orders: Orders, block_size: int, num_blocks: int, checksums: bool = False
+    ) -> None:
+        self._orders = orders
+        self._checksums = checksums
+        self._block_size = block_size
+        self._max_blocks = int(LOAN_SHARE * num_blocks)
+        self._cache: PrefixCache | None = None
+        self._lent: dict[str, Prefix] = {}
+        """By loan id; readers may still join."""
+        self._ending: dict[str, Prefix] = {}
+        """Revoked, and still pinned."""
+        self._count = 0
+        self._run_id = secrets.token_hex(4)
+        self._is_stopped = False
+        self._lacks_room = False
+
+    def __len__(self) -> int:
+        return len(self._lent) + len(self._ending)
+
+    def lend_from(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def ask(self, request: LoanRequest) -> None:
+        """Answer a request, by a loan or by a refusal."""
+        loan_id, prefix = self._find(request)
+        blocks = () if prefix is None else prefix.block_ids
+        num_tokens = len(blocks[0]) * self._block_size if blocks else 0
+        key = b"" if prefix is None else prefix.last_key
+        self._orders.loans.append(
+            LoanAnswer(request.reader, request.sequence, loan_id, blocks, num_tokens, key)
+        )
+
+    def make_room(self) -> bool:
+        """Revoke all loans because a request of this engine lacks blocks, and refuse new ones until
+        `room_found`. Return False if there was none."""
+        self._lacks_room = True
+        return self.revoke_all()
+
+    def room_found(self) -> None:
+        """Note that a request got blocks, or gave some back."""
+        self._lacks_room = False
+
+    def revoke_all(self) -> bool:
+        """Revoke all loans. Return False if there was none."""
+        revoked = bool(self._lent)
+        self._orders.revokes += self._lent
+        self._ending.update(self._lent)
+        self._lent.clear()
+        return revoked
+
+    def stop(self) -> None:
+        """Revoke all loans and refuse new ones."""
+        self._is_stopped = True
+        self.revoke_all()
+
+    def resume(self) -> None:
+        self._is_stopped = False
+
+    def reported(self, request_id: str) -> None:
+        """Note that no engine reads the loan any more, so the host unpins its blocks."""
+        self._lent.pop(request_id, None)
+        self._ending.pop(request_id, None)
+
+    def _find(self, request: LoanRequest) -> tuple[str, Prefix | None]:
+        cache = self._cache
+        if self._is_stopped or self._lacks_room:
+            return "", None
+        if cache is None or request.scheme != cache.scheme:
+            return "", None
+        blocks = cache.find(request.keys)
+        num_found = min(map(len, blocks), default=0)
+        if not num_found:
+            return "", None
+        prefix = Prefix(blocks, request.keys[num_found - 1])
+        for loan_id, lent in self._lent.items():
+            if lent == prefix:
+                return loan_id, prefix
+        if len(self) >= MAX_LOANS or self._num_pinned(blocks) > self._max_blocks:
+            return "", None
+        self._count += 1
+        loan_id = f"loan-{self._run_id}-{self._count:08}"
+        cache.pin(loan_id, blocks)
+        self._lent[loan_id] = prefix
+        sums = blocks if self._checksums else ()
+        self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
+        return loan_id, prefix
+
+    def _num_pinned(self, more: BlockIds) -> int:
+        """Return how many blocks are pinned together with these, each counted once."""
+        pinned = [one.block_ids for one in (*self._lent.values(), *self._ending.values())]
+        groups = zip(*pinned, more, strict=True)
+        return sum(len(set(chain.from_iterable(group))) for group in groups)
