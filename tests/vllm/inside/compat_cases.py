@@ -31,7 +31,7 @@ IN_STREAMS = {"cache_hit_threshold", "begun", "hand_back", "load_failures"}
 OVERRIDES = {
     "add_request": (RESUME,),
     "schedule": (IDLE_REST, THRESHOLD, RESUME, PREEMPTION_RETURN),
-    "update_from_output": (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES),
+    "update_from_output": (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES, FAILURE_POLICY),
     "has_requests": (IDLE_REST, THRESHOLD, PREEMPTION_RETURN),
     "has_finished_requests": (IDLE_REST,),
     "_handle_failed_recving": (FAILURE_POLICY,),
