@@ -26,7 +26,9 @@ def decoder(fleet: Fleet) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def router(fleet: Fleet, prefiller: Server, decoder: Server) -> Iterator[Server]:
     launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
+    # The engine chooses the rank of a first turn.
+    options = ("--decode-first-turns", "0", "--decode-policy", "power_of_two")
+    with launcher.router([prefiller], [decoder], *options) as server:
         asked = 'GET /disagg/identity HTTP/1.1" 200'
         wait_for(lambda: asked in decoder.log.read_text(), "the router has heard of both ranks")
         yield server
