@@ -94,8 +94,10 @@ def test_a_prefiller_killed_in_mid_read_fails_that_read_and_the_next_is_served(
         dying.stop()
         reader.hears("read")
         seen = at_rest(reader)
+        seconds = 0.0
         while moment.startswith("after") and not seen["arrived"]:
-            dying.runs_for(0.005)
+            dying.runs_for(seconds)  # as little as it takes: the whole READ may take 0.1 s
+            seconds += 0.0005
             seen = at_rest(reader)
         assert seen["is_running"], "the READ is under way"
         assert (seen["arrived"] == 0) is moment.startswith("before")
