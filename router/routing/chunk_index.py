@@ -4,9 +4,11 @@
 that hold it. New chunks go to the young generation. When that has as much as the role's caches
 together hold, it becomes the old one, and the index forgets chunks of the old one that were not
 added again. So it remembers about all that LRU caches hold, and what they evicted last, for one
-dict look-up per chunk. Generations of half this size lose up to 0.03 of goodput. Roles are apart
-because a few decode engines fill their caches sooner than many prefill engines. Chunk hashes are
-chained, so an engine that holds a chunk holds all before it, and bisection finds the longest match.
+dict look-up per chunk. Generations of half this size lose up to 0.03 of goodput at prefill engines.
+Decode engines have these, because they compute a prompt themselves on the word of the index, and
+may then lack it. Roles are apart because a few decode engines fill their caches sooner than many
+prefill engines. Chunk hashes are chained, so an engine that holds a chunk holds all before it, and
+bisection finds the longest match.
 
 If all caches together hold more chunks than the bound admits, the index keeps only every second,
 fourth ... chunk of a prompt. Matches are then found in larger steps, but none is forgotten sooner.
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
+from router.fleet.engine import DECODE
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 
 # The assumed cache of an engine that does not report its size, in tokens.
@@ -137,8 +140,9 @@ class ChunkIndex:
         while total > self._stride * self._max_young and self._stride < MAX_CHUNKS:
             self._stride *= 2
         kept = min(2 * total // self._stride, self._max_young)
-        for role in self._roles.values():
-            role.most = max(1, kept * role.cache_tokens // max(1, 2 * total * TOKENS_PER_CHUNK))
+        for name, role in self._roles.items():
+            most = kept * role.cache_tokens // max(1, 2 * total * TOKENS_PER_CHUNK)
+            role.most = max(1, most // 2 if name == DECODE else most)
 
     def bit(self, name: str) -> int:
         """Return the engine's bit; 0 if the engine is not registered."""
