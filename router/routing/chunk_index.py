@@ -5,10 +5,10 @@ that hold it. New chunks go to the young generation. When that has as much as th
 together hold, it becomes the old one, and the index forgets chunks of the old one that were not
 added again. So it remembers about all that LRU caches hold, and what they evicted last, for one
 dict look-up per chunk. Generations of half this size lose up to 0.03 of goodput at prefill engines.
-Decode engines have these, because they compute a prompt themselves on the word of the index, and
-may then lack it. Roles are apart because a few decode engines fill their caches sooner than many
-prefill engines. Chunk hashes are chained, so an engine that holds a chunk holds all before it, and
-bisection finds the longest match.
+Decode engines have these: they are given prompts to compute whose prefix the index expects there,
+so a prefix that was evicted costs more. Roles are apart because a few decode engines fill their
+caches sooner than many prefill engines. Chunk hashes are chained, so an engine that holds a chunk
+holds all before it, and bisection finds the longest match.
 
 If all caches together hold more chunks than the bound admits, the index keeps only every second,
 fourth ... chunk of a prompt. Matches are then found in larger steps, but none is forgotten sooner.
