@@ -62,6 +62,15 @@ def test_an_adapters_keys_and_values_are_taken_for_no_other_models(pair: list[Se
     assert metric(decoder, FETCHED) == fetched
 
 
+def test_models_page_names_the_parent_of_adapters_by_which_a_router_knows_them(
+    pair: list[Server],
+) -> None:
+    for server in pair:
+        models = server.get("/v1/models").json()["data"]
+        parents = {model["id"]: model["parent"] for model in models}
+        assert parents == {"tiny": None, "first": "tiny", "second": "tiny"}
+
+
 def test_a_conversation_that_changes_its_adapter(fleet: Fleet, pair: list[Server]) -> None:
     """Through the router, whose conversations are each model's own; and both adapters at once: a
     request of the model itself in their batch is answered wrongly by one vLLM alone, on CPUs."""

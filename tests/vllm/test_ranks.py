@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from router.fleet.kv_facts import ranks_of_metrics, ranks_of_page
 from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm.measures import FETCHED, nothing_left
@@ -67,6 +68,12 @@ def test_turns_are_those_of_one_vllm_and_stay_at_their_rank(
             assert metric(decoder, FETCHED) - fetched < LENGTH, "the rest was in its cache"
             homes.add(home)
     assert homes == set(RANKS), "or they were all of one, for another reason"
+
+
+def test_metrics_show_the_ranks_and_caches_of_the_identity_page(decoder: Server) -> None:
+    page = ranks_of_page(decoder.get("/disagg/identity").json())
+    assert [rank.number for rank in page] == list(RANKS)
+    assert ranks_of_metrics(decoder.get("/metrics").text) == page
 
 
 def test_prompts_go_to_the_rank_that_has_their_beginning(

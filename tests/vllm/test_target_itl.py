@@ -1,0 +1,158 @@
+"""Conditional disaggregation by load (--target-itl) before two vLLM engines: which prompts the
+decode engine computes itself while chats stream there.
+
+The decisions are asserted; the gaps between the chats' tokens are printed (pytest -s), because a
+machine of CI is no place to judge times.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from router.fleet.step_model import StepModel
+from tests.integration.oracle import body_of, tokens_of
+from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.vllm.measures import COMPUTED
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
+
+BUDGET = 2048
+SHORT, LONG, TRIAL = 60, 1500, 450
+CHATS, ROUNDS = 3, 6
+# Slow enough that the prompts' time is more than a machine's noise: 12 million parameters.
+MODEL = TinyModel(layers=8, hidden=320, heads=10, kv_heads=10, intermediate=1024)
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    model = write_tiny_model(tmp_path_factory.mktemp("slower"), MODEL)
+    options = (*SCHEDULER, UNCACHED, "--max-num-batched-tokens", str(BUDGET))
+    with fleet.servers(
+        Kind("itl-p", OURS, options, model), Kind("itl-d", OURS, options, model)
+    ) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def launcher(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("itl-logs"), fleet.model, fleet.free_ports)
+
+
+@pytest.fixture(scope="module")
+def steps(pair: list[Server], launcher: Launcher) -> StepModel:
+    """The times of the decode engine's steps, which the router has it measure by trials."""
+    prefiller, decoder = pair
+    with launcher.router([prefiller], [decoder], "--target-itl", "0.05") as router:
+        numbers = iter(range(100))
+
+        def has_measured() -> bool:
+            number = next(numbers)
+            # Answers with contexts of different lengths show what a token of context costs.
+            for length in (30, TRIAL - 5 * (number % 10)):
+                prompt = tokens_of(length, 900 + number)
+                answer = router.post("/v1/completions", body_of(prompt, {"max_tokens": 24}))
+                assert answer.status_code == 200, answer.text
+            return step_model(decoder) is not None
+
+        wait_for(has_measured, "the decode engine knows its steps", 300, 0)
+        assert alone(router, "trial") > 0
+    found = step_model(decoder)
+    assert found is not None
+    return found
+
+
+def step_model(engine: Server) -> StepModel | None:
+    [rank] = engine.get("/disagg/identity").json()["ranks"]
+    assert rank["max_step_tokens"] == BUDGET
+    return StepModel.parse(rank.get("step_model"))
+
+
+def alone(router: Server, reason: str) -> float:
+    found = router.metrics()
+    return found.get(f'disagg_router_decode_only_total{{reason="{reason}"}}', 0.0)
+
+
+@dataclass
+class Chats:
+    """Streams through a router, and the seconds between the tokens of each."""
+
+    router: Server
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        over = threading.Event()
+        threads = [threading.Thread(target=self._chat, args=(n, over)) for n in range(CHATS)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_for(lambda: self.tokens >= 10 * CHATS, "the chats stream", 120)
+            self.gaps.clear()
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def _chat(self, number: int, over: threading.Event) -> None:
+        # The prefill engine computes them: the chats are not what is judged.
+        fields = {"stream": True, "max_tokens": 1800, "cache_hit_threshold": 0}
+        body: dict[str, Any] = body_of(tokens_of(40, 700 + number), fields)
+        url = f"{self.router.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=300) as answer:
+            before = 0.0
+            for _ in answer.iter_raw():
+                now = time.monotonic()
+                if before:
+                    self.gaps.append(now - before)
+                before, self.tokens = now, self.tokens + 1
+                if over.is_set():
+                    return
+
+
+def measure(name: str, router: Server, prefiller: Server) -> dict[int, float]:
+    """Send short and long prompts in turn while the chats stream. Return how many tokens of each
+    length the prefill engine computed."""
+    chats, computed = Chats(router), dict.fromkeys((SHORT, LONG), 0.0)
+    with chats.running():
+        for number in range(ROUNDS):
+            for length in (SHORT, LONG):
+                before = metric(prefiller, COMPUTED)
+                prompt = tokens_of(length, 1000 * number + length)
+                answer = router.post("/v1/completions", body_of(prompt, {"max_tokens": 2}))
+                assert answer.status_code == 200, answer.text
+                computed[length] += metric(prefiller, COMPUTED) - before
+    ordered = sorted(chats.gaps)
+    worst, p99, median = ordered[-1], ordered[int(0.99 * len(ordered))], ordered[len(ordered) // 2]
+    print(f"{name}: gaps p50 {median * 1e3:.0f}, p99 {p99 * 1e3:.0f}, worst {worst * 1e3:.0f} ms")
+    return computed
+
+
+def test_the_decode_engine_computes_what_keeps_the_target_and_no_more(
+    pair: list[Server], launcher: Launcher, steps: StepModel, tmp_path: Path
+) -> None:
+    prefiller, decoder = pair
+    longest = steps.worst_step(SHORT, SHORT, CHATS * 200)
+    target = 2 * longest
+    assert steps.worst_step(LONG, LONG, 0) > 2 * target, "the prompts are not different enough"
+    print(f"\n{steps}, target {target * 1e3:.0f} ms")
+    by_load = ("--target-itl", f"{target:.4f}")
+    with launcher.router([prefiller], [decoder], *by_load) as router:
+        computed = measure("by load", router, prefiller)
+        assert computed == {SHORT: 0, LONG: ROUNDS * LONG}
+        assert alone(router, "sooner") == ROUNDS
+    by_tokens = ("--target-itl", "0", "--min-remote-prefill-tokens", str(BUDGET))
+    with launcher.router([prefiller], [decoder], *by_tokens) as router:
+        computed = measure("by tokens", router, prefiller)
+        assert computed == {SHORT: 0, LONG: 0}
+    with launcher.router([prefiller], [decoder], "--target-itl", "0") as router:
+        computed = measure("off", router, prefiller)
+        assert computed == {SHORT: ROUNDS * SHORT, LONG: ROUNDS * LONG}
