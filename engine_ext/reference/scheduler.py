@@ -94,11 +94,11 @@ class SchedulerStep:
 
 def work_of(chunks: list[Chunk]) -> StepWork:
     """Return what a step computes. A chunk of one token costs what a decoding request does."""
-    befores = [(chunk.num_tokens, chunk.seq.num_computed_tokens) for chunk in chunks]
+    lengths = [(chunk.num_tokens, chunk.seq.num_computed_tokens) for chunk in chunks]
     return StepWork(
-        sum(count for count, _ in befores if count > 1),
-        sum(count * (before + count / 2) for count, before in befores if count > 1),
-        sum(before for count, before in befores if count == 1),
+        sum(count for count, _ in lengths if count > 1),
+        sum(count * (before + count / 2) for count, before in lengths if count > 1),
+        sum(before for count, before in lengths if count == 1),
     )
 
 

@@ -92,10 +92,10 @@ def work_of(output: "SchedulerOutput") -> StepWork:
     contexts = sum(cached.num_computed_tokens)
     chunks = []
     if output.total_num_scheduled_tokens > len(scheduled):
-        befores = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        lengths = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         chunks = [
             (scheduled[name], before)
-            for name, before in befores
+            for name, before in lengths
             if scheduled[name] > 1 and name not in drafts
         ]
         contexts -= sum(before for _, before in chunks)
