@@ -92,7 +92,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@$(BIN)/codespell docs *.md router engine_ext charts examples
 	@VENV="$(VENV)" scripts/test tests/docs -q $(ARGS)
 	@echo "build/site/index.html"

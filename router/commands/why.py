@@ -131,6 +131,8 @@ def story(request: dict[str, Any]) -> Iterator[str]:
     yield f"  arrived {arrived.isoformat(sep=' ', timespec='milliseconds')}{model}"
     flow = request["flow"]
     yield f"  flow {flow}: {FLOWS.get(flow, 'see docs/metrics.md')}"
+    if request.get("without_transfer"):
+        yield f"  no KV transfer: {request['without_transfer']}"
     yield from _timeline(request, ms)
     yield from _tokens(request, ms)
     if request["conversation"]:

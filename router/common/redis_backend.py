@@ -74,8 +74,9 @@ class RedisBackend:
 
     @property
     def failure(self) -> str:
-        """What is amiss since the last operation failed; empty if it succeeded."""
-        return "" if self._open_until is None else self.failed_message
+        """What is amiss while the breaker is open, else empty."""
+        is_open = self._open_until is not None and self._clock() < self._open_until
+        return self.failed_message if is_open else ""
 
     async def run(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`, which sends commands. Raises `error`."""

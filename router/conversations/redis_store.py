@@ -29,7 +29,7 @@ class RedisStore(RedisBackend):
     does_io = True
     error = StoreError
     logger = logging.getLogger("disagg_router.conversations")
-    failed_message = "conversation store failed, turns are not reused"
+    failed_message = "Redis fails as conversation store, turns are not reused"
     recovered_message = "conversation store has recovered"
 
     async def take(self, key: str) -> bytes | None:

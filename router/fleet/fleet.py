@@ -322,7 +322,9 @@ class Fleet:
         """The engine has these data-parallel ranks, in the order of the header's values; without
         `facts` the known ones stay. One rank is as good as none."""
         known, several = engine.capabilities.ranks, facts if len(facts) > 1 else ()
-        if known is None or (facts and [r.number for r in known] != [r.number for r in several]):
+        if known is None or (
+            facts and [(r.number, r.cache_tokens) for r in known] != [tuple(r) for r in several]
+        ):
             engine.capabilities.ranks = tuple(
                 EngineRank(engine, number, at, tokens)
                 for at, (number, tokens) in enumerate(several)

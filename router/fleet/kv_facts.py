@@ -17,7 +17,10 @@ MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12
 VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 SGLANG_CACHE = re.compile(r"^sglang:max_total_num_tokens(?:\{.*\})? (\d+)", re.MULTILINE)
-LABEL = re.compile(r'(\w+)="([^"]*)"')
+# Without the look-behind, a long text without quotes would take quadratic time.
+LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
+# More data-parallel ranks than this behind one address are not credible.
+MAX_RANKS = 1024
 NO_CONNECTOR = "started without --kv-transfer-config"
 SECRET_REQUIRED, SECRET_OPTIONAL, SECRET_NONE = "required", "mixed", "none"
 
@@ -97,7 +100,7 @@ def ranks_of_page(page: Mapping[str, object]) -> Sequence[RankFacts]:
     """Return the data-parallel ranks of an identity page, in the order of their numbers. Return ()
     if the page may lack some: it lists those of its machine only."""
     ranks = page.get("ranks")
-    if not isinstance(ranks, list) or page.get("dp_size") != len(ranks):
+    if not isinstance(ranks, list) or page.get("dp_size") != len(ranks) or len(ranks) > MAX_RANKS:
         return ()
     found = {
         rank_number(rank): RankFacts(rank_number(rank), cache_tokens_of_ranks([rank]))
@@ -121,7 +124,7 @@ def ranks_of_metrics(text: str) -> Sequence[RankFacts]:
         _int(one.get("engine")): _int(one.get("num_gpu_blocks")) * _int(one.get("block_size"))
         for one in labels
     }
-    if tokens:
+    if 0 < len(tokens) <= MAX_RANKS:
         return [RankFacts(number, tokens[number] // len(tokens)) for number in sorted(tokens)]
     return [RankFacts(0, sum(map(_int, SGLANG_CACHE.findall(text))))]
 

@@ -25,26 +25,36 @@ MIN_TOKENS = 512
 # Equal engines differ by up to 1.2, because they get different prompts.
 CLEAR_DIFFERENCE = 1.25
 MAX_SLOWNESS = 8.0
+# A pace counts for so many seconds after the last leg, since an engine that was slow may get none.
+STALE_S = 60.0
 
 
 class PrefillRate:
     """The rate of one engine; see the top of this file. Times are any monotonic clock's."""
 
-    __slots__ = ("_ended", "_paces", "_seconds", "_tokens", "token_seconds")
+    __slots__ = ("_paces", "_seconds", "_tokens", "ended", "token_seconds")
 
     def __init__(self) -> None:
         self.token_seconds = 0.0
         """Seconds per prompt token; 0 if unknown."""
         self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._tokens = 0
-        self._seconds = self._ended = 0.0
+        self._seconds = 0.0
+        self.ended = 0.0
+        """When the last leg ended."""
+
+    def pace_at(self, moment: float) -> float:
+        """Return `token_seconds`, or 0 if no leg has ended for STALE_S at that moment."""
+        return self.token_seconds if moment - self.ended < STALE_S else 0.0
 
     def note_leg(self, sent: float, ended: float, computed: int | None, share: float = 1.0) -> None:
         """A prefill leg has ended, for which the engine computed this many tokens; None if it has
         failed. `share`: this router's part of the engine's load."""
-        was_idle = sent >= self._ended
-        seconds, self._ended = ended - max(sent, self._ended), ended
-        if computed is None or (was_idle and computed < MIN_TOKENS):
+        if computed is None:
+            return  # the seconds belong to the legs that run beside it
+        was_idle = sent >= self.ended
+        seconds, self.ended = ended - max(sent, self.ended), ended
+        if was_idle and computed < MIN_TOKENS:
             return
         self._tokens += computed
         self._seconds += seconds * share

@@ -66,10 +66,10 @@ class StepModel:
 
 
 def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
-    """Return the slower of each factor of these data-parallel ranks; None if one is unknown."""
+    """Return the slower of each factor of these data-parallel ranks; None if all are unknown."""
     found = [StepModel.parse(rank.get("step_model")) for rank in ranks if isinstance(rank, dict)]
     models = [model for model in found if model is not None]
-    if not models or len(models) < len(ranks):
+    if not models:
         return None
     return StepModel(
         max(one.base for one in models),

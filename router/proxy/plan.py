@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from router.conversations.reuse import TurnReuse
 from router.fleet.engine import DECODE, PREFILL, Engine, Place
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
+from router.proxy.ranks import find_place
 from router.proxy.request import AS_SENT, PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill, is_trial
 from router.routing.policy import in_turn
-from router.routing.prompt_chunks import estimate_tokens
+from router.routing.prompt_chunks import estimate_tokens, has_media
 from router.routing.route import Route
 
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
@@ -157,28 +158,32 @@ def find_local_prefill(
     (min_remote_prefill_tokens), it is sooner than a prefill engine and keeps the target_itl, or it
     has not measured yet whether it would.
 
-    A turn stays at the decode engine that has the last turn's KV, and a request at its slot. Other
-    requests go to the decode engine of the route with the least work. A cache_hit_threshold in the
-    request takes precedence; the tokens of embeddings are unknown.
+    A turn stays at the decode engine that has the last turn's KV, a request at its slot, and all
+    requests at their first engine if the policy goes by sessions. Other requests go to the decode
+    engine of the route with the least work. A cache_hit_threshold in the request takes precedence;
+    the tokens of embeddings are unknown, and so is the time to encode media.
     """
     least, target = limits.min_remote_prefill_tokens, limits.target_itl
     candidates: Sequence[Engine] = ()
-    if target and route.prefillers and not request.is_several:
-        is_bound = is_placed or (reuse is not None and reuse.decoder is not None)
+    if target and route.prefillers and not request.is_several and not has_media(request.body):
+        is_bound = is_placed or limits.decode_policy == "session"
+        is_bound = is_bound or (reuse is not None and reuse.decoder is not None)
         found = route.decoders[:1] if is_bound else route.decoders
         candidates = [one for one in found if one.capabilities.max_step_tokens]
+        # A failing engine looks idle.
+        candidates = [one for one in candidates if not one.failed_recently] or candidates
     if not (least or candidates) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
         return None
     total = max(1, estimate_tokens(request.body))
-    if least and total - _cached_tokens(route, reuse, route.decoders[0], total) < least:
+    if least and total - _cached_tokens(request, route, reuse, route.decoders[0], total) < least:
         return route.decoders[0], SHORT_PROMPT
     if reuse is not None and _turn_threshold(request, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
     best: tuple[float, Engine, DecoderLoad] | None = None
     for engine in candidates:
-        place = route.place(engine, DECODE)
+        place = find_place(request, route, reuse, engine, DECODE)
         load = DecoderLoad.of(engine, place)
-        uncached = max(1, total - _cached_tokens(route, reuse, engine, total))
+        uncached = max(1, total - _cached_tokens(request, route, reuse, engine, total))
         if load is None:
             if is_trial(engine, place, uncached):
                 return engine, TRIAL
@@ -198,10 +203,12 @@ def find_local_prefill(
     return (decoder, SOONER) if cost < remote.cost(max(1, total - cached), total) else None
 
 
-def _cached_tokens(route: Route, reuse: TurnReuse | None, decoder: Engine, total: int) -> int:
+def _cached_tokens(
+    request: Request, route: Route, reuse: TurnReuse | None, decoder: Engine, total: int
+) -> int:
     """Return how many of the `total` tokens of the prompt the decode engine is expected to hold."""
     notes = route.decode_feedback
-    place = route.place(decoder, DECODE)
+    place = find_place(request, route, reuse, decoder, DECODE)
     cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.decoder is decoder:
         cached = max(cached, int(reuse.cached_share * total))
@@ -219,8 +226,10 @@ def queue_local_prefill(
         return None
     load = DecoderLoad.of(decoder, place)
     total = max(1, estimate_tokens(request.body))
-    uncached = max(1, total - _cached_tokens(route, reuse, decoder, total))
+    uncached = max(1, total - _cached_tokens(request, route, reuse, decoder, total))
     if load is None:
+        if not is_trial(decoder, place, uncached):
+            return None  # it shows little of the time of its steps
         decoder.capabilities.trial_prefills += 1
         return QueuedPrefill({decoder, place}, 0.0, uncached)
     queued = QueuedPrefill({decoder, place}, load.prefill_seconds(uncached, total), uncached)

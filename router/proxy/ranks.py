@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from router.conversations.reuse import TurnReuse
 from router.fleet.engine import DECODE, Engine, EngineRank, EngineRole, Place
 from router.proxy.request import PASSED, Request
+from router.routing.route import Route
 
 if TYPE_CHECKING:
     from router.proxy.run import Run
@@ -23,10 +25,16 @@ RANK_HEADER = b"x-data-parallel-rank"
 def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
     """Return where a leg at this engine runs: at a data-parallel rank, or at the engine if it has
     no ranks or chooses one itself."""
+    return find_place(run.request, run.route, run.plan.reuse, engine, role)
+
+
+def find_place(
+    request: Request, route: Route, reuse: TurnReuse | None, engine: Engine, role: EngineRole
+) -> Place:
+    """Return the same for a request that has no Run yet."""
     ranks = engine.capabilities.ranks
     if not ranks:
         return engine
-    request, reuse = run.request, run.plan.reuse
     if request.decode_only_reason == PASSED:
         return engine
     wanted = rank_chosen_by_client(request)
@@ -34,7 +42,7 @@ def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
         return next((rank for rank in ranks if b"%d" % rank.header == wanted), engine)
     if role is DECODE and reuse is not None and engine is reuse.decoder and reuse.rank is not None:
         return next((rank for rank in ranks if rank.header == reuse.rank), engine)
-    return run.route.place(engine, role)
+    return route.place(engine, role)
 
 
 def header_line(request: Request, place: Place, known: int | None = None) -> bytes:

@@ -19,6 +19,7 @@ class RequestLimits:
     decode_first_byte_timeout: float
     decode_first_threshold: float
     decode_first_turns: float
+    decode_policy: str
     first_token: str
     hedged_decoders: int
     max_answer_size: int

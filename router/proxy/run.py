@@ -290,7 +290,7 @@ def require_short_prompt(run: Run) -> None:
 REASONS = {
     "same_engine": "one engine plays both roles",
     "short": "its cache lacks only a short part of the prompt",
-    "trial": "it measures the time of its steps with the prompt",
+    "trial": "the decode engine measures the time of its steps with the prompt",
     "sooner": "it computes the prompt sooner than a prefill engine would",
     "prompt_embeds": "engines cannot share a prompt of embeddings",
 }

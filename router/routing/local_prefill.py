@@ -134,6 +134,8 @@ def is_trial(engine: Engine, place: Place, uncached: int) -> bool:
     known = engine.capabilities
     if known.step_model is not None or not known.max_step_tokens:
         return False
+    if place.total_tokens + uncached >= CACHE_SHARE * place.cache_tokens:
+        return False  # no room, or nothing that shows it
     if place.total_local_prefill[1] or known.trial_prefills >= MAX_TRIALS:
         return False
     chunk = min(uncached, known.max_step_tokens)

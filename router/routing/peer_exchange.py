@@ -49,7 +49,9 @@ class PeerExchange(RedisBackend):
 
     error = ExchangeError
     logger = logging.getLogger("disagg_router.routing")
-    failed_message = "routers cannot exchange their load, each goes by its own requests"
+    failed_message = (
+        "routers cannot exchange their load through Redis, each goes by its own requests"
+    )
     recovered_message = "routers exchange their load again"
 
     def __init__(
@@ -93,6 +95,10 @@ class PeerExchange(RedisBackend):
             report = self._signer.verify(STREAM, fields.get(FIELD, b""))
             if report is None or not self._peers.take(report, received, age):
                 self._errors.labels("exchange", "invalid").inc()
+                self._throttle.warn(
+                    "a report of another router is not believed",
+                    "is its --conversation-store-key ours?",
+                )
 
     def _send(self, content: bytes) -> Awaitable[tuple[bytes, Sequence[tuple[bytes, Any]]]]:
         async def send() -> tuple[bytes, Sequence[tuple[bytes, Any]]]:

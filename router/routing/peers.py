@@ -30,7 +30,8 @@ MAX_REPORT_BYTES = 512 * 1024
 MAX_PEERS = 64
 MAX_ENGINES = 4096
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+MAX_COUNT = 10**9
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Load = tuple[Count, Count, Count, Count]
 Chunk = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has 64 bits
 Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -99,7 +100,7 @@ class PeerRouters:
             name: (
                 engine.in_flight,
                 engine.tokens_in_flight,
-                int(1000 * engine.local_prefill_s),
+                min(int(1000 * engine.local_prefill_s), MAX_COUNT),
                 engine.local_prefill_tokens,
             )
             for name, engine in self._engines.items()

@@ -266,7 +266,8 @@ class PrefillCost(PrefixAffinity):
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> None:
         self._choices_left = max(CHOICES_PER_COMPARISON, len(candidates))
-        found = slowness_of([engine.prefill_rate.token_seconds for engine in candidates])
+        latest = max((engine.prefill_rate.ended for engine in candidates), default=0.0)
+        found = slowness_of([engine.prefill_rate.pace_at(latest) for engine in candidates])
         for engine in candidates:
             self._slowness.pop(engine.name, None)
         self._slowness.update(zip((engine.name for engine in candidates), found, strict=False))

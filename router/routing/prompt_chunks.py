@@ -28,6 +28,8 @@ LIMIT_BYTES = MAX_CHUNKS * CHUNK_BYTES
 MESSAGE_TOKENS = 4
 # Of a long encoded medium or name, this many characters of each end are hashed.
 END_CHARS = 256
+# Fields beside the messages that a chat template renders.
+RENDERED = ("tools", "documents", "chat_template", "chat_template_kwargs")
 CALLS = ("tool_calls", "tool_call_id")
 MEDIA = ("image_url", "input_audio", "video_url", "audio_url", "file")
 # The assumed size of an image: its encoded size is little evidence of its tokens.
@@ -61,17 +63,36 @@ def adapter_chunk(name: str) -> int:
 
 def estimate_tokens(body: Body) -> int:
     """Return the number of token ids, or else an estimate of four bytes per token."""
-    ids = _token_ids(body)
-    if ids is not None:
-        return len(ids)
-    messages = body.get("messages")
+    messages, tokens = body.get("messages"), _prompt_tokens(body.get("prompt"))
     if not isinstance(messages, list):
-        return -(-_size_of(body.get("prompt")) // BYTES_PER_TOKEN)
-    size = _size_of(body.get("tools"))
+        return tokens
+    size = sum(_size_of(body.get(name)) for name in RENDERED)
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else message
+        is_text = isinstance(message, dict) and len(message) <= 2
+        content = message.get("content") if is_text else message
         size += _size_of(content if isinstance(content, str) else message)
-    return -(-size // BYTES_PER_TOKEN) + MESSAGE_TOKENS * len(messages)
+    # The endpoint decides which field counts, and the other one is hardly ever there.
+    return max(tokens, -(-size // BYTES_PER_TOKEN) + MESSAGE_TOKENS * len(messages))
+
+
+def has_media(body: Body) -> bool:
+    """Return True if a message has an image or another medium, which an engine encodes first."""
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") in MEDIA:
+                return True
+    return False
+
+
+def _prompt_tokens(prompt: object) -> int:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    # Engines take 1.0, true and "1" for token ids, too, if the first one is a number.
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return -(-_size_of(prompt) // BYTES_PER_TOKEN)
 
 
 def _token_ids(body: Body) -> list[int] | None:

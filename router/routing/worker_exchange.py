@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import uniform
 from time import monotonic as now
@@ -40,8 +40,6 @@ class WorkerExchange:
     """Runs until it is cancelled. `engines` returns the present engines, `directory` is the folder
     of the workers."""
 
-    failure = ""
-
     def __init__(
         self,
         peers: PeerRouters,
@@ -55,12 +53,22 @@ class WorkerExchange:
         self._buffer = bytearray(MAX_REPORT_BYTES + 1)
         self._senders: dict[str, socket.socket] = {}
         self._throttle = LogThrottle(logger, LOG_INTERVAL_S)
+        self._folder = str(directory)
+        self.failure = ""
+        """Why this worker exchanges nothing; empty if it does."""
 
     async def exchange_forever(self) -> None:
         """Exchange reports until cancelled."""
-        loop, path = asyncio.get_running_loop(), self._directory / self._own
-        with _datagram_socket() as receiver:
-            receiver.bind(str(path))
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            receiver = stack.enter_context(_datagram_socket())
+            try:
+                self._folder = stack.enter_context(_short_name(self._directory))
+                receiver.bind(f"{self._folder}/{self._own}")
+            except OSError as error:
+                self.failure = f"workers cannot exchange their load: {error}"
+                logger.error(self.failure)
+                return
             loop.add_reader(receiver, self._receive, receiver)
             try:
                 while True:
@@ -69,7 +77,7 @@ class WorkerExchange:
                     self.exchange()
             finally:
                 loop.remove_reader(receiver)
-                path.unlink(missing_ok=True)
+                (self._directory / self._own).unlink(missing_ok=True)
 
     def exchange(self) -> None:
         """Send a report to the other workers, and add up theirs."""
@@ -100,7 +108,7 @@ class WorkerExchange:
         for name in names - {self._own}:
             try:
                 if name not in self._senders:
-                    self._senders[name] = _connect(str(self._directory / name))
+                    self._senders[name] = _connect(f"{self._folder}/{name}")
                 self._senders[name].send(report)
             except BlockingIOError:
                 pass  # the worker is frozen or behind
@@ -112,6 +120,18 @@ class WorkerExchange:
     def _note_failure(self, result: str, error: object) -> None:
         self._errors.labels("exchange", result).inc()
         self._throttle.warn("workers cannot exchange their load", str(error))
+
+
+@contextlib.contextmanager
+def _short_name(directory: Path) -> Iterator[str]:
+    """Yield a name of the folder that is short enough for the address of a socket (107 bytes), if
+    the system has one."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        name = f"/proc/self/fd/{opened}"
+        yield name if os.path.exists(name) else str(directory)
+    finally:
+        os.close(opened)
 
 
 def _datagram_socket() -> socket.socket:

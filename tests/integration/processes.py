@@ -24,6 +24,7 @@ START_SECONDS = 120
 # A killed vLLM server with two ranks has taken more than ten seconds until the kernel freed it.
 KILL_TIMEOUT_S = 60
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
+REFERENCE = "engine_ext.reference.cli"
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 
 
@@ -219,7 +220,7 @@ class Launcher:
         self,
         name: str,
         *options: str,
-        module: str = "engine_ext.reference.cli",
+        module: str = REFERENCE,
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
         connector: str = "DisaggConnector",
@@ -247,7 +248,8 @@ class Launcher:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
         }
         command += options
-        forks = self.fork_server
+        # Another module may change what the fork server has imported.
+        forks = self.fork_server if module == REFERENCE else None
         with serving(
             name, command, port, self.directory, "/health", side, fork_server=forks
         ) as server:

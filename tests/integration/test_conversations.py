@@ -284,7 +284,7 @@ def test_redis_stopped_in_mid_run_costs_reuse_and_no_request(
         errors = "disagg_router_conversation_store_errors_total.*"
         assert metric(router, errors) > 0
         assert turns(router, "store_failed") == 6
-        assert router.log.read_text().count("conversation store failed") == 1
+        assert router.log.read_text().count("Redis fails as conversation store") == 1
         with running_redis(port) as redis:
             wait_for(lambda: talk.say(prompt) and redis.keys(TURNS), "the store is used again", 60)
             assert "conversation store has recovered" in router.log.read_text()

@@ -41,6 +41,8 @@ class Half:
     def says(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        while line.startswith("["):  # UCX logs that the killed peer refuses connections
+            line = self.process.stdout.readline()
         assert line, "the process is gone"
         said: dict[str, Any] = json.loads(line)
         return said

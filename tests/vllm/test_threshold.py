@@ -45,7 +45,7 @@ def finish_reason(server: Server, path: str, body: dict[str, Any]) -> str:
 
 
 def test_prefill_legs_are_not_measured_by_the_threshold(decoder: Server) -> None:
-    body = {**prefill_body(tokens_of(100, 80)), "cache_hit_threshold": 1}
+    body = {**prefill_body(tokens_of(100, 80)), "cache_hit_threshold": 1, "ignore_eos": True}
     response = decoder.post("/v1/completions", body)
     assert response.json()["choices"][0]["finish_reason"] == "length"
     assert response.json()["kv_transfer_params"]["remote_num_tokens"] == 100

@@ -70,7 +70,8 @@ class RouterChecker:
         if answer.status_code == 200 and status == "ready":
             self.found.ok("ready", "requests are answered")
         elif answer.status_code == 200 and status == "degraded":
-            self.found.fail("ready", f"degraded: {text}", "see the lines below")
+            cure = "start Redis, or correct its URL" if "Redis" in text else "see the lines below"
+            self.found.fail("ready", f"degraded: {text}", cure)
         else:
             self.found.fail("ready", f"requests are not answered: {text}", "see the lines below")
         for name, problem in _pairs(content.get("sources"))[:MAX_LISTED]:

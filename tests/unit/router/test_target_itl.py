@@ -260,3 +260,95 @@ async def test_a_request_stays_at_the_engine_where_it_has_a_slot(
         assert asking.result().status_code == 200
         router.engine(other).add_local_prefill(-0.4, 0)
         await router.settled()
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "word " * 20_000}}
+ANSWERED = {"role": "assistant", "content": "I write it."}
+UNJUDGED_CHATS: dict[str, dict[str, Any]] = {
+    "tool_calls": {"messages": [ANSWERED | {"tool_calls": [CALL]}]},
+    "reasoning": {"messages": [ANSWERED | {"reasoning_content": "word " * 20_000}]},
+    "documents": {"messages": [ANSWERED], "documents": [{"text": "word " * 20_000}]},
+    "chat_template_kwargs": {"messages": [ANSWERED], "chat_template_kwargs": {"a": "w " * 50_000}},
+    "media": {
+        "messages": [
+            {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "v"}}]}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("chat", UNJUDGED_CHATS.values(), ids=list(UNJUDGED_CHATS))
+async def test_the_prefill_engine_computes_chats_that_are_long_by_more_than_their_text(
+    start_judged: StartRouter, p: MockEngine, chat: dict[str, Any]
+) -> None:
+    router = await start_judged()
+    body = {"model": "m", "max_tokens": 5} | chat
+    assert (await router.client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert (len(p.requests), sooner(router)) == (1, 0)
+
+
+async def test_an_engine_that_has_just_failed_gets_no_prompt_although_it_looks_idle(
+    start_judged: StartRouter, d: MockEngine
+) -> None:
+    async with running_engine(usual_decode) as other:
+        d.usual, other.identity = fails, identity()
+        router = await start_judged(ds=[d, other])
+        router.engine(other).add_load(1, 200)
+        for _ in range(4):
+            assert (await router.complete(prompt=PROMPT)).status_code == 200
+        router.engine(other).add_load(-1, -200)
+        assert len(d.requests) == 1
+
+
+async def test_a_session_stays_at_its_decode_engine(
+    start_judged: StartRouter, d: MockEngine
+) -> None:
+    async with running_engine(usual_decode) as other:
+        other.identity = identity()
+        router = await start_judged(ds=[d, other], decode_policy="session")
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
+        for number in range(4):
+            headers = {"x-session-id": "s"}
+            await router.client.post("/v1/completions", json=body, headers=headers)
+            home = d if d.requests else other
+            if not number:
+                router.engine(home).add_load(1, 300)
+        router.engine(home).add_load(-1, -300)
+        assert len(home.requests) == 4
+
+
+async def test_the_rank_that_a_client_names_is_judged(
+    start_judged: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    d.identity = {
+        "capabilities": [],
+        "dp_size": 2,
+        "ranks": [RANK | {"dp_rank": n} for n in (0, 1)],
+    }
+    router = await start_judged()
+    engine = router.engine(d)
+    assert engine.capabilities.ranks is not None
+    for busy in (engine.capabilities.ranks[1], engine):
+        busy.add_local_prefill(10.0, 100_000)
+    headers, body = {"x-data-parallel-rank": "1"}, {"model": "m", "prompt": PROMPT, "max_tokens": 3}
+    await router.client.post("/v1/completions", json=body, headers=headers)
+    assert (len(p.requests), sooner(router)) == (1, 0)
+
+
+async def test_short_prompts_are_no_trials(start_router: StartRouter, d: MockEngine) -> None:
+    d.identity = identity(step_model=None)
+    router = await start_router(target_itl=0.05, min_remote_prefill_tokens=64)
+    await router.knows_its_engines()
+    for _ in range(3):
+        await router.complete(prompt="hello")
+    assert router.engine(d).capabilities.trial_prefills == 0
+    await router.complete(prompt=PROMPT)
+    assert router.metric("decode_only_total", reason="trial") == 1
+
+
+async def test_a_page_of_metrics_may_be_anything(start_router: StartRouter, d: MockEngine) -> None:
+    """With quadratic time, reading it would take hours."""
+    d.pages["/metrics"] = b"vllm:cache_config_info{" + b"a" * 900_000 + b"} 1\n"
+    router = await start_router()
+    await router.knows_its_engines()
+    assert (await router.complete()).status_code == 200

@@ -12,6 +12,7 @@ from router.fleet.prefill_rate import (
     MAX_SLOWNESS,
     MIN_SAMPLES,
     SAMPLE_TOKENS,
+    STALE_S,
     PrefillRate,
     slowness_of,
 )
@@ -73,6 +74,12 @@ def test_failed_legs_and_cached_prompts_say_nothing_about_the_rate() -> None:
         rate.note_leg(number, number + 0.5, None)
         rate.note_leg(number + 0.6, number + 0.7, 16)
     assert rate.token_seconds == pytest.approx(PACE)
+
+
+def test_rate_of_an_engine_without_legs_is_unknown_after_a_while() -> None:
+    rate = _rate()
+    assert rate.pace_at(rate.ended + STALE_S - 1) == rate.token_seconds > 0
+    assert rate.pace_at(rate.ended + STALE_S) == 0
 
 
 def test_equal_engines_are_not_told_apart() -> None:

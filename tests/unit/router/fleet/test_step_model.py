@@ -70,7 +70,7 @@ def test_the_slowest_rank_of_an_engine_counts() -> None:
     strange: tuple[object, ...] = ({}, None, {"step_model": {}})
     for unknown in strange:
         made = capabilities(one, unknown)
-        assert (made.step_model, made.max_step_tokens) == (None, 0)
+        assert (made.step_model, made.max_step_tokens) == (StepModel.parse(PAGE), 0)
 
 
 def test_later_page_replaces_the_model() -> None:

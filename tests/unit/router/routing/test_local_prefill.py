@@ -130,11 +130,21 @@ def test_a_trial_has_steps_that_show_the_time_of_a_token(
     assert not is_trial(made, made, uncached)
 
 
+def test_a_full_cache_gets_no_trial() -> None:
+    made = engine()
+    made.capabilities.step_model = None
+    assert is_trial(made, made, 200)
+    made.add_load(1, int(0.96 * made.cache_tokens))
+    assert not is_trial(made, made, 200)
+
+
 def test_each_page_without_a_step_model_allows_one_more_trial() -> None:
     made = engine()
     made.capabilities.step_model, made.capabilities.trial_prefills = None, 64
     assert not is_trial(made, made, 200)
-    made.capabilities.note_identity({"ranks": [{"max_step_tokens": 256}]})
+    made.capabilities.note_identity(
+        {"ranks": [{"max_step_tokens": 256, "num_blocks": 99, "block_size": 16}]}
+    )
     assert is_trial(made, made, 200)
 
 
