@@ -96,8 +96,8 @@ class PeerExchange(RedisBackend):
             if report is None or not self._peers.take(report, received, age):
                 self._errors.labels("exchange", "invalid").inc()
                 self._throttle.warn(
-                    "a report of another router is not believed",
-                    "is its --conversation-store-key ours?",
+                    "a report of another router has no valid signature",
+                    "all routers need the same --conversation-store-key",
                 )
 
     def _send(self, content: bytes) -> Awaitable[tuple[bytes, Sequence[tuple[bytes, Any]]]]:
