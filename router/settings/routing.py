@@ -116,7 +116,7 @@ class SelectionSettings(SettingsGroup):
     host_cache_tokens: Count = 0
     share_routing: bool = True
     min_remote_prefill_tokens: Count = 0
-    target_itl: Annotated[Delay, Field(le=10)] = 0.05
+    target_itl: Annotated[Delay, Field(le=30)] = 0.05
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
     without_prefiller_tokens: Count = 16_384
     group_weights: Weights = ()
