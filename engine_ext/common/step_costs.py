@@ -1,4 +1,4 @@
-"""How long an engine's steps take, fitted on line to the engine's own steps.
+"""A model of the time of an engine's steps, fitted online to the engine's own steps.
 
 A step computes chunks of prompts and one token of each decoding request. Its milliseconds are
 
@@ -20,6 +20,7 @@ negative factor is taken, so the fit is the exact non-negative one.
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MEMORY = 512
@@ -27,7 +28,7 @@ MEMORY = 512
 KEPT = 1.0 - 1.0 / MEMORY
 HUBER = 0.3
 MIN_STEPS = 16
-"""Of a kind, before they are relied on."""
+"""The fit relies on a kind of steps after this many of them."""
 REFIT_STEPS = 32
 MANY_TOKENS = 256
 """A step with fewer prompt tokens may take as long as one without: its time is that of reading the
@@ -37,19 +38,25 @@ MIN_SPREAD = 0.02
 alike, and their time cannot be divided between the two."""
 
 PLACES = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
-"""Of the symmetric matrix's elements among the sums."""
+"""The positions of the symmetric matrix's elements in the sums."""
 
 Vector = tuple[float, float, float, float]
 
 
 class StepWork(NamedTuple):
-    """What one step computes."""
+    """The work of one step."""
 
     prompt_tokens: int
     prompt_pairs: float
     """Pairs of a prompt token and a token before it: n * (c + n / 2) for each chunk."""
     contexts: int
     """Tokens before those of the decoding requests."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, int]], contexts: int) -> "StepWork":
+        """Return the work of `chunks`, each with its tokens and the tokens before it."""
+        pairs = sum(count * (before + count / 2) for count, before in chunks)
+        return cls(sum(count for count, _ in chunks), pairs, contexts)
 
 
 class StepCosts(NamedTuple):
@@ -85,9 +92,9 @@ class StepFit:
         self._kinds = [_Sums(), _Sums(), _Sums()]
         self._num_steps = 0
         self.costs: StepCosts | None = None
-        """Of all kinds of steps; None until enough different ones were seen."""
+        """The fitted factors; None until enough different steps of all kinds were measured."""
         self._draft: StepCosts | None = None
-        """Of the kinds that were seen."""
+        """The factors fitted to the steps that were measured so far."""
 
     def add(self, work: StepWork, milliseconds: float) -> None:
         """Take a step that was measured."""

@@ -50,9 +50,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TARGET_SHARE = 0.9
-"""Of target_itl_ms, for a step: a step takes longer than predicted now and then."""
+"""The share of target_itl_ms that a step may take. Some steps take longer than predicted."""
 MIN_PROMPT_TOKENS = 64
-"""Of a step with prompts, whatever the target: a prompt never waits for the end of the answers."""
+"""A step computes at least this many tokens of a prompt, so that prompts never wait for the end of
+the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,8 @@ class SchedulerStep:
 def work_of(chunks: list[Chunk]) -> StepWork:
     """Return what a step computes. A chunk of one token costs what a decoding request does."""
     lengths = [(chunk.num_tokens, chunk.seq.num_computed_tokens) for chunk in chunks]
-    return StepWork(
-        sum(count for count, _ in lengths if count > 1),
-        sum(count * (before + count / 2) for count, before in lengths if count > 1),
-        sum(before for count, before in lengths if count == 1),
-    )
+    contexts = sum(before for count, before in lengths if count == 1)
+    return StepWork.of([one for one in lengths if one[0] > 1], contexts)
 
 
 class _Admission(enum.Enum):
@@ -218,7 +216,7 @@ class Scheduler:
 
     @property
     def scheme(self) -> str:
-        """See engine_ext.scheduler.loans.PrefixCache, as the next two methods."""
+        """This property, `find` and `pin` implement engine_ext.scheduler.loans.PrefixCache."""
         return f"disagg-engine blake2b-256 {self._blocks.block_size}"
 
     def find(self, keys: Seq[bytes]) -> BlockIds:

@@ -45,7 +45,8 @@ class PrefixCache(Protocol):
 
     @property
     def scheme(self) -> str:
-        """How keys are made, block size included. Other schemes' keys are never compared."""
+        """The name of the method that makes keys, with the block size. The keys of different
+        methods are never compared."""
 
     def find(self, keys: Sequence[bytes]) -> BlockIds:
         """Return the blocks of the longest known prefix, without holes, by KV-cache group. They
@@ -64,6 +65,9 @@ class Prefix:
     last_key: bytes
 
 
+NOTHING = Prefix((), b"")
+
+
 class Loans:
     """One per engine. It writes the orders for the worker half into `orders`."""
 
@@ -76,9 +80,9 @@ class Loans:
         self._max_blocks = int(LOAN_SHARE * num_blocks)
         self._cache: PrefixCache | None = None
         self._lent: dict[str, Prefix] = {}
-        """By loan id; readers may still join."""
+        """The loans that readers may still join, by id."""
         self._ending: dict[str, Prefix] = {}
-        """Revoked, and still pinned."""
+        """The revoked loans whose blocks are still pinned, by id."""
         self._count = 0
         self._run_id = secrets.token_hex(4)
         self._is_stopped = False
@@ -92,13 +96,11 @@ class Loans:
 
     def ask(self, request: LoanRequest) -> None:
         """Answer a request, by a loan or by a refusal."""
-        loan_id, prefix = self._find(request)
-        blocks = () if prefix is None else prefix.block_ids
-        num_tokens = len(blocks[0]) * self._block_size if blocks else 0
-        key = b"" if prefix is None else prefix.last_key
-        self._orders.loans.append(
-            LoanAnswer(request.reader, request.sequence, loan_id, blocks, num_tokens, key)
-        )
+        loan_id = self._lend(request)
+        prefix = self._lent.get(loan_id, NOTHING)
+        num_tokens = len(prefix.block_ids[0]) * self._block_size if loan_id else 0
+        where = prefix.block_ids, num_tokens, prefix.last_key
+        self._orders.loans.append(LoanAnswer(request.reader, request.sequence, loan_id, *where))
 
     def make_room(self) -> bool:
         """Revoke all loans because a request of this engine lacks blocks, and refuse new ones until
@@ -131,29 +133,30 @@ class Loans:
         self._lent.pop(request_id, None)
         self._ending.pop(request_id, None)
 
-    def _find(self, request: LoanRequest) -> tuple[str, Prefix | None]:
+    def _lend(self, request: LoanRequest) -> str:
+        """Return the id of a loan for the request, a new one or one that it joins; "" refuses."""
         cache = self._cache
         if self._is_stopped or self._lacks_room:
-            return "", None
+            return ""
         if cache is None or request.scheme != cache.scheme:
-            return "", None
+            return ""
         blocks = cache.find(request.keys)
         num_found = min(map(len, blocks), default=0)
         if not num_found:
-            return "", None
+            return ""
         prefix = Prefix(blocks, request.keys[num_found - 1])
         for loan_id, lent in self._lent.items():
             if lent == prefix:
-                return loan_id, prefix
+                return loan_id
         if len(self) >= MAX_LOANS or self._num_pinned(blocks) > self._max_blocks:
-            return "", None
+            return ""
         self._count += 1
         loan_id = f"loan-{self._run_id}-{self._count:08}"
         cache.pin(loan_id, blocks)
         self._lent[loan_id] = prefix
         sums = blocks if self._checksums else ()
         self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
-        return loan_id, prefix
+        return loan_id
 
     def _num_pinned(self, more: BlockIds) -> int:
         """Return how many blocks are pinned together with these, each counted once."""

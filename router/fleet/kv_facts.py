@@ -102,11 +102,8 @@ def ranks_of_page(page: Mapping[str, object]) -> Sequence[RankFacts]:
     ranks = page.get("ranks")
     if not isinstance(ranks, list) or page.get("dp_size") != len(ranks) or len(ranks) > MAX_RANKS:
         return ()
-    found = {
-        rank_number(rank): RankFacts(rank_number(rank), cache_tokens_of_ranks([rank]))
-        for rank in ranks
-    }
-    return [found[number] for number in sorted(found)]
+    tokens = {rank_number(rank): cache_tokens_of_ranks([rank]) for rank in ranks}
+    return [RankFacts(number, tokens[number]) for number in sorted(tokens)]
 
 
 def rank_number(rank: object) -> int:

@@ -19,9 +19,15 @@ from router.proxy.first_token import asks_one_token, can_hand_over, renders_alik
 from router.proxy.ranks import find_place
 from router.proxy.request import AS_SENT, PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill, is_trial
+from router.routing.local_prefill import (
+    DecoderLoad,
+    PrefillerLoad,
+    QueuedPrefill,
+    find_cheapest,
+    is_trial,
+)
 from router.routing.policy import in_turn
-from router.routing.prompt_chunks import estimate_tokens, has_media
+from router.routing.prompt_chunks import has_media
 from router.routing.route import Route
 
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
@@ -36,7 +42,7 @@ SAME_ENGINE = "same_engine"
 PROMPT_EMBEDS = "prompt_embeds"
 # Reason why one prefill engine answers: the client wants only the token that it samples anyway.
 ONE_TOKEN_ANSWER = "one_token"
-# With one of these fields, the size of a prompt does not decide.
+# Requests with one of these fields are not judged by the size of their prompt.
 NOT_BY_SIZE = frozenset((THRESHOLD, PROMPT_EMBEDS))
 
 
@@ -174,23 +180,24 @@ def find_local_prefill(
         candidates = [one for one in candidates if not one.failed_recently] or candidates
     if not (least or candidates) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
         return None
-    total = max(1, estimate_tokens(request.body))
-    if least and total - _cached_tokens(request, route, reuse, route.decoders[0], total) < least:
-        return route.decoders[0], SHORT_PROMPT
+    total = max(1, request.prompt_tokens)
+    if least:
+        first = route.decoders[0]
+        place = find_place(request, route, reuse, first, DECODE)
+        if total - _cached_tokens(route, reuse, first, place, total) < least:
+            return first, SHORT_PROMPT
     if reuse is not None and _turn_threshold(request, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
-    best: tuple[float, Engine, DecoderLoad] | None = None
+    loads: list[tuple[Engine, DecoderLoad, int]] = []
     for engine in candidates:
         place = find_place(request, route, reuse, engine, DECODE)
         load = DecoderLoad.of(engine, place)
-        uncached = max(1, total - _cached_tokens(request, route, reuse, engine, total))
-        if load is None:
-            if is_trial(engine, place, uncached):
-                return engine, TRIAL
-        elif load.allows(uncached, total, target):
-            cost = load.cost(uncached, total)
-            if best is None or cost < best[0]:
-                best = cost, engine, load
+        uncached = max(1, total - _cached_tokens(route, reuse, engine, place, total))
+        if load is not None:
+            loads.append((engine, load, uncached))
+        elif is_trial(engine, place, uncached):
+            return engine, TRIAL
+    best = find_cheapest(loads, total, target)
     if best is None:
         return None
     prefiller, notes = route.prefillers[0], route.prefill_feedback
@@ -198,17 +205,17 @@ def find_local_prefill(
     cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.entry is not None:  # it would pull the last turn's KV
         cached = max(cached, int(reuse.cached_share * total))
-    cost, decoder, load = best
+    decoder, load, cost = best
     remote = PrefillerLoad.of(prefiller, place, load)
     return (decoder, SOONER) if cost < remote.cost(max(1, total - cached), total) else None
 
 
 def _cached_tokens(
-    request: Request, route: Route, reuse: TurnReuse | None, decoder: Engine, total: int
+    route: Route, reuse: TurnReuse | None, decoder: Engine, place: Place, total: int
 ) -> int:
-    """Return how many of the `total` tokens of the prompt the decode engine is expected to hold."""
+    """Return how many of the `total` tokens of the prompt the decode engine, or its data-parallel
+    rank `place`, is expected to hold."""
     notes = route.decode_feedback
-    place = find_place(request, route, reuse, decoder, DECODE)
     cached = 0 if notes is None else notes.expected_tokens(place.name)
     if reuse is not None and reuse.decoder is decoder:
         cached = max(cached, int(reuse.cached_share * total))
@@ -225,8 +232,8 @@ def queue_local_prefill(
     if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
         return None
     load = DecoderLoad.of(decoder, place)
-    total = max(1, estimate_tokens(request.body))
-    uncached = max(1, total - _cached_tokens(request, route, reuse, decoder, total))
+    total = max(1, request.prompt_tokens)
+    uncached = max(1, total - _cached_tokens(route, reuse, decoder, place, total))
     if load is None:
         if not is_trial(decoder, place, uncached):
             return None  # it shows little of the time of its steps

@@ -26,7 +26,7 @@ from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
-from router.routing.prompt_chunks import BYTES_PER_TOKEN
+from router.routing.prompt_chunks import BYTES_PER_TOKEN, estimate_tokens
 from router.telemetry.record import Record
 
 Body = dict[str, Any]
@@ -84,11 +84,19 @@ class Request(Struct, eq=False):
     """The prompt's tokens, estimated by its bytes: a measure of load."""
     is_several: bool = False
     """Several answers are asked for, of decode engines that load KV once for all of them."""
+    _prompt_tokens: int = -1
 
     @property
     def model(self) -> object:
         """The model's name as engines know it."""
         return self.body.get("model")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's tokens, estimated by the content of the body, which is read once for it."""
+        if self._prompt_tokens < 0:
+            self._prompt_tokens = estimate_tokens(self.body)
+        return self._prompt_tokens
 
     @property
     def names_conversation(self) -> bool:

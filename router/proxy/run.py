@@ -27,7 +27,6 @@ from router.proxy.plan import Plan
 from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Request
 from router.proxy.resume import ResumeState, can_continue
-from router.routing.prompt_chunks import estimate_tokens
 from router.routing.route import Route
 
 if TYPE_CHECKING:
@@ -280,7 +279,7 @@ def require_short_prompt(run: Run) -> None:
     limits, routes, model = run.gateway.limits, run.gateway.routes, run.request.model
     if limits.without_prefiller == "refuse":
         raise run.failure or routes.lack_of(PREFILL, model)
-    if estimate_tokens(run.request.body) > limits.without_prefiller_tokens:
+    if run.request.prompt_tokens > limits.without_prefiller_tokens:
         addition = ", and the prompt is too long for a decode engine alone"
         raise run.failure or routes.lack_of(PREFILL, model, addition)
 
@@ -311,7 +310,7 @@ def describe_reason(run: Run, reason: str) -> str:
 def _may_prefill_on_decoder(run: Run) -> bool:
     limits = run.gateway.limits
     most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
-    return estimate_tokens(run.request.body) <= most
+    return run.request.prompt_tokens <= most
 
 
 def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None) -> Engine | None:

@@ -14,7 +14,9 @@ does not have by itself. So it first gets a few prompts as trials, one at a time
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from operator import itemgetter
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -37,10 +39,11 @@ MAX_TRIAL_CHUNK = 512
 MAX_TRIAL_TOKENS = 8192
 # Tokens are estimated.
 TRIAL_MARGIN = 1.25
+D = TypeVar("D")
 
 
 class DecoderLoad(Struct, frozen=True):
-    """What a decode engine can do and has to do."""
+    """The capacity and the load of a decode engine."""
 
     model: StepModel
     max_step_tokens: int
@@ -48,9 +51,9 @@ class DecoderLoad(Struct, frozen=True):
     contexts: int
     """Tokens of the prompts whose answers run there."""
     queued_s: float = 0.0
-    """Seconds of work for prompts that it computes itself, and whose first token is not there."""
+    """Seconds of work for prompts that the engine computes itself, until their first token."""
     queued_tokens: int = 0
-    """The tokens of these prompts that it lacks."""
+    """The uncached tokens of these prompts."""
 
     @classmethod
     def of(cls, engine: Engine, place: Place) -> DecoderLoad | None:
@@ -94,13 +97,27 @@ class DecoderLoad(Struct, frozen=True):
         return self.prefill_seconds(uncached, total) + QUEUE_SHARE * self.queued_s
 
 
+def find_cheapest(
+    loads: Iterable[tuple[D, DecoderLoad, int]], total: int, target_itl: float
+) -> tuple[D, DecoderLoad, float] | None:
+    """Return the decode engine that computes a prompt of `total` tokens at the least cost, with its
+    load and the cost. None if none may compute it. `loads` has the tokens that each engine lacks.
+    """
+    costs = (
+        (decoder, load, load.cost(uncached, total))
+        for decoder, load, uncached in loads
+        if load.allows(uncached, total, target_itl)
+    )
+    return min(costs, key=itemgetter(2), default=None)
+
+
 class PrefillerLoad(Struct, frozen=True):
-    """What a prefill engine can do and has to do."""
+    """The capacity and the load of a prefill engine."""
 
     model: StepModel
     max_step_tokens: int
     queued_s: float
-    """Seconds of work for the prompts that it was sent."""
+    """Seconds of work for the prompts that the engine has to compute."""
 
     @classmethod
     def of(cls, engine: Engine, place: Place, decoder: DecoderLoad) -> PrefillerLoad:
@@ -111,7 +128,7 @@ class PrefillerLoad(Struct, frozen=True):
         """
         known = engine.capabilities
         model = known.step_model or decoder.model
-        # What an engine of both roles has queued is not known apart from its answers.
+        # The load of an engine of both roles does not show which part is queued prompts.
         queued = 0 if engine.role is BOTH else place.total_tokens // _count_ranks(place)
         chunk = known.max_step_tokens or MAX_STEP_TOKENS
         return cls(model, chunk, queued * (place.prefill_rate.token_seconds or model.token))

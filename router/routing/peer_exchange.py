@@ -95,10 +95,11 @@ class PeerExchange(RedisBackend):
             report = self._signer.verify(STREAM, fields.get(FIELD, b""))
             if report is None or not self._peers.take(report, received, age):
                 self._errors.labels("exchange", "invalid").inc()
-                self._throttle.warn(
-                    "a report of another router has no valid signature",
-                    "all routers need the same --conversation-store-key",
-                )
+                if report is None:
+                    self._throttle.warn(
+                        "a report of another router has no valid signature",
+                        "all routers need the same --conversation-store-key",
+                    )
 
     def _send(self, content: bytes) -> Awaitable[tuple[bytes, Sequence[tuple[bytes, Any]]]]:
         async def send() -> tuple[bytes, Sequence[tuple[bytes, Any]]]:

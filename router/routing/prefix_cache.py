@@ -74,9 +74,9 @@ class _CandidateBits(NamedTuple):
 
 
 class PrefixAffinity(Policy):
-    uses_feedback = chooses_ranks = True
+    """Prefers the engine with the longest match. `index` may be shared with other policies."""
 
-    """`index` may be shared with other policies."""
+    uses_feedback = chooses_ranks = True
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         self._bound = bound
@@ -212,7 +212,7 @@ class PrefillCost(PrefixAffinity):
         super().__init__(bound, index)
         self._by_load = LeastLoaded()
         self._slowness: dict[str, float] = {}
-        """By name; empty while all engines seem equally fast."""
+        """The slowness of each engine, by name; empty while all engines seem equally fast."""
         self._fastest = 1.0
         self._choices_left = 0
 

@@ -246,15 +246,14 @@ def _peer_exchange(
 ) -> PeerExchange | WorkerExchange | None:
     """Return the exchange of load with other routers that share a Redis, or else with the other
     workers of this router, in the folder `shared`."""
-    has_redis = isinstance(store, SignedStore)
-    if not settings.share_routing or not (has_redis or shared):
+    if not settings.share_routing:
         return None
     peers, engines = PeerRouters(gateway.routes.index), gateway.fleet.places
     metrics = gateway.metrics
     metrics.peer_routers.set_function(lambda: len(peers))
     if not isinstance(store, SignedStore):
-        assert shared is not None
-        return WorkerExchange(peers, engines, shared, metrics.peer_exchange_errors)
+        errors = metrics.peer_exchange_errors
+        return None if shared is None else WorkerExchange(peers, engines, shared, errors)
     from router.routing.peer_exchange import PeerExchange  # slow to import, and seldom needed
 
     password = read_secret(settings, "conversation_store_password")

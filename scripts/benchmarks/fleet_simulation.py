@@ -11,14 +11,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import ceil, inf
+from math import ceil
 from time import perf_counter_ns
 from typing import NamedTuple
 from zlib import crc32
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
 from router.routing.policy import LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS
@@ -87,12 +87,12 @@ class Setup:
     load: float = 0.9
     bursty: bool = False
     slow_prefillers: int = 0
-    """So many of them have half the speed."""
+    """The number of prefill engines that have half the speed."""
     min_remote_prefill_tokens: int = 0
     target_itl: float = 0.0
     cache_tokens: int = CACHE_TOKENS
     step_tokens: int = 256
-    """Of a decoder."""
+    """The most prompt tokens in a step of a decode engine."""
     step_s: float = 0.0
     seed: int = 0
     speed: Speed = SPEEDS["generic"]
@@ -105,7 +105,8 @@ class Setup:
 
 
 class Latency(NamedTuple):
-    """Of one answer, in seconds. `gap` is the 99th percentile between two tokens, `worst` all."""
+    """The latencies of one answer in seconds. `gap` is the 99th percentile of the times between two
+    tokens, `worst` the longest of them."""
 
     ttft: float
     tpot: float
@@ -228,16 +229,17 @@ class Simulation:
     ) -> Seen | None:
         """Return the decoder that computes the prompt sooner than the prefiller, as the router's
         proxy.plan decides."""
-        tokens, best, cost = task.job.tokens, None, inf
-        for decoder in decoders:
-            load, uncached = decoder.decoder_load(), self._uncached(task, decoder)
-            if load.allows(uncached, tokens, target) and load.cost(uncached, tokens) < cost:
-                best, cost = decoder, load.cost(uncached, tokens)
+        tokens = task.job.tokens
+        loads = ((one, one.decoder_load(), self._uncached(task, one)) for one in decoders)
+        best = find_cheapest(loads, tokens, target)
+        if best is None:
+            return None
+        decoder, _, cost = best
         model = prefiller.engine.step_model
         queued_s = prefiller.total_tokens * (prefiller.prefill_rate.token_seconds or model.token)
         remote = PrefillerLoad(model, prefiller.engine.step_tokens, queued_s)
         cached = task.router.prefill_policy.expected_tokens(prefiller.name, task.query)
-        return best if cost < remote.cost(max(1, tokens - cached), tokens) else None
+        return decoder if cost < remote.cost(max(1, tokens - cached), tokens) else None
 
     def _uncached(self, task: Task, decoder: Seen) -> int:
         policy = task.router.decode_policy

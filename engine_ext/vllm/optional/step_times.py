@@ -1,4 +1,4 @@
-"""The step model (`step_model`): how long the steps of this engine take, see common/step_costs.py.
+"""The step model (`step_model`): measures the steps of this engine for common/step_costs.py.
 
 The connector is called when vLLM has scheduled a step, and when it has taken the step's output.
 Steps end in the order in which they began, whether one runs at a time or several (asynchronous
@@ -37,7 +37,7 @@ class StepTimes:
         self._add = add
         self._clock = clock
         self._num_left = all_prompts
-        """Of the first steps with prompts, all of which may be taken."""
+        """The rest of the first steps with prompts, all of which may be measured."""
         self._num_begun = 0
         self._num_ended = 0
         self._next_decode = self._next_prompt = 0
@@ -105,5 +105,4 @@ def work_of(output: "SchedulerOutput") -> StepWork:
             chunks.append((count, new.num_computed_tokens))
         else:
             contexts += new.num_computed_tokens
-    pairs = sum(count * (before + count / 2) for count, before in chunks)
-    return StepWork(sum(count for count, _ in chunks), pairs, contexts)
+    return StepWork.of(chunks, contexts)
