@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import ssl
@@ -27,6 +28,7 @@ __all__ = [
     "Peer",
     "Received",
     "Script",
+    "answer_after",
     "chunk",
     "event",
     "fails",
@@ -73,6 +75,16 @@ async def usual_decode(request: Received, peer: Peer) -> None:
         await peer.stream(event("a"), event("b"), DONE)
     else:
         await peer.answer(USUAL)
+
+
+def answer_after(released: asyncio.Event, script: Script) -> Script:
+    """Return a script that answers as `script` does once `released` is set."""
+
+    async def answer(request: Received, peer: Peer) -> None:
+        await released.wait()
+        await script(request, peer)
+
+    return answer
 
 
 async def fails(request: Received, peer: Peer) -> None:

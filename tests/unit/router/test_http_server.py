@@ -19,7 +19,7 @@ from tests.unit.router.harness import (
     settings_for,
     status_of,
 )
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, usual_prefill
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, answer_after, usual_prefill
 
 BODY = b'{"prompt":"a"}'
 SPELLINGS = [
@@ -66,12 +66,7 @@ async def test_a_late_request_is_answered_once(start_router: StartRouter, path: 
 
 async def test_answers_come_in_the_order_of_the_requests(router: Router, p: MockEngine) -> None:
     may_answer = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await may_answer.wait()
-        await usual_prefill(request, peer)
-
-    p.scripts = [waits]
+    p.scripts = [answer_after(may_answer, usual_prefill)]
     async with router.socket() as client:
         get = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
         await client.send(get + post(BODY) + get + post(BODY, "/v1/nothing") + get)

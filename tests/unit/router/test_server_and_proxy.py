@@ -22,6 +22,7 @@ from tests.unit.router.mock_engine import (
     MockEngine,
     Peer,
     Received,
+    answer_after,
     chunk,
     event,
     usual_prefill,
@@ -121,12 +122,7 @@ async def test_a_pipeline_is_read_no_further_while_requests_of_it_wait(
 ) -> None:
     """However many answers there are: with each, as much as one read brings would be added."""
     sent, gate = 0, asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await gate.wait()
-        await usual_prefill(request, peer)
-
-    p.usual = waits
+    p.usual = answer_after(gate, usual_prefill)
     async with router.socket() as client:
         await client.send(WHOLE)
         await eventually(lambda: p.requests)

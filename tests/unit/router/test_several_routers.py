@@ -15,8 +15,7 @@ from tests.redis_server import KEY, RedisServer
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import (
     MockEngine,
-    Peer,
-    Received,
+    answer_after,
     running_engine,
     usual_prefill,
 )
@@ -75,13 +74,8 @@ async def test_load_that_another_router_causes_is_seen_and_ends(
     redis: RedisServer, writer: Redis, ps: list[MockEngine], d: MockEngine
 ) -> None:
     release = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await release.wait()
-        await usual_prefill(request, peer)
-
     for engine in ps:
-        engine.usual = waits
+        engine.usual = answer_after(release, usual_prefill)
     async with routers(2, redis, ps, d) as (one, other):
         running = asyncio.create_task(one.complete(prompt=PROMPT))
         (busy,) = await busy_engines(one)
