@@ -53,8 +53,8 @@ class ConnectorConfig:
     retain_share: float = 0.5
     """The share of the cache that retained turns may hold. The oldest are evicted."""
     prefill_load_timeout: float = 1.0
-    """How long a prefill waits for the KV of the last turn: for the connection and the READ, plus a
-    second per gigabyte, and then as long again at most for the source's answer."""
+    """The longest time in seconds that a prefill waits for the connection and the READ of the last
+    turn's KV, plus a second per gigabyte. The source's answer may take as long again."""
     recompute_threshold: int = 64
     """A prefill engine computes fewer tokens than this instead of pulling them from a decode
     engine."""

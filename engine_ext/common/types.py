@@ -146,7 +146,7 @@ class LoanRequest:
     """The NIXL agent that asks."""
     sequence: int
     scheme: str
-    """How the keys are made."""
+    """The name of the method that makes the keys."""
     keys: tuple[bytes, ...]
 
 

@@ -62,7 +62,7 @@ class EngineDescription:
     max_step_tokens: int | None = None
     """The most prompt tokens that a step computes beside decoding requests."""
     step_models: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """By rank, where fitted: how long a step takes, see common/step_costs.py."""
+    """The fitted step models, by rank: see common/step_costs.py."""
 
 
 def capabilities_of(config: ConnectorConfig | None) -> tuple[str, ...]:

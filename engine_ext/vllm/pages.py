@@ -39,7 +39,7 @@ CALL = "disagg_call"
 RENDERED = "disagg_renders"
 """Found out once."""
 STEP_MODELS = "disagg_step_models"
-"""The last ones of all ranks."""
+"""The attribute that holds the last step models of all ranks."""
 STEP_MODEL_SECONDS = 1.0
 KEY = leases.new_key()
 """Each process makes one; the engine's is used."""

@@ -22,7 +22,7 @@ MAX_NOTIFICATION_BYTES = 16 << 10
 MAX_RECEIVED_BYTES = 1 << 20
 """Longer notifications are not decoded. It is enough for two hundred thousand block ids."""
 MAX_KEYS = 16384
-"""Blocks of one request for a loan."""
+"""The most blocks that one request for a loan may name."""
 MAX_TP_SIZE = 1024
 MAX_PP_SIZE = 64
 
@@ -112,7 +112,7 @@ class AskLoan(msgspec.Struct, frozen=True, tag="ask_loan"):
 
     sequence: int
     scheme: Name
-    """How the keys are made. Keys of another scheme than the source's are refused."""
+    """The name of the method that makes the keys. The source refuses keys of another method."""
     keys: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_KEYS)]
     """Each names a full block by all tokens up to its end; in the order of the blocks."""
 
@@ -125,7 +125,7 @@ class Loan(msgspec.Struct, frozen=True, tag="loan"):
     sequence: int
     request_id: Name = ""
     block_ids: tuple[tuple[Unsigned, ...], ...] = ()
-    """By KV-cache group."""
+    """The blocks of each KV-cache group."""
     num_tokens: Unsigned = 0
     last_key: Digest = b""
     """The reader's own key of the last block: the proof that both mean the same tokens."""

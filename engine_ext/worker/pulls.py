@@ -101,7 +101,7 @@ class RankRead:
 class ActivePull:
     order: PullOrder
     deadline: float = FOREVER
-    """Of an order with a timeout: when it fails, if no byte moves by then."""
+    """The time at which an order with a timeout fails, without the time that its bytes take."""
     peers: list[PeerHandle] = field(default_factory=list)
     """Every rank of the source that has blocks of the request, read from or not."""
     parts: list[RankRead] = field(default_factory=list)

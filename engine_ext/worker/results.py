@@ -23,7 +23,7 @@ What = Literal["READ", "WRITE"]
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256
 MAX_LOAN_REQUESTS = 64
-"""Requests for loans that wait for the engine's next step."""
+"""The most requests for loans that may wait for the engine's next step."""
 
 
 class PendingResults:

@@ -136,7 +136,7 @@ class Authenticator:
 
     @property
     def failure(self) -> str:
-        """What is amiss with the shared ledger; empty if nothing is."""
+        """The present failure of the shared ledger; empty if the ledger works."""
         return "" if self._shared is None else self._shared.failure
 
     async def renew_leases(self) -> None:

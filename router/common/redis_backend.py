@@ -74,7 +74,7 @@ class RedisBackend:
 
     @property
     def failure(self) -> str:
-        """What is amiss while the breaker is open, else empty."""
+        """The message about the failure while the breaker is open; empty otherwise."""
         is_open = self._open_until is not None and self._clock() < self._open_until
         return self.failed_message if is_open else ""
 

@@ -44,7 +44,7 @@ class Store(Protocol):
 
     @property
     def failure(self) -> str:
-        """What is amiss since the last call failed; empty if it succeeded."""
+        """The message about the present failure of the store; empty if the store works."""
 
     async def take(self, key: str) -> bytes | None:
         """Remove and return the value. Of concurrent takers, in any process, one gets it."""

@@ -35,7 +35,7 @@ class EngineRole(StrEnum):
 
     @property
     def engine(self) -> str:
-        """How texts name an engine of this role."""
+        """The name that texts give to an engine of this role."""
         return "engine" if self is EngineRole.BOTH else f"{self.value} engine"
 
 
@@ -160,8 +160,8 @@ class EngineCapabilities:
     max_step_tokens: int = 0
     """The most prompt tokens that one step computes beside answers; 0 if unknown."""
     trial_prefills: int = 0
-    """Prompts that it got to measure its steps with; each page without a step model allows one
-    more."""
+    """Prompts that the router has sent as trials, with which the engine measures its steps. Each
+    page without a step model allows one more."""
     _streams_without_params: int = 0
     _answers_without_share: int = 0
 
@@ -389,12 +389,12 @@ class EngineLoad:
     """`tokens_in_flight` and the tokens that other routers have reported."""
     prefill_rate: PrefillRate = field(default_factory=PrefillRate, init=False)
     local_prefill_s: float = field(default=0.0, init=False)
-    """Estimated seconds of work for prompts that it computes as a decode engine, for this router,
-    and whose first token is not there."""
+    """Estimated seconds of work for this router's prompts that the engine computes as a decode
+    engine, until their first token."""
     local_prefill_tokens: int = field(default=0, init=False)
-    """The tokens of these prompts that it lacks."""
+    """The uncached tokens of these prompts."""
     local_prefill_elsewhere: tuple[float, int] = field(default=(0.0, 0), init=False)
-    """The same seconds and tokens, as other routers report them."""
+    """The seconds and tokens that other routers report of their prompts."""
 
     def add_local_prefill(self, seconds: float, tokens: int) -> None:
         """Count a prompt that it computes as a decode engine."""
@@ -468,7 +468,7 @@ class Engine(EngineLoad):
     models: frozenset[str] | None = None
     """None if unknown: the engine then counts as serving every model."""
     adapters: frozenset[str] = frozenset()
-    """Those of its models that are LoRA adapters, by its own report."""
+    """The models that the engine reports as LoRA adapters."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
     """Tokens of prompt and answer together, by model, as far as the engine reports them."""
     lost_at: float = 0.0
@@ -495,7 +495,7 @@ class Engine(EngineLoad):
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """What its data-parallel ranks compute together, by PrefillRate; 0 if unknown."""
+        """The measured prefill rate of all data-parallel ranks together; 0 if unknown."""
         places: Sequence[EngineLoad] = self.capabilities.ranks or (self,)
         paces = [place.prefill_rate.token_seconds for place in places]
         return sum(1 / pace for pace in paces if pace)
@@ -542,9 +542,9 @@ class EngineRank(EngineLoad):
 
     engine: Engine
     number: int
-    """In the ids of engines; the ranks behind one server may begin with any."""
+    """The rank's number in engine ids. A server's first rank may have any number."""
     header: int
-    """Its value of the header X-data-parallel-rank."""
+    """The value of the header X-data-parallel-rank that selects this rank."""
     cache_tokens: int
     """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
     name: str = field(init=False)
@@ -562,7 +562,8 @@ class EngineRank(EngineLoad):
 
 
 Place = Engine | EngineRank
-"""Where a request leg runs: a rank, or an engine of which no rank is chosen."""
+"""The target of a request leg: a data-parallel rank, or an engine whose rank the router does not
+choose."""
 
 
 def engine_of(place: Place) -> Engine:

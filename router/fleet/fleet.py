@@ -73,7 +73,8 @@ class GroupPool:
     decoders: Sequence[Engine]
     prefill_places: Sequence[Place] = ()
     decode_places: Sequence[Place] = ()
-    """The same with ranks instead of engines that have data-parallel ranks, if any has."""
+    """The engines of a role, with the data-parallel ranks of those that have several; empty if none
+    has."""
 
     def by_role(self, role: EngineRole) -> Sequence[Engine]:
         return self.prefillers if role is EngineRole.PREFILL else self.decoders

@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, learned from the prefill legs that it answers.
+"""The prefill rate of an engine, measured by the prefill legs that it answers.
 
 An engine with legs computes. So the seconds since its last answer (or since the leg was sent, if
 the engine had none before) were spent on the tokens that it computed for the leg. In a sum this
@@ -25,7 +25,8 @@ MIN_TOKENS = 512
 # Equal engines differ by up to 1.2, because they get different prompts.
 CLEAR_DIFFERENCE = 1.25
 MAX_SLOWNESS = 8.0
-# A pace counts for so many seconds after the last leg, since an engine that was slow may get none.
+# A pace expires this many seconds after the last leg: an engine that was slow may receive no leg
+# that would correct it.
 STALE_S = 60.0
 
 
@@ -41,7 +42,7 @@ class PrefillRate:
         self._tokens = 0
         self._seconds = 0.0
         self.ended = 0.0
-        """When the last leg ended."""
+        """The time at which the last leg ended."""
 
     def pace_at(self, moment: float) -> float:
         """Return `token_seconds`, or 0 if no leg has ended for STALE_S at that moment."""

@@ -75,7 +75,7 @@ class RouteFinder:
         )
         self._prefill = GroupPolicies(prefill, prefill_bound, self.index)
         self._decode = GroupPolicies(decode, self.load_bound, self.index)
-        # For adapters, policies that go by load alone give way to one that remembers.
+        # Requests for adapters need a policy that remembers prompts, instead of one by load alone.
         self._adapter_prefill, self._adapter_decode = self._prefill, self._decode
         if settings.prefill_policy in BY_LOAD:
             self._adapter_prefill = GroupPolicies(PrefixAffinity, prefill_bound, self.index)

@@ -29,7 +29,7 @@ class PushParams(NamedTuple):
     """The X-Request-Id of both legs."""
     transfer_id: str
     place: Place
-    """Where the prefill leg runs."""
+    """The prefill engine or its data-parallel rank."""
     pinned: bytes
     """The header line that selects a data-parallel rank of the prefill engine, or b""."""
     params: KvParams

@@ -1,4 +1,4 @@
-"""The data-parallel rank of an engine that gets a leg.
+"""Selects the data-parallel rank of an engine for a leg.
 
 vLLM serves several ranks behind one address. Each has its own queue and prefix cache, and a header
 names one; without the header, vLLM chooses. A client's own header is passed on and holds for both
@@ -31,7 +31,7 @@ def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
 def find_place(
     request: Request, route: Route, reuse: TurnReuse | None, engine: Engine, role: EngineRole
 ) -> Place:
-    """Return the same for a request that has no Run yet."""
+    """Return the place of a leg, as `place_of_leg` does, for a request that has no Run yet."""
     ranks = engine.capabilities.ranks
     if not ranks:
         return engine

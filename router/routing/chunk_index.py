@@ -48,9 +48,9 @@ class _Generations:
     """The chunks of the engines of one role."""
 
     engines: int = 0
-    """Their bits."""
+    """The bits of the role's engines."""
     cache_tokens: int = 0
-    """What their caches hold together."""
+    """The tokens that the caches of these engines hold together."""
     young: dict[int, int] = field(default_factory=dict)
     old: dict[int, int] = field(default_factory=dict)
     added: int = 0
@@ -93,7 +93,7 @@ class ChunkIndex:
     def _clear(self) -> None:
         self._bits: dict[str, int] = {}
         self._caches: dict[str, tuple[int, _Generations]] = {}
-        """For each engine its tokens, and the generations of its role."""
+        """The cache size of each engine in tokens, and the generations of its role."""
         self._roles: dict[str, _Generations] = {}
         self._next_bit = 1
         self._stride = 1

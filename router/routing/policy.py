@@ -54,9 +54,9 @@ class RoutingQuery(Struct, frozen=True):
     chunks: tuple[int, ...] = ()
     """Chained hashes of the prompt's beginnings: see router.routing.prompt_chunks."""
     tokens: int = 0
-    """Estimated tokens of the prompt, and what loading its adapter counts."""
+    """Estimated tokens of the prompt, plus those that loading its adapter counts as."""
     marks: int = 0
-    """So many of `chunks`, the first ones, stand for the adapter instead of tokens."""
+    """The number of leading `chunks` that represent the adapter instead of tokens."""
 
 
 class Policy(ABC):

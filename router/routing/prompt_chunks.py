@@ -56,7 +56,7 @@ def hash_chunks(body: Body) -> tuple[int, ...]:
 
 
 def adapter_chunk(name: str) -> int:
-    """Return a chunk that stands for a LoRA adapter: it is held where the adapter is loaded."""
+    """Return a chunk that represents a LoRA adapter: engines that have loaded it hold the chunk."""
     text = name[:END_CHARS].encode("utf-8", "surrogatepass")
     return (zlib.crc32(text) | 1 << 32) * MIXER & MASK
 

@@ -29,7 +29,8 @@ logger = logging.getLogger("disagg_router.routing")
 SOCKET_PREFIX = "peer-"
 INTERVAL_S = 0.1
 JITTER = 0.25
-# With so many other workers reports are half as frequent: reading them costs each worker the more.
+# With this many other workers, each sends reports half as often, because it reads the reports of
+# all others.
 MANY_WORKERS = 8
 # Reports that are read at once, before other events of the loop have their turn.
 MAX_READ = 64
@@ -55,7 +56,7 @@ class WorkerExchange:
         self._throttle = LogThrottle(logger, LOG_INTERVAL_S)
         self._folder = str(directory)
         self.failure = ""
-        """Why this worker exchanges nothing; empty if it does."""
+        """The reason why this worker cannot exchange reports; empty if it can."""
 
     async def exchange_forever(self) -> None:
         """Exchange reports until cancelled."""

@@ -23,8 +23,8 @@ class RouterState:
     """Built by `router.server.app.build`.
 
     `exposition` returns the metrics in Prometheus' text format. `watched_files` and `certificates`
-    are by their name in the metrics. `failures` returns what is amiss in Redis, by its use.
-    `dashboard_port` is the only port that serves the dashboard, None if all do.
+    are by their name in the metrics. `failures` returns the present failures of Redis, by the use
+    of Redis. `dashboard_port` is the only port that serves the dashboard, None if all do.
     """
 
     gateway: Gateway

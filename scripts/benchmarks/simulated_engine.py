@@ -47,7 +47,7 @@ class Speed:
     """Tokens of running requests that the accelerator's memory holds."""
     nic_tokens_per_s: float
     mix: float = 0.0
-    """What a step with prompts and answers costs beside its parts, as a share of `base`."""
+    """The additional time of a step with prompts and answers, as a share of `base`."""
 
     def step(self, tokens: int, attention: float, sequences: int, contexts: int) -> float:
         """Return the seconds of a step. `attention` is the sum of each prompt token's context."""
@@ -110,7 +110,7 @@ class Task:
     decoder: Seen
     prefiller: Seen | None = None
     load: int = 0
-    """Tokens for which the prompt counts as load, and seconds."""
+    """The tokens for which the prompt counts as load, and below the seconds."""
     load_s: float = 0.0
     cached: int = 0
     done: int = 0
@@ -118,7 +118,7 @@ class Task:
     answer_from: int = 0
     """Index in the engine's `gaps` of the first step of the answer."""
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """Between two tokens: seconds, and how many of this length."""
+    """Pairs of the seconds between two tokens, and the number of such gaps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,24 +132,24 @@ class Engine:
     step_tokens: int = BATCH_TOKENS
     step_s: float = 0.0
     busy: float = 0.0
-    """Seconds that it computed."""
+    """The seconds in which the engine computed."""
     asked: int = 0
     cached: int = 0
-    """How many of the `asked` tokens were in its cache."""
+    """The number of `asked` tokens that were in the cache."""
     waiting: deque[Task] = field(default_factory=deque)
     prefilling: list[Task] = field(default_factory=list)
     blocked: deque[Task] = field(default_factory=deque)
     """Transfers that wait for room."""
     ready: deque[Task] = field(default_factory=deque)
-    """Their KV is here."""
+    """The requests whose KV has arrived."""
     running: list[tuple[int, int, Task]] = field(default_factory=list)
-    """With the number of the step that ends the answer."""
+    """The running answers, each with the number of the step that ends it."""
     used: int = 0
     """Tokens of KV that running requests need."""
     nic_free_at: float = 0.0
     contexts: int = 0
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """Steps with running answers: seconds, and how many of this length."""
+    """Pairs of the seconds of a step with running answers, and the number of such steps."""
     plan: int = 0
     """The number of the latest planned end; ends that were planned before are void."""
     _steps: int = 0
@@ -162,7 +162,7 @@ class Engine:
 
     @property
     def step_model(self) -> StepModel:
-        """What it reports of its steps: the line through one without prompts and a full one."""
+        """The reported model: the line through a step without prompts and a full step."""
         speed, tokens = self.speed, self.step_tokens
         empty, full = speed.step(0, 0, 1, 0), speed.step(tokens, 0, 1, 0)
         return StepModel(empty, (full - empty) / tokens, speed.token_context, speed.context)
@@ -179,7 +179,7 @@ class Engine:
         return cached
 
     def reserve(self, tokens: int) -> bool:
-        """Take room for the KV of a request. An engine without any takes each."""
+        """Reserve room for the KV of a request. An engine without requests accepts any."""
         fits = not self.used or self.used + tokens <= self.speed.kv_tokens
         if fits:
             self.used += tokens

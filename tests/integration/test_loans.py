@@ -58,7 +58,7 @@ class Borrower:
         return next((m for m in heard if isinstance(m, Loan) and m.sequence == self.count), None)
 
     def params(self, loan: Loan, tokens: list[int]) -> dict[str, Any]:
-        """For a prefill leg, as if it were a retained turn."""
+        """Return the params that offer the loan to a prefill leg, as a retained turn."""
         where = {
             **{key: self.rank[key] for key in ("remote_engine_id", "remote_host", "remote_port")},
             "remote_request_id": loan.request_id,

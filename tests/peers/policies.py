@@ -59,7 +59,7 @@ class Dynamo(WholePromptPolicy):
         self._marks: dict[int, int] = {}
         self._is_started = False
         self.costs: list[float] = []
-        """Seconds of each choice, without the wait for events."""
+        """The seconds of each choice, without the wait for events."""
 
     def _start(self, candidates: Sequence[Any]) -> None:
         for worker, cache in enumerate(one.engine.cache for one in candidates):

@@ -1,4 +1,7 @@
-"""What Dynamo and vllm-router choose. DISAGG_PEERS is the environment of `bench.py field`."""
+"""Tests of the choices of Dynamo and vllm-router.
+
+DISAGG_PEERS is the environment of `bench.py field`.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ async def router(start_router: StartRouter) -> Router:
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[RedisServer]:
-    """What another test has written may still be there."""
+    """A Redis that may still hold what other tests have written."""
     with running_redis() as server:
         yield server
 

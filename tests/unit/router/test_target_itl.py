@@ -165,7 +165,7 @@ async def test_requests_of_one_instant_count_each_other(
 async def test_a_decode_engine_with_first_tokens_takes_the_next_prompt(
     start_judged: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    """What it computes counts as queued until the first token, its context until the end."""
+    """A prompt counts as queued until its first token, and as context until the answer ends."""
     end = asyncio.Event()
 
     async def answer(request: Received, peer: Peer) -> None:
@@ -347,7 +347,7 @@ async def test_short_prompts_are_no_trials(start_router: StartRouter, d: MockEng
 
 
 async def test_a_page_of_metrics_may_be_anything(start_router: StartRouter, d: MockEngine) -> None:
-    """With quadratic time, reading it would take hours."""
+    """The router would read the page for hours if the time were quadratic."""
     d.pages["/metrics"] = b"vllm:cache_config_info{" + b"a" * 900_000 + b"} 1\n"
     router = await start_router()
     await router.knows_its_engines()

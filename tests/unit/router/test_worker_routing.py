@@ -18,8 +18,7 @@ from router.routing.worker_exchange import SOCKET_PREFIX
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import (
     MockEngine,
-    Peer,
-    Received,
+    answer_after,
     running_engine,
     usual_prefill,
 )
@@ -33,7 +32,7 @@ LONG = "A long document about which several users ask. " * 200
 
 
 class Listener:
-    """A socket in the workers' folder: they take it for another worker, and send it reports."""
+    """A socket in the workers' folder, to which the workers send reports as to another worker."""
 
     def __init__(self, receiver: socket.socket) -> None:
         self.reports: list[PeerReport] = []
@@ -129,13 +128,8 @@ async def test_engine_that_another_worker_has_loaded_is_avoided(
     ps: list[MockEngine], d: MockEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await release.wait()
-        await usual_prefill(request, peer)
-
     for engine in ps:
-        engine.usual = waits
+        engine.usual = answer_after(release, usual_prefill)
     async with router(ps, d, tmp_path, monkeypatch) as (process, listener):
         for turn in range(3):
             release.clear()

@@ -1,4 +1,4 @@
-"""Loans of the host's cached prefixes: what is lent, what is refused, and when it is taken back."""
+"""Tests of loans of the host's cached prefixes: grants, refusals and revocations."""
 
 from collections.abc import Sequence
 

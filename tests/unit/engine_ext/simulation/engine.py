@@ -160,7 +160,7 @@ class SimEngine:
         self.scheduler = self._new_scheduler()
         self.scheduler.lend_from(self)
         self.borrowed: dict[int, tuple[str, AskLoan, Callable[[Loan], None]]] = {}
-        """By sequence: the agent that was asked, what for, and what to do with the answer."""
+        """The asked agent, the question and the callback for the answer, by sequence."""
         self.agent.on_loan = self._lent
         self.loop = self._new_loop()
         self.loading: dict[str, SimRequest] = {}

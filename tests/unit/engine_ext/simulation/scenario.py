@@ -25,7 +25,7 @@ from tests.unit.engine_ext.simulation.world import (
 )
 
 KINDS = ("pull", "push", "turns")
-"""What a seed chooses from; `LOANS` is chosen by hand."""
+"""The kinds that a seed may choose; `LOANS` is chosen by hand."""
 LOANS = "loans"
 METHODS = (
     "add_remote",
@@ -40,7 +40,7 @@ METHODS = (
     "notifications",
 )
 LONGEST_PREFILL_LOAD = 30.0
-"""Seconds: a second for each of the connection, the READ and the answer, and several steps."""
+"""The seconds of a prefill load: one each for connection, READ and answer, and several steps."""
 PATIENCE = 4.0
 """Seconds between steps of an engine to which nothing happens."""
 LAST = 900.0

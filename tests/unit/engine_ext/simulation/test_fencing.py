@@ -476,7 +476,7 @@ def test_a_holder_with_a_short_lease_is_beaten_for_often_enough() -> None:
 
 
 class LateWorker(SimEngine):
-    """Its worker half gets each step's orders a second after its answers have left."""
+    """An engine whose worker half receives the orders of a step a second after the answers."""
 
     def step(self) -> None:
         if self.can_act and (meta := self.scheduler.build_connector_meta()):

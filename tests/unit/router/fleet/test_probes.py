@@ -40,7 +40,7 @@ DEFAULTS = {
     for name in ("health_interval", "health_timeout", "health_failures", "connect_timeout")
 }
 ENDED = 15.0
-"""Seconds: three times what the defaults come to, far from any other timeout."""
+"""Three times the sum of the default timeouts in seconds, far from any other timeout."""
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
 

@@ -1,4 +1,4 @@
-"""Whether a decode engine may compute a prompt itself, by the load of both engines."""
+"""Tests of the rule by which a decode engine computes a prompt itself."""
 
 from __future__ import annotations
 
