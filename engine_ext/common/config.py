@@ -55,6 +55,8 @@ class ConnectorConfig:
     prefill_load_timeout: float = 1.0
     """The longest time in seconds that a prefill waits for the connection and the READ of the last
     turn's KV, plus a second per gigabyte. The source's answer may take as long again."""
+    loan_timeout: float = 0.25
+    """The longest time in seconds that a request waits for a loan of another engine's prefix."""
     recompute_threshold: int = 64
     """A prefill engine computes fewer tokens than this instead of pulling them from a decode
     engine."""
@@ -248,6 +250,7 @@ _EXTRA: dict[str, tuple[str, Check]] = {
     "decoder_kv_blocks_ttl": ("retain_seconds", _seconds),
     "retained_blocks_share": ("retain_share", _share),
     "prefill_load_timeout": ("prefill_load_timeout", _seconds),
+    "loan_timeout": ("loan_timeout", _seconds),
     "kv_recompute_threshold": ("recompute_threshold", _count(MAX_TOKENS)),
     "trust_unproven_prefix": ("trust_unproven_prefix", _switch),
     "trust_request_ids": ("trust_request_ids", _switch),

@@ -122,6 +122,14 @@ class RemoteSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """An engine whose prefix cache may hold the first `expected_tokens` tokens of a request."""
+
+    address: PeerAddress
+    expected_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseGrant:
     """Hold a finished request's blocks for `seconds` from now.
 

@@ -61,6 +61,10 @@ class EngineDescription:
     """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
     max_step_tokens: int | None = None
     """The most prompt tokens that a step computes beside decoding requests."""
+    lends: bool = False
+    """It lends prefixes of its cache to engines that ask (engine_ext/scheduler/loans.py)."""
+    borrows: bool = False
+    """It asks the `holders` of a request for loans (engine_ext/scheduler/borrows.py)."""
     step_models: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The fitted step models, by rank: see common/step_costs.py."""
 
@@ -152,6 +156,8 @@ def _rank(
         "num_blocks": metadata.num_blocks,
         "kv_cache_layout": metadata.kv_cache_layout,
         "attn_backend": metadata.attn_backend_name,
+        "lends": engine.lends,
+        "borrows": engine.borrows,
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
         **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),
     }

@@ -16,10 +16,11 @@ from engine_ext.common import resume_payload
 from engine_ext.common.access import EVERYWHERE, Networks
 from engine_ext.common.config import TransferMode
 from engine_ext.common.prefix_hashes import MAX_TOKENS, PrefixHashes, UnusableHashes
-from engine_ext.common.types import BlockIds, PeerAddress, PushTarget, RemoteSource
+from engine_ext.common.types import BlockIds, Holder, PeerAddress, PushTarget, RemoteSource
 
 MAX_ID_LENGTH = 512
 MAX_BLOCKS = 1 << 20
+MAX_HOLDERS = 4
 MAX_BLOCK_ID = (1 << 31) - 1
 BLOCK_GROUP = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)], ...]
 
@@ -59,6 +60,8 @@ class TransferParams:
     until the expiry time in our answer, and we cannot notify it earlier."""
     problem: str | None = None
     """Why the params are not followed. The request is then an ordinary local one."""
+    holders: tuple[Holder, ...] = ()
+    """Not for a DECODE role: the engines to ask for a loan of the prompt's prefix, best first."""
     refused: PeerAddress | None = None
     """The other engine of a decode request, if it is not one of `allowed_peers`."""
 
@@ -91,9 +94,10 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
         raise _InvalidError("do_remote_decode and do_remote_prefill are both set")
     retain = _flag(raw, "retain")
     if decode:
-        return replace(_prefill(raw), hands_over=_flag(raw, resume_payload.HAND_OVER))
+        params = replace(_prefill(raw), hands_over=_flag(raw, resume_payload.HAND_OVER))
+        return _with_holders(params, raw)
     if not prefill:
-        return TransferParams(TransferRole.NONE, retain=retain)
+        return _with_holders(TransferParams(TransferRole.NONE, retain=retain), raw)
     target = _target(raw) if mode == "push" else None
     # A push has no answer of P yet that could hold hashes, so the router sends what P supports.
     proves = raw.get("proves_prefix") is True
@@ -109,7 +113,11 @@ def _parse(raw: Any, mode: TransferMode) -> TransferParams:
 
 
 def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
-    """Drop an engine that may not be dialled. A prefill computes the last turn itself then."""
+    """Drop engines that may not be dialled. A prefill computes the last turn itself then."""
+    if any(not peers.may_admit(one.address.host) for one in params.holders):
+        holders = tuple(one for one in params.holders if peers.may_admit(one.address.host))
+        problem = "a holder's remote_host is not one of this engine's allowed_peers"
+        params = replace(params, holders=holders, problem=params.problem or problem)
     origin = params.source or params.target
     if origin is None or peers.may_admit(origin.address.host):
         return params
@@ -133,6 +141,25 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
         )
     except _InvalidError as problem:
         return TransferParams(TransferRole.PREFILL, transfer_id=transfer_id, problem=str(problem))
+
+
+def _with_holders(params: TransferParams, raw: dict[Any, Any]) -> TransferParams:
+    """Add the holders. If one is malformed, none is asked."""
+    named = raw.get("holders")
+    if named is None:
+        return params
+    try:
+        if not isinstance(named, list) or len(named) > MAX_HOLDERS:
+            raise _InvalidError(f"holders is not a list of at most {MAX_HOLDERS}")
+        return replace(params, holders=tuple(map(_holder, named)))
+    except _InvalidError as problem:
+        return replace(params, problem=params.problem or str(problem))
+
+
+def _holder(raw: Any) -> Holder:
+    if not isinstance(raw, dict):
+        raise _InvalidError("a holder is not an object")
+    return Holder(_address(raw), _field(raw, "expected_tokens", _integer(0)))
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:

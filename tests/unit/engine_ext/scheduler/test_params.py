@@ -52,6 +52,41 @@ def test_flat_block_list_of_an_older_peer_is_one_group() -> None:
     assert source.block_ids == ((3, 2, 1),)
 
 
+HOLDER: dict[str, Any] = {
+    "remote_engine_id": "h",
+    "remote_host": "10.0.0.2",
+    "remote_port": 5601,
+    "tp_size": 1,
+    "expected_tokens": 4096,
+}
+
+
+@pytest.mark.parametrize("leg", [{"do_remote_decode": True}, {}])
+def test_prefills_and_decode_only_legs_name_the_holders_of_their_prompt(
+    leg: dict[str, Any],
+) -> None:
+    (holder,) = parse({**leg, "holders": [HOLDER]}).holders
+    assert holder.address == ("h", "10.0.0.2", 5601, 1, 1)
+    assert holder.expected_tokens == 4096
+    assert parse({**GOOD, "holders": [HOLDER]}).holders == (), "it loads from a prefill engine"
+
+
+@pytest.mark.parametrize(
+    "holders", [HOLDER, [[]], [HOLDER] * 5, [{**HOLDER, "expected_tokens": "many"}]]
+)
+def test_malformed_holders_cost_the_loan_only(holders: Any) -> None:
+    params = parse({"do_remote_decode": True, "holders": holders})
+    assert (params.role, params.holders) == (TransferRole.PREFILL, ())
+    assert params.problem is not None
+
+
+def test_holders_outside_of_the_allowed_networks_are_not_asked() -> None:
+    other = {**HOLDER, "remote_host": "10.9.0.1"}
+    params = parse({"holders": [other, HOLDER]}, "pull", parse_networks("peers", ["10.0.0.0/24"]))
+    assert [one.address.host for one in params.holders] == ["10.0.0.2"]
+    assert params.problem is not None
+
+
 def test_absent_params_and_false_flags_are_no_problem() -> None:
     for raw in (None, {}, {"foo": 1}, {"do_remote_prefill": False}):
         params = parse(raw)
