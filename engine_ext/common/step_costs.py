@@ -74,6 +74,11 @@ class StepCosts(NamedTuple):
             + (self.token_context_ns * work.prompt_pairs + self.context_ns * work.contexts) * 1e-6
         )
 
+    def chunk_milliseconds(self, count: int, context: int) -> float:
+        """Return what a chunk of `count` tokens behind `context` tokens adds to a step."""
+        pairs = count * (context + count / 2)
+        return self.token_us * 1e-3 * count + self.token_context_ns * 1e-6 * pairs
+
     def tokens_within(self, milliseconds: float, context: int) -> float:
         """Return the size of the longest chunk behind `context` tokens that adds at most so much to
         a step: the positive solution of a quadratic equation. Needs a positive `token_us`."""

@@ -1,11 +1,11 @@
 """What an operator decides about one engine. Frozen, checked once, passed down; free of torch."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.step_budget import parse_target
 from engine_ext.scheduler.admission import parse_threshold
 
 
@@ -54,8 +54,8 @@ class EngineConfig:
             least, value = 2 if name == "num_blocks" else 1, getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
-        if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
-            raise ValueError(f"target_itl_ms must be above 0, not {self.target_itl_ms}")
+        if self.target_itl_ms is not None:
+            parse_target(self.target_itl_ms)
         parse_threshold(self.global_cache_hit_threshold)
 
     @property

@@ -79,7 +79,7 @@ class EngineCore:
         self._counters = Counters()
         self.step_fit = StepFit(config.tokens_per_step)
         self.scheduler = Scheduler(
-            config, self._blocks, self.connector.scheduler, self._counters, self.step_fit
+            config, self._blocks, self.connector.scheduler, self._counters, self.step_fit, clock
         )
         self._clock = clock
         self.connector.scheduler.lend_from(self.scheduler)

@@ -3,8 +3,9 @@
 Continuous batching with chunked prefill. A step begins with the sequences that decode, in order of
 admission, one token each. Then it computes prompts, oldest first, and admits loaded and waiting
 sequences while the step may have more tokens, or, with a target for the time between two tokens,
-until that time is used up. If blocks run out, the sequence that was admitted
-last gives up its own and is computed again later, or is handed back if the request asks for that.
+until that time is used up (common/step_budget.py). If blocks run out, the sequence that was
+admitted last gives up its own and is computed again later, or is handed back if the request asks
+for that.
 
 Where every live sequence is, and every block that outlives one:
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
+from engine_ext.common.step_budget import StepBudget
 from engine_ext.common.step_costs import StepFit, StepWork
 from engine_ext.common.types import (
     NO_RESULTS,
@@ -48,12 +50,6 @@ from engine_ext.scheduler.admission import FIELD, FINISH_REASON, hands_back, jud
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-TARGET_SHARE = 0.9
-"""The share of target_itl_ms that a step may take. Some steps take longer than predicted."""
-MIN_PROMPT_TOKENS = 64
-"""A step computes at least this many tokens of a prompt, so that prompts never wait for the end of
-the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +111,17 @@ class Scheduler:
         connector: SchedulerHalf,
         counters: Counters,
         step_fit: StepFit,
+        clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._connector = connector
         self._counters = counters
-        self._step_fit = step_fit
+        self._clock = clock
+        target, most = config.target_itl_ms, config.tokens_per_step
+        self._step_budget = None if target is None else StepBudget(target, step_fit, most)
+        self._held_up_since: float | None = None
+        """Since when the next prompt waits that the last step had no time for."""
         self.waiting: deque[Sequence] = deque()
         """Holds no blocks. First come, first served; the preempted come first."""
         self.parked: dict[str, Sequence] = {}
@@ -139,6 +140,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """A request whose hook raises ends here, see `seq.finish`."""
+        seq.queued_at = self._clock()
         self.waiting.append(seq)
         try:
             self._connector.on_new_request(seq)
@@ -150,6 +152,7 @@ class Scheduler:
     def schedule(self) -> SchedulerStep:
         step = SchedulerStep(budget=self._config.tokens_per_step)
         self._schedule_decodes(step)
+        self._begin_prompts(step)
         for seq in self.running:
             if seq.num_uncomputed_tokens > 1:
                 self._schedule_prefill(seq, step)
@@ -278,25 +281,19 @@ class Scheduler:
                 step.add(seq, 1)
             index += 1
 
+    def _begin_prompts(self, step: SchedulerStep) -> None:
+        since, self._held_up_since = self._held_up_since, None
+        if self._step_budget:
+            waited = 0.0 if since is None else self._clock() - since
+            self._step_budget.begin(len(step.chunks), work_of(step.chunks).contexts, waited)
+
     def _schedule_prefill(self, seq: Sequence, step: SchedulerStep) -> None:
         """It got all of its blocks when it was admitted."""
         num_tokens = min(seq.num_uncomputed_tokens, step.budget)
-        within = self._tokens_within_target(seq, step)
-        if num_tokens > within:
-            num_tokens = step.budget = within
+        if self._step_budget and num_tokens > 1:
+            num_tokens = self._step_budget.take(num_tokens, seq.num_computed_tokens)
         if num_tokens:
             step.add(seq, num_tokens)
-
-    def _tokens_within_target(self, seq: Sequence, step: SchedulerStep) -> int:
-        """Return how many tokens of a prompt the step may compute for target_itl_ms: as many as its
-        budget until the times of steps are known, or if no sequence decodes."""
-        target, costs = self._config.target_itl_ms, self._step_fit.costs
-        if target is None or costs is None or not (step.chunks and step.chunks[0].num_tokens == 1):
-            return step.budget
-        work = work_of(step.chunks)
-        left = TARGET_SHARE * target - costs.milliseconds(work)
-        fitting = int(costs.tokens_within(left, seq.num_computed_tokens))
-        return max(fitting, MIN_PROMPT_TOKENS - work.prompt_tokens, 0)
 
     def _schedule_loaded(self, step: SchedulerStep) -> None:
         while self.loaded and self._has_room(step):
@@ -308,6 +305,9 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and self._has_room(step):
             seq = self.waiting[0]
+            if self._step_budget and self._step_budget.is_used_up:
+                self._held_up_since = seq.queued_at
+                break
             try:
                 admission = self._admit(seq, step)
             except Exception:
@@ -399,6 +399,7 @@ class Scheduler:
         self._remove(seq)
         self._blocks.free(self._blocks.detach(seq))
         seq.num_computed_tokens = 0
+        seq.queued_at = self._clock()
         self.waiting.appendleft(seq)
 
     def _accept_load(self, seq: Sequence) -> None:

@@ -42,6 +42,8 @@ class Sequence:
             self.output_logprobs += resumed.logprobs if self.hands_over else ()
         elif request.sampling.grammar is not None:
             self.constraint = request.sampling.grammar.start()
+        self.queued_at = 0.0
+        """When it came into the scheduler's queue, by the engine's clock."""
         self.num_computed_tokens = 0
         self.num_external_tokens = 0
         """Tokens a remote load brings, or brought, into the blocks."""
