@@ -4,8 +4,7 @@ When a turn ends, its decode engine may retain the KV and report how to read it.
 stores this report as an `Entry`; the next turn takes the entry, and its prefill engine reads the
 retained KV instead of computing it. What the other rooms use:
 
-* `conversations.Conversations` finds a request's turn, recalls the entry and keeps a new one, with
-  what `recent_sessions` remembers of earlier requests;
+* `conversations.Conversations` finds a request's turn, recalls the entry and keeps a new one;
 * `entry` has what is stored: prompts as digests, so that two turns can be compared, and `Entry`;
 * `reuse.find_reuse` decides how much of an entry the next prompt may use, and at which engines;
 * `store.Store` is the interface of `MemoryStore`, `RedisStore`, and `SignedStore`, which wraps the

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import itemgetter
+from random import getrandbits
 from typing import NamedTuple
 
 import orjson
@@ -41,10 +43,10 @@ from router.conversations.entry import (
     SYSTEM_ROLES,
     Entry,
     Prompt,
+    PromptPrefix,
     digest_answer,
     prompt_of,
 )
-from router.conversations.recent_sessions import RecentSessions, ReturnTracker
 from router.conversations.store import Store, StoreError, UnverifiedError
 from router.openai.answers import AnswerChoice, Json
 
@@ -65,6 +67,12 @@ SYSTEM_PROMPT_CHARS = 256
 EXPIRED_ENTRY_RETENTION_S = 300.0
 # An entry expires this share of the lease before the decode engine releases the KV.
 LEASE_MARGIN_SHARE = 1 / 16
+MAX_SESSIONS = 8192
+MAX_TURNS = 4  # of a session: a chat, its title, two sub-agents
+MAX_MARKS = 8
+MAX_SOURCES = 4096
+# The more conversations of a kind were left, the fewer are retained on trial: one in 2 ** bits.
+TRIAL_BITS, MAX_TRIAL_BITS = 2, 10
 
 
 class RecallOutcome(StrEnum):
@@ -235,8 +243,9 @@ class Conversations:
             return None
         take_key, keep_key = _chat_keys(tenant, "", prompt)
         if take_key is not None:
-            take_key = _hash(take_key, prompt.answer_before)
-        session = _hash(tenant, "opening", prompt.digest_at(prompt.opening) or "")
+            answer = digest_answer(messages[prompt.asked_before : prompt.answered])
+            take_key = _hash(take_key, answer)
+        session = _hash(tenant, "opening", prompt.digests[prompt.opening])
         for source in sources:
             self._returns.note_new(source)
         return Turn(
@@ -271,8 +280,8 @@ class Conversations:
         try:
             for key in dict.fromkeys((turn.take_key, turn.other_key)):
                 if key is not None and raw is None:
-                    raw = await self.store.take(key)
                     self._recent.forget(turn.session, key)
+                    raw = await self.store.take(key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
             turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
@@ -332,11 +341,11 @@ class Conversations:
             dropped = await self.store.put(key, raw, seconds)
         except StoreError:
             return KeepOutcome(False, [entry])
+        is_kept = raw not in dropped
+        if is_kept:
+            self._recent.add(turn.session, key, prompt, entry.prompts)
         unreachable = [one for one in map(Entry.from_bytes, dropped) if one is not None]
-        if raw in dropped:
-            return KeepOutcome(False, unreachable)
-        self._recent.add(turn.session, key, prompt, entry.prompts)
-        return KeepOutcome(True, unreachable)
+        return KeepOutcome(is_kept, unreachable)
 
     async def close(self) -> None:
         await self.store.close()
@@ -368,10 +377,11 @@ def _comparable_prompt(body: Json) -> Prompt | None:
 
 
 def _chat_keys(tenant: str, given: str, prompt: Prompt) -> tuple[str | None, str]:
-    """Return the keys of the last turn's entry and of this turn's. `given` is the id or empty."""
-    last, this = map(prompt.digest_at, (prompt.asked_before, prompt.asked))
-    take_key = _hash(tenant, "chat", given, last or "") if prompt.asked_before else None
-    return take_key, _hash(tenant, "chat", given, this or "")
+    """Return the keys of the last turn's entry and of this chat's. `given` is the id or empty."""
+    keep_key = _hash(tenant, "chat", given, prompt.digests[prompt.asked])
+    if not prompt.asked_before:
+        return None, keep_key
+    return _hash(tenant, "chat", given, prompt.digests[prompt.asked_before]), keep_key
 
 
 def _role_of(message: object) -> object:
@@ -397,6 +407,115 @@ def _tenant(*values: bytes) -> str:
 
 def _hash(*parts: str) -> str:
     """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
-    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
-    whole = b"".join([b"%d:%b" % (len(part), part) for part in raw])
-    return hashlib.blake2b(whole, digest_size=20).hexdigest()
+    lengths_and_parts = [
+        b"%d:%b" % (len(raw := part.encode("utf-8", "surrogatepass")), raw) for part in parts
+    ]
+    return hashlib.blake2b(b"".join(lengths_and_parts), digest_size=20).hexdigest()
+
+
+class StoredTurn(NamedTuple):
+    """A turn that left an entry under `key`. Its prompt has `size` messages.
+
+    `marks` are prefixes of its prompt, shortest first: the number of messages and their digest.
+    """
+
+    key: str
+    size: int
+    marks: tuple[tuple[int, str], ...]
+
+
+class RecentSessions:
+    """The ids that requests of this process named recently, with the last turns of each, oldest
+    first. A hint: without it, the router reuses less."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, tuple[StoredTurn, ...]] = OrderedDict()
+
+    def note_request(self, session: str) -> bool:
+        """Return True if the session had a request before this one."""
+        is_known = session in self._sessions
+        self._sessions.setdefault(session, ())
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return is_known
+
+    def add(
+        self, session: str, key: str, prompt: Prompt, earlier: Iterable[PromptPrefix] = ()
+    ) -> None:
+        """Note that the turn with this prompt left an entry under `key`.
+
+        `earlier` are prefixes of the prompt that were prompts themselves.
+        """
+        turns = self._sessions.get(session)
+        if turns is None or not prompt.asked:
+            return
+        own = {prompt.opening - 1, prompt.asked_before, prompt.answered, prompt.asked} - {0}
+        known = {one.count: one.digest for one in earlier if one.count <= prompt.asked}
+        known |= {count: prompt.digests[count] for count in own}
+        made = StoredTurn(key, prompt.asked, tuple(sorted(known.items())[-MAX_MARKS:]))
+        rest = [one for one in turns if one.key != key]
+        self._sessions[session] = (*rest, made)[-MAX_TURNS:]
+
+    def find_other(self, session: str, prompt: Prompt) -> str | None:
+        """Return the key of the turn that the prompt changes, where it extends no turn exactly.
+
+        That is a turn of which the prompt repeats at least half. A prompt without answers in it may
+        be a title request or a sub-agent, which begins a conversation of its own: it changes a turn
+        only if it was a prompt before.
+        """
+        found, most = None, 0
+        for turn in self._sessions.get(session, ()):
+            common = _common(turn, prompt.digests)
+            if common >= most and 2 * common >= turn.size:
+                found, most = turn.key, common
+        return found if prompt.asked_before or most == prompt.asked else None
+
+    def forget(self, session: str, key: str) -> None:
+        """Note that the entry under `key` is taken."""
+        turns = self._sessions.get(session)
+        if turns:
+            self._sessions[session] = tuple([one for one in turns if one.key != key])
+
+
+def _common(turn: StoredTurn, digests: Sequence[str]) -> int:
+    """Return the number of messages that a prompt is known to share with the turn's."""
+    for count, digest in reversed(turn.marks):
+        if count < len(digests) and digests[count] == digest:
+            return count
+    return 0
+
+
+class ReturnTracker:
+    """Counts conversations that were not continued, by source: the tenant, and the kind of id.
+
+    If many conversations in a row were not continued, the next ones will not be either: a client
+    sends a new id with each request, or asks single questions. Then few of them are retained, until
+    one is continued. A hint, like `RecentSessions`: without it, engines retain KV that no request
+    reads.
+    """
+
+    def __init__(self) -> None:
+        self._unreturned: OrderedDict[object, int] = OrderedDict()
+
+    def note_new(self, source: object) -> None:
+        self._unreturned[source] = self._unreturned.get(source, 0) + 1
+        self._unreturned.move_to_end(source)
+        if len(self._unreturned) > MAX_SOURCES:
+            self._unreturned.popitem(last=False)
+
+    def note_return(self, source: object) -> None:
+        if self._unreturned.get(source):
+            self._unreturned[source] = 0
+
+    def may_return(self, source: object, limit: int) -> bool:
+        """Return False if `limit` conversations in a row were not continued."""
+        return self._unreturned.get(source, 0) < limit
+
+    def is_worth_retaining(self, sources: Iterable[object], limit: int) -> bool:
+        """Return False if `limit` conversations of a source in a row were not continued, but True
+        now and then even so, by chance."""
+        left = max([self._unreturned.get(source, 0) for source in sources])
+        if left < limit:
+            return True
+        return not getrandbits(min(left.bit_length() + TRIAL_BITS, MAX_TRIAL_BITS))

@@ -44,8 +44,7 @@ Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
 S = TypeVar("S", bound=Struct)
 
-# Longer ones, with the definitions of tools, are hashed anew in each request.
-MAX_REMEMBERED_SCOPE_BYTES = 1024
+MAX_REMEMBERED_MODEL_CHARS = 256
 ASSISTANT = "assistant"
 CACHE_MARK = "cache_control"
 SYSTEM_ROLES = ("system", "developer")
@@ -91,41 +90,39 @@ class ReuseScope(Struct, frozen=True):
 class Prompt(Struct, frozen=True):
     """A prompt of one `kind`: chat, text or tokens.
 
-    `content` is a text, a list of token ids, or of a chat a digest for each number of leading
-    messages, none included. `size` is in bytes, roughly. The first `traceless` units hold no
-    reasoning trace. `rewrites_history`: the template may render a past answer differently from its
-    tokens.
+    `content` is a text or a list of token ids, empty for a chat. `digests` are, of a chat only, the
+    digests for each number of leading messages, none included. `size` is in bytes, roughly. The
+    first `traceless` units hold no reasoning trace. `rewrites_history`: the template may render a
+    past answer differently from its tokens.
 
     In a chat, the answer follows the first `asked` messages, of which the last one is not the
     assistant's. The last turn's answer follows the first `asked_before` and ends the first
-    `answered`, both 0 in a first turn; `answer_before` is its `digest_answer`. The first `opening`
-    messages are the system's and one more.
+    `answered`, both 0 in a first turn. The first `opening` messages are the system's and one more.
     """
 
     kind: str
-    content: tuple[str, ...] | str | list[int]
+    content: str | list[int]
     scope: ReuseScope
     size: int
     traceless: int
+    digests: tuple[str, ...] = ()
     has_media: bool = False
     asked: int = 0
     asked_before: int = 0
     answered: int = 0
-    answer_before: str = ""
     opening: int = 0
     rewrites_history: bool = False
 
     @property
     def count(self) -> int:
         """Units of the prompt."""
-        return len(self.content) - isinstance(self.content, tuple)
+        return len(self.digests) - 1 if self.digests else len(self.content)
 
     def digest_at(self, count: int) -> str | None:
         """Return the digest of the first `count` units; None where there are fewer."""
-        content = self.content
-        if isinstance(content, tuple):
-            return content[count] if 0 <= count < len(content) else None
-        return _flat_digest(content[:count]) if 0 <= count <= len(content) else None
+        if not 0 <= count <= self.count:
+            return None
+        return self.digests[count] if self.digests else _flat_digest(self.content[:count])
 
     def extends(self, prefix: PromptPrefix) -> bool:
         return self.digest_at(prefix.count) == prefix.digest
@@ -138,11 +135,11 @@ class Prompt(Struct, frozen=True):
         whole: str | list[int]
         if answer is None:
             return None
-        if isinstance(self.content, tuple):
+        if self.digests:
             if answer.message is None:
                 return None
             content = _message_bytes({"role": "assistant", **answer.message})
-            return PromptPrefix(self.count + 1, _chained(self.content[-1], content))
+            return PromptPrefix(len(self.digests), _chained(self.digests[-1], content))
         if isinstance(self.content, str):
             if answer.text is None:
                 return None
@@ -160,12 +157,12 @@ class Prompt(Struct, frozen=True):
 
         `tokens` is the length of this prompt, None if the engine did not report it.
         """
-        prefixes = [one for one in older if self.extends(one)]
-        digest = self.digest_at(self.count)
+        prefixes, count = [one for one in older if self.extends(one)], self.count
+        digest = self.digest_at(count)
         is_known = tokens is not None and 0 <= tokens <= MAX_COUNT
-        if is_known and digest is not None and self.traceless == self.count:
-            prefixes = [one for one in prefixes if one.count < self.count]
-            prefixes.append(PromptPrefix(self.count, digest, tokens))
+        if is_known and digest is not None and self.traceless == count:
+            prefixes = [one for one in prefixes if one.count < count]
+            prefixes.append(PromptPrefix(count, digest, tokens))
         return tuple(prefixes[-MAX_PREFIXES:])
 
     def why_inexact(self, answer: AnswerChoice | None) -> InexactReason:
@@ -204,7 +201,10 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
-        return dumps({"v": VERSION, **asdict(self)})
+        fields = asdict(self) | {"v": VERSION, "scope": asdict(self.scope)}
+        fields["prompts"] = [asdict(one) for one in self.prompts]
+        fields["whole"] = None if self.whole is None else asdict(self.whole)
+        return dumps(fields)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
@@ -256,14 +256,17 @@ def _present(body: Json, names: tuple[str, ...]) -> Json:
 
 
 def _scope_digest(fields: Json) -> str:
-    content = dumps(fields, orjson.OPT_SORT_KEYS) if fields else b"{}"
-    short = len(content) <= MAX_REMEMBERED_SCOPE_BYTES
-    return _known_scope_digest(content) if short else _digest(content, SCOPE_DIGEST_BYTES)
+    if not fields:
+        return EMPTY_SCOPE
+    model = fields.get("model")
+    if len(fields) == 1 and type(model) is str and len(model) <= MAX_REMEMBERED_MODEL_CHARS:
+        return _digest_of_model(model)
+    return _digest(dumps(fields, orjson.OPT_SORT_KEYS), SCOPE_DIGEST_BYTES)
 
 
-@lru_cache(maxsize=256)  # a router's requests have few models and templates
-def _known_scope_digest(content: bytes) -> str:
-    return _digest(content, SCOPE_DIGEST_BYTES)
+@lru_cache(maxsize=256)  # most requests name one of few models, and nothing else that counts
+def _digest_of_model(model: str) -> str:
+    return _digest(dumps({"model": model}), SCOPE_DIGEST_BYTES)
 
 
 def _chat(messages: list[Any], scope: ReuseScope, rewrites_history: bool) -> Prompt:
@@ -286,15 +289,15 @@ def _chat(messages: list[Any], scope: ReuseScope, rewrites_history: bool) -> Pro
     opening = next((n for n, role in enumerate(roles, 1) if role not in SYSTEM_ROLES), len(roles))
     return Prompt(
         kind="chat",
-        content=tuple(chain),
+        content="",
         scope=scope,
         size=size,
         traceless=traceless,
+        digests=tuple(chain),
         has_media=has_media,
         asked=asked,
         asked_before=asked_before,
         answered=answered,
-        answer_before=digest_answer(messages[asked_before:answered]) if asked_before else "",
         opening=opening,
         rewrites_history=rewrites_history,
     )
@@ -444,3 +447,4 @@ def _digest(content: bytes, size: int = DIGEST_BYTES) -> str:
 
 
 EMPTY_CHAT = _digest(b"chat")
+EMPTY_SCOPE = _digest(b"{}", SCOPE_DIGEST_BYTES)

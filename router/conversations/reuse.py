@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from router.conversations.conversations import Turn
 from router.conversations.entry import MAX_COUNT, Entry, Prompt
-from router.fleet.engine import Engine, EngineRole, Intent, dp_rank_of, strip_dp_rank
+from router.fleet.engine import DECODE, PREFILL, Engine, Intent, dp_rank_of, strip_dp_rank
 from router.fleet.fleet import Fleet
 from router.openai.answers import Json
 from router.routing.policy import LoadBound
@@ -129,17 +129,21 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
     entry = turn.entry
     if entry is None:
         return TurnReuse(turn, unproven, turn.recalled)
+    decision, engine_id = decide_reuse(entry, turn.prompt), entry.params.get("remote_engine_id")
     decoder = fleet.find_alive(entry.decoder)
-    if decoder is None or decoder.role is EngineRole.PREFILL or not _runs_unchanged(decoder, entry):
+    if decoder is None or decoder.role is PREFILL or decoder.lost_at >= entry.created_at:
+        return TurnReuse(turn, unproven, "decoder_gone")
+    known = decoder.capabilities.engine_id
+    is_same = known is None or not isinstance(engine_id, str) or known == engine_id
+    if not is_same and known != strip_dp_rank(str(engine_id)):  # the engine has restarted
         return TurnReuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
     if decoder.intent is not Intent.SERVING:
         home = None
     elif decoder.total_legs >= bound.floor and bound.is_overloaded(
-        decoder, fleet.usable_engines(EngineRole.DECODE)
+        decoder, fleet.usable_engines(DECODE)
     ):
         return TurnReuse(turn, unproven, "decoder_overloaded")
-    decision = decide_reuse(entry, turn.prompt)
     extends = decision.match is ReuseMatch.HIT or decision.reason == "rendering"
     return TurnReuse(
         turn,
@@ -151,7 +155,7 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
         decision=decision,
         group=decoder.group,
         cached_share=entry.size / max(1, turn.prompt.size) if extends else 0.0,
-        rank=_rank_in(entry, decoder),
+        rank=_rank_in(engine_id, decoder) if len(decoder.capabilities.rank_endpoints) > 1 else None,
     )
 
 
@@ -202,21 +206,8 @@ def truncate_params(params: Json, tokens: int) -> Json | None:
     return {**params, "remote_block_ids": [blocks[:kept]], "remote_num_tokens": kept * sizes[0]}
 
 
-def _engine_id(entry: Entry) -> str | None:
-    value = entry.params.get("remote_engine_id")
-    return value if isinstance(value, str) else None
-
-
-def _rank_in(entry: Entry, decoder: Engine) -> int | None:
-    ranks, engine_id = decoder.capabilities.rank_endpoints, _engine_id(entry)
-    rank = None if engine_id is None or len(ranks) < 2 else dp_rank_of(engine_id)
-    if rank is None or rank not in ranks:
+def _rank_in(engine_id: object, decoder: Engine) -> int | None:
+    rank = dp_rank_of(engine_id) if isinstance(engine_id, str) else None
+    if rank is None or rank not in decoder.capabilities.rank_endpoints:
         return None
     return decoder.capabilities.header_value(rank)
-
-
-def _runs_unchanged(decoder: Engine, entry: Entry) -> bool:
-    """Return True if the engine has not restarted since the last turn ended."""
-    known, then = decoder.capabilities.engine_id, _engine_id(entry)
-    is_same = known is None or then is None or known == then or known == strip_dp_rank(then)
-    return is_same and decoder.lost_at < entry.created_at

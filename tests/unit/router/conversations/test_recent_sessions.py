@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.conversations.entry import Prompt, prompt_of
-from router.conversations.recent_sessions import (
+from router.conversations.conversations import (
     MAX_SESSIONS,
     MAX_SOURCES,
     MAX_TURNS,
     RecentSessions,
     ReturnTracker,
 )
+from router.conversations.entry import Prompt, prompt_of
 
 
 def prompt(*contents: str) -> Prompt:

@@ -295,7 +295,7 @@ async def test_request_ids_that_never_come_back_make_engines_retain_nothing(
 async def test_single_questions_that_share_an_id_make_engines_retain_nothing(
     router: Router, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.conversations.recent_sessions.getrandbits", lambda bits: 1)
+    monkeypatch.setattr("router.conversations.conversations.getrandbits", lambda bits: 1)
 
     async def retained(*messages: Any) -> bool:
         await chat(router, [*messages], conversation_id=None, prompt_cache_key="application")
@@ -406,7 +406,7 @@ async def test_without_engines_that_verify_turns_a_chat_without_an_id_is_none(
 async def test_single_questions_are_hardly_retained_and_chats_among_them_are_found(
     start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.conversations.recent_sessions.getrandbits", lambda bits: 1)
+    monkeypatch.setattr("router.conversations.conversations.getrandbits", lambda bits: 1)
     p.usual = prefilling(prefix_proof=PROOF)
     d.usual = decoding(kept={**KEPT, "prefix_proof": PROOF})
     router = await recognising(start_router, p, d)
