@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TextIO
+import time
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from router.common.did_you_mean import did_you_mean
+
+T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:8000"
+GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
+BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
+Paint = Callable[[str, str], str]
 
 
 class CommandError(Exception):
@@ -42,6 +52,10 @@ class CommandParser(argparse.ArgumentParser):
             what = "option" if name.startswith("-") else "argument"
             self.error(f"unknown {what} {name}{did_you_mean(name, self.option_strings())}")
         return options
+
+    def add_router_url(self) -> None:
+        text = f"default: {DEFAULT_URL}"
+        self.add_argument("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=text)
 
     def option_strings(self) -> list[str]:
         return list(self._option_string_actions)
@@ -82,11 +96,40 @@ class CommandParser(argparse.ArgumentParser):
         return 0 if isinstance(error, BrokenPipeError) else 1
 
 
-def columns_of(stream: TextIO, otherwise: int = 80) -> int:
+def number_in(least: float, most: float, kind: type = float) -> Callable[[str], Any]:
+    """Return the argparse type of numbers from `least` to `most`."""
+
+    def number(text: str) -> Any:
+        if not least <= (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:,.12g}")
+        return value
+
+    return number
+
+
+def columns_of(stream: TextIO) -> int:
     """Return how many columns the terminal has that `stream` writes to."""
     with contextlib.suppress(OSError, ValueError):
-        return os.get_terminal_size(stream.fileno()).columns or otherwise
-    return otherwise
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
+def paint(text: str, colour: str) -> str:
+    return f"{colour}{text}{PLAIN}"
+
+
+def no_paint(text: str, colour: str) -> str:
+    return text
+
+
+def paint_for(stream: TextIO | None) -> Paint:
+    """Return `paint` for a terminal, unless the user wants no colours."""
+    is_terminal = stream is not None and stream.isatty()
+    return paint if is_terminal and not os.environ.get("NO_COLOR") else no_paint
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 class TerminalLine:
@@ -114,3 +157,34 @@ class TerminalLine:
             print(f"\r{line.ljust(len(before))}", end="", file=self._stream, flush=True)
         else:
             print(line, file=self._stream, flush=True)
+
+
+async def run_with_progress(
+    work: Coroutine[Any, Any, T],
+    line: Callable[[], str],
+    check: Callable[[], None] = lambda: None,
+    silent_s: float = TERMINAL_PROGRESS_S,
+) -> T:
+    """Return what `work` returns. Meanwhile show `line()`, after `silent_s` seconds.
+
+    Progress goes to standard error, since the result may be piped. An exception of `check` ends
+    the work.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,), timeout=silent_s)
+        with TerminalLine(sys.stderr) as progress:
+            interval = TERMINAL_PROGRESS_S if progress.is_terminal else LOG_PROGRESS_S
+            shown_at = -inf
+            while not task.done():
+                check()
+                if time.monotonic() - shown_at >= interval:
+                    shown_at = time.monotonic()
+                    progress.show(line())
+                await asyncio.wait((task,), timeout=TERMINAL_PROGRESS_S)
+            if progress.is_terminal and shown_at > 0:
+                progress.show(line())
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))

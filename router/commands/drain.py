@@ -14,8 +14,20 @@ from typing import Any
 
 import httpx
 
-from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError
-from router.commands.router_client import ask_router, http_url, read_token, with_scheme
+from router.commands.console import (
+    CommandError,
+    CommandParser,
+    TerminalLine,
+    UsageError,
+    number_in,
+)
+from router.commands.router_client import (
+    ask_router,
+    error_message,
+    http_url,
+    token_headers,
+    with_scheme,
+)
 from router.fleet.sources.file import address_of
 from router.openai.answers import parse_object
 from router.settings import ADMIN_URL, variable_of
@@ -40,25 +52,13 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router drain", DESCRIPTION)
     add = parser.add_argument
     add("url", metavar="URL", help="The engine: http://host:port, or host:port.")
-    add(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Return when the engine is drained (the default), or at once.",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="Longest wait (default: 600); then exit with 1, and the drain continues.",
-    )
-    add(
-        "--admin",
-        action="append",
-        metavar="URL",
-        help=f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN}).",
-    )
+    text = "Return when the engine is drained (the default), or at once."
+    add("--wait", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "Longest wait (default: 600); then exit with 1, and the drain continues."
+    seconds = number_in(0.001, 1e7)
+    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help=text)
+    text = f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN})."
+    add("--admin", action="append", metavar="URL", help=text)
     add("--resume", action="store_true", help="End the drain: the engine gets requests again.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options))
@@ -66,11 +66,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     name = _engine_name(options.url)
-    if not 0 < options.timeout <= 1e7:
-        raise UsageError("--timeout: not a number of seconds above 0")
     urls = options.admin or os.environ.get(ADMIN_URL, "").replace(",", " ").split()
-    token = read_token("admin_token", os.environ)
-    admins = [AdminClient(url, token) for url in urls or [DEFAULT_ADMIN]]
+    headers = token_headers("admin_token", os.environ)
+    admins = [AdminClient(url, headers) for url in urls or [DEFAULT_ADMIN]]
     end = time.monotonic() + options.timeout
     with TerminalLine(sys.stdout) as progress:
         engines = _post_to_all(admins, name, "resume" if options.resume else "drain")
@@ -92,12 +90,12 @@ def _run(options: argparse.Namespace) -> int:
 class AdminClient:
     """The admin API of one router."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """Raises UsageError."""
         if http_url(url) is None:
             raise UsageError(f"{url!r} is not an admin API: give its URL, as in {DEFAULT_ADMIN}")
         self.url = url.rstrip("/")
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._headers = headers
         self._failed_polls = 0
 
     def post(self, name: str, action: str) -> dict[str, Any]:
@@ -129,9 +127,7 @@ class AdminClient:
         content = parse_object(answer.content) or {}
         if answer.status_code == 200 and isinstance(content.get("drained"), bool):
             return content
-        error = content.get("error")
-        text = error.get("message") if isinstance(error, dict) else "is this the admin API?"
-        text = " ".join(str(text)[:500].split())
+        text = error_message(content) or "is this the admin API?"
         raise CommandError(f"{self.url} answers {answer.status_code}: {text}")
 
     def _names(self) -> str:

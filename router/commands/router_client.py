@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from router.commands.console import CommandError, UsageError
+from router.commands.console import DEFAULT_URL, CommandError, UsageError
 from router.openai.answers import parse_object
 from router.settings import variable_of
 
@@ -90,12 +90,17 @@ def first_model(url: str, headers: Mapping[str, str]) -> str:
     content = parse_object(answer.content) or {}
     if answer.status_code != 200 and "error" in content:
         raise CommandError(f"{url} answers {answer.status_code} {error_message(content)}")
-    models = content.get("data")
-    first = models[0] if isinstance(models, list) and models else None
-    name = first.get("id") if isinstance(first, dict) else None
+    name = first_model_in(content).get("id")
     if not isinstance(name, str) or not name.isprintable():
         raise CommandError(f"{url} names no model: give one with --model")
     return name
+
+
+def first_model_in(content: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the first model in an answer of /v1/models, {} if it has none."""
+    models = (content or {}).get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    return first if isinstance(first, dict) else {}
 
 
 def error_message(content: Mapping[str, Any]) -> str:
@@ -103,6 +108,15 @@ def error_message(content: Mapping[str, Any]) -> str:
     error = content.get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return " ".join(str(message or "").split())[:MAX_ERROR_TEXT]
+
+
+def router_url(text: str) -> str:
+    """Return the URL of a router that a person has given. Raises UsageError."""
+    url = with_scheme(text).rstrip("/")
+    parsed = http_url(url)
+    if parsed is None or parsed.query or parsed.fragment:
+        raise UsageError(f"{text!r} is not a router: give its URL, as in {DEFAULT_URL}")
+    return url
 
 
 def with_scheme(url: str) -> str:
@@ -118,9 +132,9 @@ def http_url(text: str) -> httpx.URL | None:
     return url if url.scheme in ("http", "https") and url.host else None
 
 
-def read_token(setting: str, variables: Mapping[str, str]) -> str | None:
-    """Return the token from the variable of a setting, or from the file that its -file variable
-    names; None if neither is set. Raises UsageError."""
+def token_headers(setting: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers with the token from the variable of a setting, or from the file that its
+    -file variable names; {} if neither is set. Raises UsageError."""
     variable, file_variable = variable_of(setting), variable_of(f"{setting}_file")
     token = variables.get(variable)
     if token is None and file_variable in variables:
@@ -132,4 +146,4 @@ def read_token(setting: str, variables: Mapping[str, str]) -> str | None:
             raise UsageError(f"{file_variable} {path}: {reason}") from None
     if token is not None and not (token.isascii() and token.isprintable()):
         raise UsageError(f"{variable} is not a token: ASCII without line breaks")
-    return token
+    return {"authorization": f"Bearer {token}"} if token is not None else {}

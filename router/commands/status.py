@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -20,10 +19,22 @@ from math import inf, isfinite
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from router.commands.console import CommandError, CommandParser, UsageError
-from router.commands.router_client import ask_router, http_url, with_scheme
+from router.commands.console import (
+    BOLD,
+    GREEN,
+    PLAIN,
+    RED,
+    YELLOW,
+    CommandError,
+    CommandParser,
+    Paint,
+    no_paint,
+    number_in,
+    paint_for,
+    time_text,
+)
+from router.commands.router_client import ask_router, router_url
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DESCRIPTION = """\
 Shows a router's engines and their state, requests in flight, requests and conversations by
 outcome, and the time to the first byte. It reads the router's metrics, so it needs no token, and
@@ -35,7 +46,6 @@ REQUIRED_METRIC = "requests_in_flight"
 HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
 ROLES = ("prefill", "decode")
 SHARES = (0.5, 0.9, 0.99)
-GREEN, YELLOW, RED, BOLD, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
 COLOURS = {
     "healthy": GREEN,
     "draining": YELLOW,
@@ -43,7 +53,6 @@ COLOURS = {
     "not probed": YELLOW,
     "unhealthy": RED,
 }
-Paint = Callable[[str, str], str]
 # Outcomes of turns whose KV was reused.
 REUSED = ("hit", "cut", "decoder_alone")
 HEAD = ("role", "engine", "state", "in flight", "holding KV")
@@ -61,15 +70,10 @@ def main(
 ) -> int:
     parser = CommandParser("disagg-router status", DESCRIPTION)
     add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    parser.add_router_url()
     add("--watch", action="store_true", help="Repeat until Ctrl-C.")
-    add(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="Pause of --watch (default: 1).",
-    )
+    pause = "Pause of --watch (default: 1)."
+    add("--interval", type=number_in(0.1, 3600), default=1.0, metavar="SECONDS", help=pause)
     add("--json", action="store_true", help="Print a JSON object each time.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options, clock, sleep))
@@ -79,14 +83,9 @@ def _run(
     options: argparse.Namespace, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> int:
     """Show the status, with --watch again and again: a router may answer again."""
-    url = with_scheme(options.url)
-    if http_url(url) is None:
-        raise UsageError(f"{options.url!r} is not a router: give its URL, as in {DEFAULT_URL}")
-    if not 0.1 <= options.interval <= 3600:
-        raise UsageError("--interval: not a number of seconds from 0.1 to 3600")
-    url = f"{url.removesuffix('/metrics').rstrip('/')}/metrics"
+    url = f"{router_url(options.url).removesuffix('/metrics').rstrip('/')}/metrics"
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    painted = paint if is_terminal and not os.environ.get("NO_COLOR") else no_paint
+    painted = paint_for(sys.stdout)
     clear = CLEAR_SCREEN if is_terminal and options.watch and not options.json else ""
     end = "\n" if clear or options.json or not options.watch else "\n\n"
     before, seen = None, clock()
@@ -291,14 +290,6 @@ def _quantile(ordered: list[tuple[float, int]], share: float) -> float | None:
     return None
 
 
-def paint(text: str, colour: str) -> str:
-    return f"{colour}{text}{PLAIN}"
-
-
-def no_paint(text: str, colour: str) -> str:
-    return text
-
-
 def lines(
     status: RouterStatus, before: RouterStatus | None, seconds: float, painted: Paint = no_paint
 ) -> Iterator[str]:
@@ -401,10 +392,6 @@ def _times(quantiles: Mapping[str, float | None]) -> str:
     if all(seconds is None for seconds in quantiles.values()):
         return "nothing answered yet"
     return ", ".join(
-        f"{name} {'?' if seconds is None else _time(seconds)}"
+        f"{name} {'?' if seconds is None else time_text(seconds)}"
         for name, seconds in quantiles.items()
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

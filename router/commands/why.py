@@ -19,14 +19,12 @@ from router.commands.console import CommandError, CommandParser, UsageError
 from router.commands.router_client import (
     ask_router,
     error_message,
-    http_url,
-    read_token,
-    with_scheme,
+    router_url,
+    token_headers,
 )
 from router.openai.answers import parse_object
 from router.settings import variable_of
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 TOKEN, TOKEN_FILE = variable_of("ui_token"), variable_of("ui_token_file")
 DESCRIPTION = f"""\
 Shows where a request spent its time, which engines served it, what failed, and how much of its
@@ -58,15 +56,16 @@ class UnknownRequestError(CommandError):
 
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router why", DESCRIPTION)
-    add = parser.add_argument
-    add("request_id", metavar="REQUEST_ID")
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
-    add("--json", action="store_true", help="Print one JSON object.")
+    parser.add_argument("request_id", metavar="REQUEST_ID")
+    parser.add_router_url()
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     options = parser.parse_args(argv)
 
     def show() -> int:
-        url = with_scheme(options.url)
-        _check(url, options.request_id)
+        url = router_url(options.url)
+        if not REQUEST_ID.fullmatch(options.request_id):
+            text = "REQUEST_ID is not the id of a request: see the header x-request-id"
+            raise UsageError(text)
         try:
             found = find_request(url, options.request_id)
         except UnknownRequestError:
@@ -86,10 +85,9 @@ def find_request(url: str, request_id: str) -> dict[str, Any]:
 
     Raises UnknownRequestError, other kinds of CommandError, and UsageError.
     """
-    token = read_token("ui_token", os.environ)
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    headers = token_headers("ui_token", os.environ)
     for _ in range(MAX_TRIES):
-        page = f"{url.rstrip('/')}/ui/requests/{quote(request_id, safe='')}"
+        page = f"{url}/ui/requests/{quote(request_id, safe='')}"
         answer = ask_router("GET", page, headers)
         if answer.status_code == 200:
             return _parsed(answer.content, url)
@@ -100,14 +98,6 @@ def find_request(url: str, request_id: str) -> dict[str, Any]:
         raise CommandError("the router does not keep requests: start it with --ui")
     kind = UnknownRequestError if answer.status_code == 404 else CommandError
     raise kind(message or f"{url} answers {answer.status_code}")
-
-
-def _check(url: str, request_id: str) -> None:
-    """Raises UsageError."""
-    if http_url(url) is None:
-        raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}")
-    if not REQUEST_ID.fullmatch(request_id):
-        raise UsageError("REQUEST_ID is not the id of a request: see the header x-request-id")
 
 
 def _parsed(content: bytes, url: str) -> dict[str, Any]:

@@ -19,20 +19,22 @@ from contextlib import closing
 
 from router.commands.chat.conversation import ChatAnswer, Conversation
 from router.commands.chat.route import RequestRoutes
-from router.commands.console import CommandError, CommandParser, UsageError, columns_of
-from router.commands.router_client import (
-    API_KEY,
-    first_model,
-    http_url,
-    key_headers,
-    with_scheme,
+from router.commands.console import (
+    DIM,
+    CommandError,
+    CommandParser,
+    UsageError,
+    columns_of,
+    number_in,
+    paint_for,
+    time_text,
 )
+from router.commands.router_client import API_KEY, first_model, key_headers, router_url
 from router.common.did_you_mean import did_you_mean
 from router.settings import variable_of
 from router.telemetry.logs import visible
 
 PROGRAM = "disagg-router chat"
-DEFAULT_URL = "http://127.0.0.1:8000"
 TOKEN = variable_of("ui_token")
 DESCRIPTION = f"""\
 Chats with a model behind a router. Answers are shown while they stream. Below each, one line has
@@ -47,7 +49,6 @@ there is none. From a pipe, each line is one message.
 {TOKEN}_FILE the name of its file.
 """
 COMMANDS = ("/new", "/quit")
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 # What is not printable to Python, but has no effect on a terminal: lines, tabs, joined characters.
 HARMLESS = "\n\t\u200c\u200d"
 
@@ -55,30 +56,27 @@ HARMLESS = "\n\t\u200c\u200d"
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser(PROGRAM, DESCRIPTION)
     add = parser.add_argument
-    add("url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}")
+    parser.add_router_url()
     add("--model", metavar="NAME", help="default: the first that the router serves")
     add("--api-key", metavar="KEY", help=f"default: the variable {API_KEY}, which ps does not show")
-    add("--max-tokens", type=_count, default=1024, metavar="N", help="of an answer (1024)")
+    count, seconds = number_in(1, 1e9, int), number_in(0.001, 1e6)
+    add("--max-tokens", type=count, default=1024, metavar="N", help="of an answer (1024)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest")
-    add("--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="longest pause (300)")
+    add("--timeout", type=seconds, default=300.0, metavar="SECONDS", help="longest pause (300)")
     add("--once", metavar="TEXT", help="send this message, print the answer and exit")
     options = parser.parse_args(argv)
     return parser.run(lambda: _chat(options))
 
 
 def _chat(options: argparse.Namespace) -> int:
-    url = _router_url(options.url)
+    url = router_url(options.url).removesuffix("/v1")
     if options.once is not None and not options.once.strip():
         raise UsageError("--once: the message is empty")
     headers = key_headers(os.environ, options.api_key)
     # A terminal may lack a character of the answer, and a file may not be text.
-    for stream, errors in (
-        (sys.stdin, "replace"),
-        (sys.stdout, "backslashreplace"),
-        (sys.stderr, "backslashreplace"),
-    ):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
     model = options.model or first_model(url, headers)
     fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     conversation = Conversation(url, model, headers, fields, options.timeout)
@@ -103,7 +101,8 @@ class ChatPrinter:
         """Read messages from a terminal until the user ends the chat."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 # gives input() a history and editing
-        self._note(f"{self._conversation.model} at {self._conversation.url}; {_COMMANDS_TEXT}")
+        where = f"{self._conversation.model} at {self._conversation.url}"
+        self._note(f"{where}; /new begins another conversation, /quit ends")
         while True:
             try:
                 message = _read_message()
@@ -166,28 +165,20 @@ class ChatPrinter:
             request = f" (request {visible(name)})" if name else ""
             raise CommandError(f"{visible(str(error))}{request}") from None
         print(flush=True)
-        self._note(", ".join([*parts(conversation), *self._route()]))
+        route = map(visible, self._routes.find(conversation.answer.request_id))
+        self._note(", ".join([*parts(conversation), *route]))
         if self._routes.hint and not self._was_hinted:
             self._was_hinted = True
             self._note(self._routes.hint)
-
-    def _route(self) -> list[str]:
-        return list(map(visible, self._routes.find(self._conversation.answer.request_id)))
 
     def _note(self, text: str) -> None:
         """Print a dim line to standard error, broken between words where the terminal ends."""
         if sys.stderr is None:
             return
-        is_terminal = sys.stderr.isatty()
-        if is_terminal:
+        if sys.stderr.isatty():
             width = max(20, columns_of(sys.stderr) - 1)
             text = textwrap.fill(text, width, break_on_hyphens=False)
-        if is_terminal and not os.environ.get("NO_COLOR"):
-            text = f"{DIM}{text}{PLAIN}"
-        print(text, file=sys.stderr, flush=True)
-
-
-_COMMANDS_TEXT = "/new begins another conversation, /quit ends"
+        print(paint_for(sys.stderr)(text, DIM), file=sys.stderr, flush=True)
 
 
 def _read_message() -> str:
@@ -203,7 +194,7 @@ def parts(conversation: Conversation) -> Iterator[str]:
     if answer.ttft is None:
         yield "an answer without text"
     else:
-        yield f"TTFT {_time(answer.ttft)}"
+        yield f"TTFT {time_text(answer.ttft)}"
     if answer.tokens_per_second is not None:
         yield f"{answer.tokens_per_second:.1f} tokens/s"
     if answer.prompt_tokens is not None:
@@ -223,30 +214,3 @@ def shown(text: str) -> str:
         one if one in HARMLESS or unicodedata.category(one) == "Zs" else visible(one)
         for one in text
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _router_url(text: str) -> str:
-    """Return the router's URL without the API's path. Raises UsageError."""
-    url = with_scheme(text).rstrip("/").removesuffix("/v1")
-    parsed = http_url(url)
-    if parsed is None or parsed.query or parsed.fragment:
-        raise UsageError(f"{text!r} is not a router: give its URL, as in {DEFAULT_URL}")
-    return url
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens")
-    return number
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return value

@@ -25,7 +25,13 @@ from typing import Any
 from uuid import uuid4
 
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Target
-from router.commands.console import CommandError, TerminalLine, UsageError, columns_of
+from router.commands.console import (
+    CommandError,
+    TerminalLine,
+    UsageError,
+    columns_of,
+    run_with_progress,
+)
 from router.commands.demo.comparison import (
     ALONE,
     SETUPS,
@@ -53,7 +59,7 @@ from router.commands.demo.starting import (
     router_command,
     wait_until_ready,
 )
-from router.commands.router_client import send
+from router.commands.router_client import first_model_in, send
 from router.common.child_processes import ChildProcess, ChildProcesses, handling_signals
 from router.openai.answers import parse_object
 
@@ -71,7 +77,6 @@ LONG_TOKENS_RANGE = (256, 1500)
 STREAMS = 2.0
 MIN_SHORT_INTERVAL_S, MIN_LONG_INTERVAL_S = 0.2, 1.0
 CALIBRATION_WORDS = 150
-TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,27 +225,17 @@ class Measurement:
 
     async def run(self) -> tuple[CompareLoad, dict[str, list[RoundFigures]]]:
         """Raises CommandError if a request fails, ChildEndedError if a process ends."""
-        work = asyncio.create_task(self._measure())
-        try:
-            with TerminalLine(sys.stderr) as progress:
-                interval = TERMINAL_PROGRESS_S if progress.is_terminal else LOG_PROGRESS_S
-                shown_at = 0.0
-                while not work.done():
-                    for child in self.children:
-                        child.check()
-                    if time.monotonic() - shown_at >= interval:
-                        shown_at = time.monotonic()
-                        progress.show(self._step + self._left())
-                    await asyncio.wait((work,), timeout=TERMINAL_PROGRESS_S)
-            return work.result()
-        finally:
-            work.cancel()
-            await asyncio.wait((work,))
+        return await run_with_progress(self._measure(), self._progress, self._check_children)
 
-    def _left(self) -> str:
+    def _check_children(self) -> None:
+        for child in self.children:
+            child.check()
+
+    def _progress(self) -> str:
         if self._ends_at is None:
-            return ""
-        return f", about {max(0.0, self._ends_at - time.monotonic()):.0f} s left"
+            return self._step
+        left = max(0.0, self._ends_at - time.monotonic())
+        return f"{self._step}, about {left:.0f} s left"
 
     async def _measure(self) -> tuple[CompareLoad, dict[str, list[RoundFigures]]]:
         load = await self._calibrate()
@@ -287,9 +282,7 @@ class Measurement:
         """Return how many tokens a prompt and its answer may have."""
         target = self.setups[ALONE].target
         answer = await send("GET", f"http://{target.host}:{target.port}/v1/models")
-        models = (parse_object(answer.content) or {}).get("data")
-        first = models[0] if isinstance(models, list) and models else {}
-        most = first.get("max_model_len") if isinstance(first, dict) else None
+        most = first_model_in(parse_object(answer.content)).get("max_model_len")
         return float(most) if isinstance(most, int) and most > 0 else float("inf")
 
     async def _ask(self, setup: Setup, words: int, tokens: int) -> Figures:

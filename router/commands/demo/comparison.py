@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from router.commands.bench.chats import Figures, Sample
+from router.commands.console import time_text
 
 ALONE, SPLIT = "one engine", "1 prefill + 1 decode"
 SETUPS = (ALONE, SPLIT)
@@ -334,10 +335,6 @@ def _circumstances(comparison: Comparison) -> Iterator[str]:
         "Lower is better. A change is clear if every round of one was faster than every round of "
         "the other."
     )
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _counted(number: int, noun: str) -> str:

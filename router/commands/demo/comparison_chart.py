@@ -6,13 +6,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from router.commands.demo.comparison import (
-    ALONE,
-    SHORTEST_S,
-    SPLIT,
-    Comparison,
-    time_text,
-)
+from router.commands.console import time_text
+from router.commands.demo.comparison import ALONE, SHORTEST_S, SPLIT, Comparison
 
 WIDTH, MARGIN = 760, 28
 COLOURS = {ALONE: "#9aa5b8", SPLIT: "#3f51b5"}

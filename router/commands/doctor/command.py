@@ -20,13 +20,23 @@ from dataclasses import asdict
 from typing import Any
 
 from router.commands.cli import parser as router_parser
-from router.commands.console import TerminalLine, UsageError
+from router.commands.console import (
+    DEFAULT_URL,
+    GREEN,
+    RED,
+    YELLOW,
+    Paint,
+    UsageError,
+    no_paint,
+    number_in,
+    paint_for,
+    run_with_progress,
+)
 from router.commands.doctor.checks import Check, State
-from router.commands.doctor.fleet_checks import check_fleet, open_fleet
+from router.commands.doctor.fleet_checks import Progress, check_fleet, open_fleet
 from router.commands.doctor.router_checks import RouterChecker
 from router.commands.doctor.settings_checks import check_files, check_redis
-from router.commands.router_client import API_KEY, http_url, key_headers, with_scheme
-from router.commands.status import DEFAULT_URL, GREEN, RED, YELLOW, Paint, no_paint, paint
+from router.commands.router_client import API_KEY, key_headers, router_url
 from router.fleet.sources.file import address_of
 from router.settings import Settings, SettingsError, load
 
@@ -48,7 +58,6 @@ COLOURS = {State.OK: GREEN, State.FAIL: RED, State.SKIPPED: YELLOW}
 DEFAULT_TIMEOUT_S = 20.0
 # Progress is shown after this time.
 SILENT_S = 2.0
-PROGRESS_INTERVAL_S = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,23 +68,12 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("url", nargs="?", metavar="URL", help="URL of a running router.")
     add("--json", action="store_true", help="Print one JSON object, not lines.")
-    add(
-        "--timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        help=f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g}).",
-    )
+    text = f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g})."
+    add("--timeout", type=number_in(0.001, 600), metavar="SECONDS", help=text)
     flags = vars(parser.parse_args(argv))
     url, as_json = flags.pop("url", None), flags.pop("json", False)
     timeout_s = flags.pop("timeout", DEFAULT_TIMEOUT_S)
     return parser.run(lambda: _run(url, flags, timeout_s, as_json))
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 600:
-        raise ValueError(text)
-    return value
 
 
 def _run(url: str | None, flags: Mapping[str, Any], timeout_s: float, as_json: bool) -> int:
@@ -97,22 +95,17 @@ def _run(url: str | None, flags: Mapping[str, Any], timeout_s: float, as_json: b
     if as_json:
         print(json.dumps({"ok": is_fine, "checks": [asdict(check) for check in checks]}))
     else:
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        painted = paint if is_terminal and not os.environ.get("NO_COLOR") else no_paint
-        for line in lines(checks, painted):
+        for line in lines(checks, paint_for(sys.stdout)):
             print(line, flush=True)
     return 0 if is_fine else 1
 
 
 def _router(url: str) -> RouterChecker:
-    parsed = http_url(with_scheme(url))
+    given = router_url(url)
     try:
-        if parsed is None:
-            raise ValueError(url)
-        address_of(str(parsed))
+        return RouterChecker(given, address_of(given), key_headers(os.environ))
     except ValueError:
         raise UsageError(f"{url!r} is not a router: give its URL, as in {DEFAULT_URL}") from None
-    return RouterChecker(str(parsed).rstrip("/"), key_headers(os.environ))
 
 
 @contextmanager
@@ -127,44 +120,28 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-class Progress:
-    """The check that runs at present."""
-
-    def __init__(self) -> None:
-        self.text = "starting"
-
-    def show(self, text: str) -> None:
-        self.text = text
-
-
 async def _check_with_progress(
     settings: Settings | None, router: RouterChecker | None, timeout_s: float
 ) -> list[Check]:
-    progress, started = Progress(), time.monotonic()
-    work = asyncio.create_task(_check(settings, router, timeout_s, progress))
-    try:
-        await asyncio.wait((work,), timeout=SILENT_S)
-        if not work.done():
-            with TerminalLine(sys.stderr) as line:
-                while not work.done():
-                    after = f" ({time.monotonic() - started:.0f} s)" if line.is_terminal else ""
-                    line.show(f"checking {progress.text}{after}")
-                    await asyncio.wait((work,), timeout=PROGRESS_INTERVAL_S)
-        return await work
-    finally:
-        work.cancel()
+    steps, started = ["starting"], time.monotonic()
+
+    def progress() -> str:
+        return f"checking {steps[-1]} ({time.monotonic() - started:.0f} s)"
+
+    work = _check(settings, router, timeout_s, steps.append)
+    return await run_with_progress(work, progress, silent_s=SILENT_S)
 
 
 async def _check(
-    settings: Settings | None, router: RouterChecker | None, timeout_s: float, progress: Progress
+    settings: Settings | None, router: RouterChecker | None, timeout_s: float, show: Progress
 ) -> list[Check]:
     checks: list[Check] = []
     if settings is not None:
-        progress.show("files and stores")
+        show("files and stores")
         checks += check_files(settings)
         checks += await check_redis(settings)
     if router is not None:
-        progress.show("the router")
+        show("the router")
         await router.run()
         settings = router.settings()
         if settings is None:
@@ -175,9 +152,9 @@ async def _check(
     try:
         async with open_fleet(settings) as state:
             reached = frozenset() if router is None else router.reached
-            checks += await check_fleet(state, timeout_s, progress.show, reached)
+            checks += await check_fleet(state, timeout_s, show, reached)
             if router is not None:
-                progress.show("a request through the router")
+                show("a request through the router")
                 await router.check_request(state.gateway.fleet.engines, timeout_s)
     except SettingsError as error:
         cure = "correct the settings above"
@@ -195,8 +172,7 @@ def lines(checks: Sequence[Check], painted: Paint = no_paint) -> Iterator[str]:
         text = f"{check.text}{cure}"
         yield f"{state}  {check.subject:<{wide}}  {check.name:<{names}}  {text}".rstrip()
     failed = sum(check.state is State.FAIL for check in checks)
-    yield (
-        painted(f"{failed} of {len(checks)} checks failed", RED)
-        if failed
-        else painted("no check failed", GREEN)
-    )
+    if failed:
+        yield painted(f"{failed} of {len(checks)} checks failed", RED)
+    else:
+        yield painted("no check failed", GREEN)

@@ -14,13 +14,12 @@ import httpx
 from router.commands.console import CommandError
 from router.commands.doctor.checks import Findings, check_clock, check_reach
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, find_transfer
-from router.commands.router_client import send
+from router.commands.router_client import error_message, first_model_in, send
 from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
 from router.fleet.engine import Engine
-from router.fleet.sources.file import address_of
 from router.openai.answers import parse_object
 from router.proxy.warmup import PROMPT_TOKEN_IDS
-from router.settings import Settings, SettingsError, load
+from router.settings import Address, Settings, SettingsError, load
 
 MAX_LISTED = 8
 
@@ -30,19 +29,16 @@ class RouterChecker:
     """Checks the router at `url`. `headers` have the client's key, if there is one."""
 
     url: str
+    address: Address
     headers: Mapping[str, str]
-    found: Findings = field(init=False)
+    found: Findings = field(default_factory=lambda: Findings("router"))
     status: RouterStatus | None = None
     """The router's status, from its metrics."""
     is_router: bool = False
 
-    def __post_init__(self) -> None:
-        self.found = Findings("router")
-
     async def run(self) -> None:
         """Check all but a request."""
-        address = address_of(self.url)
-        if not await check_reach(self.found, address, "the router's URL"):
+        if not await check_reach(self.found, self.address, "the router's URL"):
             return
         try:
             sent = time.time()
@@ -123,9 +119,10 @@ class RouterChecker:
         """Send a request through the router, and ask the engines whether KV moved."""
         name = f"doctor-{Random().getrandbits(64):016x}"
         try:
-            model = await self._first_model()
+            listed = parse_object((await self._get("/v1/models")).content)
+            model = first_model_in(listed).get("id")
             body = {
-                **({"model": model} if model else {}),
+                **({"model": model} if isinstance(model, str) else {}),
                 "prompt": Random().choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
                 # One token would be the answer of a prefill engine alone.
                 "max_tokens": 2,
@@ -144,8 +141,7 @@ class RouterChecker:
             self.found.fail("request", str(error), "look at the router's log, or set --timeout")
             return
         if answer.status_code != 200:
-            given = (parse_object(answer.content) or {}).get("error")
-            text = _line(given.get("message") if isinstance(given, dict) else "")
+            text = error_message(parse_object(answer.content) or {})
             cure = "look at the router's log"
             if answer.status_code == 401:
                 cure = "set OPENAI_API_KEY to a key of the router"
@@ -161,13 +157,6 @@ class RouterChecker:
         else:
             text = "not known: no engine that reports transfers can be reached from here"
             self.found.skip("KV moved", text)
-
-    async def _first_model(self) -> str | None:
-        content = parse_object((await self._get("/v1/models")).content) or {}
-        models = content.get("data")
-        first = models[0] if isinstance(models, list) and models else None
-        name = first.get("id") if isinstance(first, dict) else None
-        return name if isinstance(name, str) else None
 
 
 def _pairs(content: Any) -> list[tuple[str, str]]:

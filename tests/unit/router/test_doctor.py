@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from router.commands.console import paint
 from router.commands.doctor import checks as checks_module
 from router.commands.doctor.checks import Check, Findings, State, check_clock
 from router.commands.doctor.command import lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
 from router.commands.doctor.settings_checks import check_files, check_redis
-from router.commands.status import paint
 from router.settings import Settings
 from router.ui.transfers import hash_request_id
 from tests.conftest import find_free_ports

@@ -13,13 +13,13 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.commands.console import paint
 from router.commands.status import (
     EngineState,
     GroupState,
     NotMetricsError,
     lines,
     main,
-    paint,
     parse_metrics,
 )
 from router.server.router_state import state_of

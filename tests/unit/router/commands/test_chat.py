@@ -217,7 +217,7 @@ def test_url_without_a_router_is_one_line_and_code_1(capsys: pytest.CaptureFixtu
         (["http://x?a=b"], "is not a router"),
         (["--once", " "], "the message is empty"),
         (["--api-key", "a\nb"], "--api-key is not a key"),
-        (["--max-tokens", "0"], "not a number of tokens"),
+        (["--max-tokens", "0"], "0 is not from 1"),
         (["--modle", "m"], "did you mean --model?"),
     ],
 )
