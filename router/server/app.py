@@ -56,6 +56,7 @@ from router.telemetry.request_metrics import Reading
 from router.telemetry.tracing import tracer_of
 from router.ui.hub import DashboardHub
 from router.ui.site import dashboard_routes
+from router.ui.snapshot import SnapshotSource
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
@@ -120,7 +121,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     backends = {"conversation store": store, "key limits": authenticator, "routers": exchange}
     dashboard = None
     if settings.ui:
-        dashboard = DashboardHub(gateway, registry, prober, watched, certificates)
+        source = SnapshotSource(gateway, registry, prober, watched, certificates)
+        dashboard = DashboardHub(gateway, source)
     state = RouterState(
         gateway=gateway,
         deadlines=deadlines,

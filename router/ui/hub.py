@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import metadata, version
 from time import monotonic as now
 from typing import Any
@@ -15,10 +15,6 @@ from typing import Any
 import orjson
 from pydantic import SecretStr
 
-from router.common.tls import TlsContext
-from router.common.watched_file import WatchedFiles
-from router.fleet.probes import Prober
-from router.fleet.registry import EngineRegistry
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
 from router.ui.engine_polling import EnginePoller
@@ -98,17 +94,10 @@ class DashboardHub:
     worker processes.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        registry: EngineRegistry,
-        prober: Prober,
-        files: Mapping[str, WatchedFiles],
-        certificates: Mapping[str, TlsContext],
-    ) -> None:
+    def __init__(self, gateway: Gateway, source: SnapshotSource) -> None:
         self._gateway = gateway
         self._started_at = time.time()
-        self.source = SnapshotSource(gateway, registry, prober, files, certificates)
+        self.source = source
         self.other_workers: OtherWorkers | None = None
         self._viewers: set[Viewer] = set()
         self._work: asyncio.Task[None] | None = None

@@ -26,6 +26,11 @@ MOMENTS = (
     "first_byte",
     "ended",
 )
+# Facts that a summary takes over as a record has them.
+SAME_FACTS = (
+    "endpoint", "flow", "stage", "status", "prefiller", "decoder", "model", "retries",
+    "conversation", "reused_from", "without_transfer",
+)  # fmt: skip
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
 # Requests that failed or were rejected for lack of room are reported for this time.
@@ -72,6 +77,12 @@ class Refusals(BaseModel):
     count: int
 
 
+def most_frequent(counts: Counter[tuple[int, str]]) -> list[Refusals]:
+    """Return the most frequent refusals, which are counted by status and text."""
+    found = counts.most_common(MAX_REFUSAL_KINDS)
+    return [Refusals(status=kind[0], text=kind[1], count=count) for kind, count in found]
+
+
 class RequestFeed:
     """The ended requests for one reader, which begins with the `latest` ones. Beyond MAX_ENDED,
     older ones are only counted."""
@@ -105,10 +116,7 @@ class RequestFeed:
         while self._refused and (self._refused[0].ended or 0.0) < at - REFUSAL_WINDOW_S:
             self._refused.popleft()
         counts = Counter((one.status, error_text(one)) for one in self._refused)
-        return [
-            Refusals(status=status, text=text, count=count)
-            for (status, text), count in counts.most_common(MAX_REFUSAL_KINDS)
-        ]
+        return most_frequent(counts)
 
     def rates(self) -> dict[EngineLink, float]:
         """Return requests per second over each link, in the seconds before the last `take`."""
@@ -221,19 +229,9 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         key=f"{worker}-{id(record):x}-{record.started:.6f}",
         id=record.request_id,
         at=round(unix + record.started, 3),
-        endpoint=record.endpoint,
-        flow=record.flow,
-        stage=record.stage,
+        **{name: getattr(record, name) for name in SAME_FACTS},
         outcome=record.outcome if has_ended else "running",
-        status=record.status,
-        prefiller=record.prefiller,
-        decoder=record.decoder,
-        model=record.model,
-        retries=record.retries,
         resumes=sum(line.endswith(RESUMED) for line in record.failures),
-        conversation=record.conversation,
-        reused_from=record.reused_from,
-        without_transfer=record.without_transfer,
         ms={
             name: None if moment is None else round((moment - record.started) * 1000, 1)
             for name, moment in moments.items()

@@ -35,7 +35,6 @@ from router.fleet.views import (
 from router.proxy.gateway import Gateway
 from router.ui.engine_polling import EngineGauge
 from router.ui.live_requests import (
-    MAX_REFUSAL_KINDS,
     EngineLink,
     LiveRequests,
     RecentRequests,
@@ -43,6 +42,7 @@ from router.ui.live_requests import (
     RequestFeed,
     RequestSummary,
     count_moving,
+    most_frequent,
     summarize_request,
 )
 from router.ui.standing_checks import CheckResult, merge_results, run_checks
@@ -70,27 +70,15 @@ class LinkTraffic(BaseModel):
     rate: float
 
 
-class QueueView(BaseModel):
-    """Requests that wait for a slot at an engine, and how many may wait."""
-
-    depth: int
-    size: int
-
-
-class ReadyView(BaseModel):
-    """Why requests are not answered, or answered with more work than necessary."""
-
-    blocking: dict[str, str]
-    degrading: dict[str, str]
-
-
 class ProcessSnapshot(BaseModel):
     """The view of one process.
 
     `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
     counts those that it has no room for. `outcomes` counts requests since the start of the process,
     `turns` turns of conversations by outcome and `kept` by what they left. `entries` are those of a
-    conversation store in memory. `queue` is None if engines have no limits.
+    conversation store in memory. `queue` counts requests that wait for a slot at an engine, and how
+    many may; None if engines have no limits. `ready` has the reasons why requests are not answered
+    ("blocking"), or answered with more work than necessary ("degrading").
     """
 
     view: FleetView
@@ -99,8 +87,8 @@ class ProcessSnapshot(BaseModel):
     ended: list[RequestSummary]
     missed: int
     in_flight: int
-    queue: QueueView | None = None
-    ready: ReadyView
+    queue: tuple[int, int] | None = None
+    ready: dict[str, dict[str, str]]
     refusals: list[Refusals]
     checks: list[CheckResult]
     outcomes: dict[str, int]
@@ -170,7 +158,7 @@ class SnapshotSource:
         readiness = gateway.assess_readiness(self._prober.problem())
         queue = None
         if (admission := gateway.admission) is not None:
-            queue = QueueView(depth=admission.depth, size=settings.queue_size)
+            queue = admission.depth, settings.queue_size
         return ProcessSnapshot(
             view=build_fleet_view(gateway.fleet, registry),
             links=_busiest(count_moving(running), feed.rates()),
@@ -179,7 +167,7 @@ class SnapshotSource:
             missed=missed,
             in_flight=len(gateway.tasks.running),
             queue=queue,
-            ready=ReadyView(blocking=readiness.blocking, degrading=readiness.degrading),
+            ready={"blocking": readiness.blocking, "degrading": readiness.degrading},
             refusals=list(feed.refusals(now())),
             checks=run_checks(gateway.fleet, registry, self._files, self._certificates),
             outcomes=outcomes,
@@ -235,7 +223,10 @@ def merge_snapshots(
             "kept": _added(one.kept for one in seen),
             "entries": sum(entries) if entries else None,
         },
-        "ready": _merge_readiness(seen),
+        "ready": {  # a request may reach any process, so the reasons of each one count
+            kind: {name: why for one in reversed(seen) for name, why in one.ready[kind].items()}
+            for kind in ("blocking", "degrading")
+        },
         "refusals": _merge_refusals(seen),
         "checks": [
             one.model_dump(mode="json") for one in merge_results(each.checks for each in seen)
@@ -266,30 +257,16 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-def _merge_queues(queues: Sequence[QueueView]) -> Json | None:
-    if not queues:
-        return None
-    return {"depth": sum(one.depth for one in queues), "size": sum(one.size for one in queues)}
-
-
-def _merge_readiness(snapshots: Sequence[ProcessSnapshot]) -> Json:
-    """A request may reach any process, so the reasons of each one count."""
-    blocking: dict[str, str] = {}
-    degrading: dict[str, str] = {}
-    for one in snapshots:
-        blocking = one.ready.blocking | blocking
-        degrading = one.ready.degrading | degrading
-    return {"blocking": blocking, "degrading": degrading}
+def _merge_queues(queues: Sequence[tuple[int, int]]) -> Json | None:
+    depths, sizes = zip(*queues, strict=True) if queues else ((), ())
+    return {"depth": sum(depths), "size": sum(sizes)} if queues else None
 
 
 def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:
     counts: Counter[tuple[int, str]] = Counter()
     for one in [each for snapshot in snapshots for each in snapshot.refusals]:
         counts[one.status, one.text] += one.count
-    return [
-        {"status": status, "text": text, "count": count}
-        for (status, text), count in counts.most_common(MAX_REFUSAL_KINDS)
-    ]
+    return [one.model_dump() for one in most_frequent(counts)]
 
 
 def _with_gauge(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:

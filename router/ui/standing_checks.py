@@ -42,9 +42,6 @@ class CheckState(StrEnum):
     FAILED = "failed"
 
 
-STATES = tuple(CheckState)
-
-
 class CheckResult(BaseModel):
     """The result of one check: what was found, and what to do about it."""
 
