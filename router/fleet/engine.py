@@ -552,6 +552,11 @@ class EngineRank(EngineLoad):
     def __post_init__(self) -> None:
         self.name = f"{self.engine.name}#{self.header}"
 
+    def add_load(self, legs: int, tokens: int) -> None:
+        """Count legs as load of the rank and of its engine."""
+        EngineLoad.add_load(self, legs, tokens)
+        self.engine.add_load(legs, tokens)
+
     @property
     def role(self) -> EngineRole:
         return self.engine.role

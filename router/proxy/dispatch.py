@@ -29,7 +29,8 @@ from router.proxy.request import (
     read_request,
     share_answers,
 )
-from router.proxy.run import Run
+from router.proxy.resume import ResumeState
+from router.proxy.run import AnswersHeld, Run
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 from router.telemetry.tracing import without_trace_headers
@@ -87,7 +88,11 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         request.record.flow, request.record.group = plan.flow, plan.route.group
 
         # Run the legs, and relay the answer.
-        run = Run.for_plan(request, bodies, plan, gateway, slot)
+        resume = ResumeState(request, gateway, limits.max_resumes)
+        held = AnswersHeld(gateway.memory.answers)
+        run = Run(request, bodies, plan, gateway, plan.route, resume, held, slot)
+        if plan.reuse is not None:
+            run.take_turn(plan.reuse.turn)
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:

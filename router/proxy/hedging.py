@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from router.fleet.engine import Engine
 from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
-from router.proxy.messages import BodyHalves
+from router.proxy.prefill_answer import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 
@@ -62,14 +62,14 @@ class HedgedLegs:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._bodies: dict[Engine, BodyHalves] = {}
+        self._params: dict[Engine, KvParams | None] = {}
         self._buffers: dict[Engine, ResumeBuffer | None] = {}
         self._legs: dict[Engine, asyncio.Task[DecodeOutcome]] = {}
         self._winner: Engine | None = None
 
-    def add(self, engine: Engine, body: BodyHalves) -> None:
-        """Add a leg. The resume buffer that its body mentions is the request's if the leg wins."""
-        self._bodies[engine] = body
+    def add(self, engine: Engine, params: KvParams | None) -> None:
+        """Add a leg. The resume buffer that its params mention is the request's if the leg wins."""
+        self._params[engine] = params
         self._buffers[engine], self._run.resume.buffer = self._run.resume.buffer, None
 
     async def run(self, threshold: float) -> Hedged:
@@ -78,9 +78,9 @@ class HedgedLegs:
         Raises EngineRejectedError if that is all that the engines answered.
         """
         self._run.request.record.stage = "decode"
-        for engine, body in self._bodies.items():
+        for engine, params in self._params.items():
             accept = partial(self._accept, engine)
-            leg = decode_leg(self._run, engine, body, threshold, accept=accept)
+            leg = decode_leg(self._run, engine, params, threshold, accept=accept)
             self._legs[engine] = self._run.request.exchange.loop.create_task(leg)
         try:
             await self._decided()

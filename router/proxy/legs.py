@@ -44,18 +44,18 @@ from router.proxy.load_failure import (
     failure_in_error,
     take_failure_from_answer,
 )
-from router.proxy.messages import BodyHalves, error_text
+from router.proxy.messages import error_text
 from router.proxy.plan import queue_local_prefill
-from router.proxy.prefill_answer import PrefillAnswer
+from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PushParams
-from router.proxy.ranks import header_line, place_of_leg
+from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
 from router.routing.local_prefill import QueuedPrefill
-from router.telemetry.record import Record, TracedLeg
+from router.telemetry.record import Record, TracedLeg, tokens_in
 
 logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
@@ -65,7 +65,6 @@ SOUND_CONNECTION_IDLE_S = 1.0
 ERROR_BODY_TIMEOUT_S = 1.0
 MAX_ERROR_BODY_BYTES = 256 * 1024
 NOT_LOADED = "the decode engine could not load the KV of this prompt"
-SENT: BodyHalves = (b"", b"")
 T = TypeVar("T")
 
 
@@ -98,20 +97,21 @@ DecodeOutcome = DecodeLegResult | LegFailure | LegRefusal
 def prefill_leg(
     run: Run,
     engine: Engine,
-    body: BodyHalves,
     push: PushParams | None = None,
-    is_offered: bool = False,
+    last_turn: Body | None = None,
+    hands_over: bool = False,
 ) -> Coroutine[Any, Any, PrefillOutcome]:
     """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
-    `push`: what this leg shares with the decode leg that runs at the same time. `is_offered`: the
-    engine is to read retained KV of the last turn, which can be read only once.
+    `push`: what this leg shares with the decode leg that runs at the same time. `last_turn`: params
+    of retained KV that the engine is to read, which it can do only once. `hands_over`: a decode
+    engine is to continue from the token that this engine samples.
     """
     trace = run.request.record.trace
     if trace is None:
-        return _prefill_leg(run, engine, body, push, is_offered, b"")
+        return _prefill_leg(run, engine, push, last_turn, hands_over, b"")
     span = trace.add_leg(PREFILL, engine.name, now())
-    leg = _prefill_leg(run, engine, body, push, is_offered, span.headers)
+    leg = _prefill_leg(run, engine, push, last_turn, hands_over, span.headers)
     return _traced_prefill(span, leg)
 
 
@@ -125,38 +125,53 @@ async def _traced_prefill(span: TracedLeg, leg: Awaitable[PrefillOutcome]) -> Pr
 async def _prefill_leg(
     run: Run,
     engine: Engine,
-    body: BodyHalves,
     push: PushParams | None,
-    is_offered: bool,
+    last_turn: Body | None,
+    hands_over: bool,
     trace_line: bytes,
 ) -> PrefillOutcome:
     request, gateway, slot = run.request, run.gateway, run.slot
-    record, limits = request.record, gateway.limits
+    record, limits, capabilities = request.record, gateway.limits, engine.capabilities
     record.stage, record.prefiller = "prefill", engine.name
     record.first_byte = None  # of a decode engine that has read this
     run.is_read = False
     record.prefill_started = started = now()
     if slot is not None:
         slot.move_prefill_to(engine)
+    place: Place = engine
+    rank_line = b""
+    if push is not None:
+        place, rank_line = push.place, push.pinned
+    elif capabilities.ranks:
+        place, rank_line = rank_of_leg(run, engine, PREFILL)
     notes, tokens = run.route.prefill_feedback, request.tokens
-    place = place_of_leg(run, engine, PREFILL) if push is None else push.place
     if notes is not None:
         tokens = max(0, tokens - notes.expected_tokens(place.name))
         notes.sent(place.name)
     answer: EngineAnswer | None = None
     computed: int | None = None
-    _begin(run, engine, place, tokens)
+    place.add_load(1, tokens)
+    if engine.breaker.circuit is HALF_OPEN:
+        gateway.fleet.note_leg_started(engine, run)
     try:
-        pinned = header_line(request, place) if push is None else push.pinned
-        message = _message(run, engine, body, push, pinned + trace_line)
+        transfer_id, leg_id = ("", "") if push is None else (push.transfer_id, push.leg_id)
+        begun = None if run.resume.buffer is None else run.resume.continued
+        message = messages.leg_message(
+            request.path or record.endpoint,
+            engine.name,
+            leg_id or messages.new_leg_id(record.request_id),
+            rank_line + trace_line + request.shared_headers,
+            run.bodies.prefill(last_turn, transfer_id, hands_over, begun),
+            request.form,
+        )
         latest = started + limits.prefill_timeout
         if latest > request.latest:
             latest = request.latest
-        longest_idle = SOUND_CONNECTION_IDLE_S if is_offered else None
+        longest_idle = SOUND_CONNECTION_IDLE_S if last_turn is not None else None
         answer = None if run.is_fresh else engine.pool.send_on_idle(message, latest, longest_idle)
         if answer is None:
             answer = await engine.pool.send(message, latest, fresh=True)
-        body, message = SENT, b""  # they may be large, and the answer may take minutes
+        message = b""  # it may be large, and the answer may take minutes
         await answer.ready()
         if answer.error is not None:
             raise answer.error
@@ -166,11 +181,37 @@ async def _prefill_leg(
         if raw is None:
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
+
+        # The engine has answered: take its params, and learn from what it reports.
         prefilled = PrefillAnswer(raw)
         if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
-        _note_success(run, engine)
-        computed = _note_prefilled(run, engine, place, prefilled, started, tokens)
+        record.prefill_done, record.prefill_usage = now(), prefilled.usage
+        if slot is not None:
+            slot.release_prefiller()
+        gateway.metrics.requests.prefill_seconds.observe(record.prefill_done - started)
+        prompt, _, cached = tokens_in(prefilled.usage)
+        computed = tokens if prompt is None or cached is None else max(0, prompt - cached)
+        if notes is not None:
+            notes.answered(place.name, cached)
+        if run.plan.reuse is not None:
+            run.prompt_tokens = prompt
+            if request.names_conversation:
+                note_no_turns(engine)
+        params = prefilled.params
+        if params is None:
+            _note_no_params(run, engine)
+        else:
+            # The params are decoded only until the engine is known to send prefix hashes.
+            capabilities.verifies_prefix = prefilled.mentions_prefix_hashes and (
+                capabilities.verifies_prefix or params.has_prefix_hashes
+            )
+            if not capabilities.rank_endpoints and limits.transfer_mode != "pull":
+                capabilities.note_kv_params(params.content)
+            if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
+                record.transfer_params = params.raw
+        if engine.breaker.record_success():
+            gateway.fleet.note_recovered(engine)
         return prefilled
     except (UpstreamError, EngineError) as error:
         return LegFailure(error, engine, PREFILL)
@@ -183,27 +224,32 @@ async def _prefill_leg(
         raise
     finally:
         place.note_prefill(started, now(), computed)
-        _end(run, engine, place, tokens, answer)
+        place.add_load(-1, -tokens)
+        if answer is not None:
+            answer.close()
+        if engine.breaker.trial is run:
+            gateway.fleet.note_trial_abandoned(engine)
 
 
 def decode_leg(
     run: Run,
     engine: Engine,
-    body: BodyHalves,
+    params: KvParams | None,
     threshold: float = 0.0,
     push: PushParams | None = None,
     accept: Callable[[], None] | None = None,
 ) -> Coroutine[Any, Any, DecodeOutcome]:
     """Send the decode leg, relay the answer until the client has all of it, and return the outcome.
 
-    `threshold`: the share of the prompt that the engine must have in its cache, or it may reject.
-    `accept` is called when a hedged leg is about to be relayed; the other legs end then.
+    `params` are the leg's KV transfer params. `threshold`: the share of the prompt that the engine
+    must have in its cache, or it may reject. `accept` is called when a hedged leg is about to be
+    relayed; the other legs end then.
     """
     trace = run.request.record.trace
     if trace is None:
-        return _decode_leg(run, engine, body, threshold, push, accept, b"")
+        return _decode_leg(run, engine, params, threshold, push, accept, b"")
     span = trace.add_leg(DECODE, engine.name, now())
-    leg = _decode_leg(run, engine, body, threshold, push, accept, span.headers)
+    leg = _decode_leg(run, engine, params, threshold, push, accept, span.headers)
     return _traced_decode(run.request.record, engine, span, leg)
 
 
@@ -223,61 +269,79 @@ async def _traced_decode(
 async def _decode_leg(
     run: Run,
     engine: Engine,
-    body: BodyHalves,
+    params: KvParams | None,
     threshold: float,
     push: PushParams | None,
     accept: Callable[[], None] | None,
     trace_line: bytes,
 ) -> DecodeOutcome:
-    request, gateway = run.request, run.gateway
+    request, gateway, capabilities = run.request, run.gateway, engine.capabilities
     slot, reuse, started = run.slot, run.plan.reuse, now()
     notes, tokens = run.route.decode_feedback, request.tokens
-    place = place_of_leg(run, engine, DECODE)
+    is_passed = request.decode_only_reason == PASSED
+    place: Place = engine
+    rank_line = b""
+    if capabilities.ranks or reuse is not None:
+        place, rank_line = rank_of_leg(run, engine, DECODE)
     if accept is None:
         _note_decoder(run, engine, place, started)
     _note_loading(run, engine, push, started)
     answer: EngineAnswer | None = None
     watch: LoadFailureWatch | None = None
     queued: QueuedPrefill | None = None
-    if run.prefiller is None and push is None and not threshold:
+    if run.prefiller is None and push is None and not threshold and capabilities.max_step_tokens:
         queued = queue_local_prefill(request, run.route, reuse, engine, place)
-    _begin(run, engine, place, tokens)
+    place.add_load(1, tokens)
+    if engine.breaker.circuit is HALF_OPEN:
+        gateway.fleet.note_leg_started(engine, run)
     try:
-        known = reuse.rank if reuse is not None and engine is reuse.decoder else None
-        pinned = header_line(request, place, known) + trace_line
-        message = _message(run, engine, body, push, pinned)
+        is_whole = request.exact_stream and reuse is not None
+        message = messages.leg_message(
+            request.path or request.record.endpoint,
+            engine.name,
+            push.leg_id if push is not None else messages.new_leg_id(request.record.request_id),
+            rank_line + trace_line + request.shared_headers,
+            run.bodies.passed() if is_passed else run.bodies.decode(params, threshold, is_whole),
+            request.form,
+        )
         latest = started + gateway.limits.decode_first_byte_timeout
         if latest > request.latest:
             latest = request.latest
         answer = None if run.is_fresh else engine.pool.send_on_idle(message, latest)
         if answer is None:
             answer = await engine.pool.send(message, latest, fresh=True)
-        body, message = SENT, b""  # they may be large, and the answer may take minutes
+        params, message = None, b""  # they may be large, and the answer may take minutes
         await answer.ready()
         if answer.error is not None:
             raise answer.error
         if answer.status != 200:
             raise await _error_answer(run, engine, answer)
-        if engine.capabilities.reports_load_failures or not engine.capabilities.is_identity_known:
+        if capabilities.reports_load_failures or not capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
         may_be_partial = run.may_return or request.exchange.started
-        if answer.is_event_stream or may_be_partial or request.decode_only_reason == PASSED:
+        if answer.is_event_stream or may_be_partial or is_passed:
             content = await _first_content(run, answer)
         else:
             content = generation_content(answer)
         is_rejected = content is not None and _is_rejected(run, engine, answer, content, threshold)
         if queued is not None:
             queued.end()
-        if threshold and not is_rejected and engine.capabilities.supports_threshold is None:
+        if threshold and not is_rejected and capabilities.supports_threshold is None:
             await _learn_threshold(run, engine, answer, threshold)
-        _note_success(run, engine)
+        if engine.breaker.record_success():
+            gateway.fleet.note_recovered(engine)
         if is_rejected:
             return DecodeLegResult.REJECTED
+
+        # The engine answers the request.
         if accept is not None:
             accept()
             accept = None
             _note_decoder(run, engine, place, started)
-        run.stop_holding(is_read=True)
+        run.is_read = True
+        if run.holder is not None:
+            run.holder.kv_leases -= 1
+            run.holder = None
         if notes is not None:
             was_given_all = request.record.prefill_done is not None
             notes.answered(place.name, tokens if was_given_all else None)
@@ -305,7 +369,11 @@ async def _decode_leg(
     finally:
         if queued is not None:
             queued.end()
-        _end(run, engine, place, tokens, answer)
+        place.add_load(-1, -tokens)
+        if answer is not None:
+            answer.close()
+        if engine.breaker.trial is run:
+            gateway.fleet.note_trial_abandoned(engine)
 
 
 async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
@@ -327,89 +395,20 @@ async def _in_span(span: TracedLeg, leg: Awaitable[T]) -> T:
     return outcome
 
 
-def _begin(run: Run, engine: Engine, place: Place, tokens: int) -> None:
-    engine.add_load(1, tokens)
-    if place is not engine:
-        place.add_load(1, tokens)
-    if engine.breaker.circuit is HALF_OPEN:
-        run.gateway.fleet.note_leg_started(engine, run)
-
-
-def _end(run: Run, engine: Engine, place: Place, tokens: int, answer: EngineAnswer | None) -> None:
-    engine.add_load(-1, -tokens)
-    if place is not engine:
-        place.add_load(-1, -tokens)
-    if answer is not None:
-        answer.close()
-    if engine.breaker.trial is run:
-        run.gateway.fleet.note_trial_abandoned(engine)
-
-
-def _message(
-    run: Run, engine: Engine, body: BodyHalves, push: PushParams | None, pinned: bytes
-) -> bytes:
-    request = run.request
-    return messages.leg_message(
-        request.path or request.record.endpoint,
-        engine.name,
-        messages.new_leg_id(request.record.request_id) if push is None else push.leg_id,
-        pinned + request.shared_headers,
-        body,
-        request.form,
-    )
-
-
 def _note_success(run: Run, engine: Engine) -> None:
     """Count an answer for the engine's circuit breaker. A justified 4xx is an answer, too."""
     if engine.breaker.record_success():
         run.gateway.fleet.note_recovered(engine)
 
 
-def _note_prefilled(
-    run: Run, engine: Engine, place: Place, prefilled: PrefillAnswer, started: float, expected: int
-) -> int:
-    """Return how many tokens the engine has computed; `expected` unless the engine reports it."""
-    request, gateway = run.request, run.gateway
-    record, notes, params = request.record, run.route.prefill_feedback, prefilled.params
-    record.prefill_done = moment = now()
-    record.prefill_usage = prefilled.usage
-    if run.slot is not None:
-        run.slot.release_prefiller()
-    gateway.metrics.requests.prefill_seconds.observe(moment - started)
-    prompt, cached = prefilled.prompt_tokens, prefilled.cached_tokens
-    if notes is not None:
-        notes.answered(place.name, cached)
-    if run.plan.reuse is not None:
-        run.prompt_tokens = prompt
-        if request.names_conversation:
-            note_no_turns(engine)
-    _learn(run, engine, prefilled)
-    if params is not None and not run.is_read:
-        run.hold(engine)
-        record.without_transfer = ""
-        if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
-            record.transfer_params = params.raw
-    return expected if prompt is None or cached is None else max(0, prompt - cached)
-
-
-def _learn(run: Run, engine: Engine, prefilled: PrefillAnswer) -> None:
-    """Note capabilities that an engine's KV transfer params show."""
-    gateway, capabilities, params = run.gateway, engine.capabilities, prefilled.params
-    if params is None:
-        gateway.metrics.prefill_without_params.inc()
-        run.request.record.without_transfer = f"{engine.name} offered no KV"
-        gateway.throttle.warn(
-            "a prefill engine answered without kv_transfer_params, so the decode engine prefills "
-            "again",
-            engine.name,
-        )
-        return
-    # The params are decoded only until the engine is known to send prefix hashes.
-    capabilities.verifies_prefix = prefilled.mentions_prefix_hashes and (
-        capabilities.verifies_prefix or params.has_prefix_hashes
+def _note_no_params(run: Run, engine: Engine) -> None:
+    """Record that a prefill engine holds no KV for the decode engine."""
+    run.gateway.metrics.prefill_without_params.inc()
+    run.request.record.without_transfer = f"{engine.name} offered no KV"
+    run.gateway.throttle.warn(
+        "a prefill engine answered without kv_transfer_params, so the decode engine prefills again",
+        engine.name,
     )
-    if not capabilities.rank_endpoints and gateway.limits.transfer_mode != "pull":
-        capabilities.note_kv_params(params.content)
 
 
 def _note_decoder(run: Run, engine: Engine, place: Place, started: float) -> None:

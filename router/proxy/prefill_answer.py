@@ -15,12 +15,7 @@ from msgspec import Struct
 
 from router.common.exact_json import dumps, loads
 from router.http_client.errors import BrokenAnswerError
-from router.openai.answers import (
-    TOKEN_ID_CHARS,
-    cached_tokens_of,
-    prompt_tokens_of,
-    read_generated_tokens,
-)
+from router.openai.answers import TOKEN_ID_CHARS, read_generated_tokens
 from router.openai.event_stream import may_fail
 
 Body = dict[str, Any]
@@ -169,16 +164,6 @@ class PrefillAnswer:
         self.is_whole_answer = finish == "stop"
         self.params = KvParams(params.raw, continues_tokens=True)
         return "ended" if self.is_whole_answer else "continued"
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """The length of the prompt in tokens, if the engine reports it."""
-        return prompt_tokens_of({"usage": _read(self.usage)})
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """The prompt tokens that were in the engine's cache, if the engine reports them."""
-        return cached_tokens_of({"usage": _read(self.usage)})
 
 
 def _read(raw: bytes) -> object:

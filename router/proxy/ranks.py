@@ -28,6 +28,13 @@ def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
     return find_place(run.request, run.route, run.plan.reuse, engine, role)
 
 
+def rank_of_leg(run: Run, engine: Engine, role: EngineRole) -> tuple[Place, bytes]:
+    """Return the place of a leg, and the header line that selects it; see `header_line`."""
+    place, reuse = place_of_leg(run, engine, role), run.plan.reuse
+    has_turn = role is DECODE and reuse is not None and engine is reuse.decoder
+    return place, header_line(run.request, place, reuse.rank if has_turn and reuse else None)
+
+
 def find_place(
     request: Request, route: Route, reuse: TurnReuse | None, engine: Engine, role: EngineRole
 ) -> Place:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from router.conversations.conversations import RecallOutcome
+from router.conversations.conversations import RecallOutcome, Turn
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
@@ -89,25 +89,10 @@ class Run(Struct, eq=False):
     retains_turn: bool = False
     offer: TurnOffer = SPENT_TURN
 
-    @classmethod
-    def for_plan(
-        cls,
-        request: Request,
-        bodies: LegBodies,
-        plan: Plan,
-        gateway: Gateway,
-        slot: EngineSlot | None = None,
-    ) -> Run:
-        """Return the state of a request that has a plan, before its first leg."""
-        resume = ResumeState(request, gateway, gateway.limits.max_resumes)
-        answers_held = AnswersHeld(gateway.memory.answers)
-        run = cls(request, bodies, plan, gateway, plan.route, resume, answers_held, slot)
-        if plan.reuse is not None:
-            turn = plan.reuse.turn
-            run.unread_turn = turn.entry
-            has_store = turn.recalled is not RecallOutcome.STORE_FAILED
-            run.retains_turn = turn.retains and has_store
-        return run
+    def take_turn(self, turn: Turn) -> None:
+        """Take what the last turn of the conversation has left."""
+        has_store = turn.recalled is not RecallOutcome.STORE_FAILED
+        self.unread_turn, self.retains_turn = turn.entry, turn.retains and has_store
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
@@ -156,7 +141,8 @@ class Run(Struct, eq=False):
         if self.slot is not None:
             self.slot.release()
         self.answers_held.release()
-        self.resume.close()
+        if self.resume.buffer is not None:
+            self.resume.close()
         if self.route.prefill_feedback or self.route.decode_feedback:
             self.route.end_feedback()
 

@@ -36,7 +36,6 @@ from router.proxy.legs import (
     decode_leg,
     prefill_leg,
 )
-from router.proxy.messages import BodyHalves
 from router.proxy.plan import DECODE_ONLY, ONE_TOKEN_ANSWER, PULL, SAME_ENGINE, may_reject
 from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_retain_request
 from router.proxy.push import PUSHES, PushParams, make_push
@@ -48,7 +47,6 @@ from router.proxy.recovery import (
     require_engines_alive,
 )
 from router.proxy.relay import deliver_prefilled
-from router.proxy.request import PASSED
 from router.proxy.retry import Next
 from router.proxy.run import (
     Run,
@@ -121,7 +119,8 @@ async def answer(run: Run) -> None:
     finally:
         if run.holder is not None:
             run.stop_holding()
-        _release_unread_turn(run)
+        if run.unread_turn is not None:
+            _release_unread_turn(run)
 
 
 async def pull(run: Run) -> None:
@@ -203,8 +202,7 @@ async def decode_first(run: Run) -> bool:
         legs = HedgedLegs(run)
         retaining = with_retain_request(None, run.retains_turn)
         for engine in engines:
-            params = _prepare_params(run, retaining, engine, is_hedged=True)
-            legs.add(engine, _decode_body(run, params, threshold))
+            legs.add(engine, _prepare_params(run, retaining, engine, is_hedged=True))
         hedged = await legs.run(threshold)
         for failed in hedged.others:
             record_hedged_failure(run, failed)
@@ -258,13 +256,11 @@ async def push_legs(
     """Run both legs of a push; the failure of one ends the other. Return None if the client has
     its answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
-    body = _decode_body(
-        run, _prepare_params(run, with_retain_request(push.params, run.retains_turn), decoder), 0.0
-    )
+    params = _prepare_params(run, with_retain_request(push.params, run.retains_turn), decoder)
     prefilling = loop.create_task(_prefill(run, prefiller, push))
-    decoding = loop.create_task(decode_leg(run, decoder, body, push=push))
+    decoding = loop.create_task(decode_leg(run, decoder, params, push=push))
     prefilling.add_done_callback(_retrieve_error)
-    del body
+    del params
     try:
         await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
         is_relaying = run.request.record.stage == "stream"  # so the decode engine has the KV
@@ -307,15 +303,16 @@ async def _prefill(
     if reuse is not None:
         run.offer = SPENT_TURN if run.is_turn_spent else reuse.offer(engine)
         offered = run.offer.params
-    transfer_id = "" if push is None else push.transfer_id
-    body = run.bodies.prefill(offered, transfer_id, hands_over, run.resume.continued)
-    prefilled = await prefill_leg(run, engine, body, push, is_offered=offered is not None)
+    prefilled = await prefill_leg(run, engine, push, offered, hands_over)
     if reuse is not None and isinstance(prefilled, PrefillAnswer):
         # The engine has read by now what it was offered.
         run.count_turn(run.offer)
         if offered is None:
             _release_unread_turn(run)
         run.unread_turn, run.is_turn_spent = None, True
+    if isinstance(prefilled, PrefillAnswer) and prefilled.params is not None and not run.is_read:
+        run.hold(engine)
+        run.request.record.without_transfer = ""
     return prefilled
 
 
@@ -341,9 +338,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         if threshold and not may_reject(run.request, decoder):
             return DecodePhase.SKIPPED
         leg_params = _prepare_params(run, params, decoder)
-        outcome = await decode_leg(
-            run, decoder, _decode_body(run, leg_params, threshold), threshold
-        )
+        outcome = await decode_leg(run, decoder, leg_params, threshold)
         if outcome is DecodeLegResult.ANSWERED:
             return DecodePhase.ANSWERED
         if outcome is DecodeLegResult.REJECTED:
@@ -376,13 +371,6 @@ def _prepare_params(
         return params
     params, run.may_return = resume.params_for(params, decoder, run.prefiller, is_hedged)
     return params
-
-
-def _decode_body(run: Run, params: KvParams | None, threshold: float) -> BodyHalves:
-    if run.request.decode_only_reason == PASSED:
-        return run.bodies.passed()
-    is_whole = run.request.exact_stream and run.plan.reuse is not None
-    return run.bodies.decode(params, threshold, is_whole)
 
 
 def _is_leased(run: Run) -> bool:

@@ -28,7 +28,8 @@ from router.proxy.plan import PULL, PUSH, Plan, choose_mode
 from router.proxy.prefill_answer import with_retain_request
 from router.proxy.push import make_push
 from router.proxy.request import Request, next_number
-from router.proxy.run import Run
+from router.proxy.resume import ResumeState
+from router.proxy.run import AnswersHeld, Run
 from router.proxy.strategies import push_legs
 from router.routing.route import Route
 from router.telemetry.record import Record
@@ -225,18 +226,27 @@ async def send_test_request(
     pushes = choose_mode(route, limits.transfer_mode) is PUSH
     push = make_push(request, prefiller, decoder, forced=True) if pushes else None
     plan = Plan("warm_up", PULL if push is None else PUSH, route)
-    run = Run.for_plan(request, LegBodies(request.body), plan, gateway)
+    run = Run(
+        request,
+        LegBodies(request.body),
+        plan,
+        gateway,
+        route,
+        ResumeState(request, gateway, limits.max_resumes),
+        AnswersHeld(gateway.memory.answers),
+    )
     offers_kv = True
     try:
         if push is None:
-            prefilled = _require(await prefill_leg(run, prefiller, run.bodies.prefill()))
+            prefilled = _require(await prefill_leg(run, prefiller))
             params = prefilled.params
             offers_kv = params is not None
-            body = run.bodies.decode(with_retain_request(params, False))
+            if offers_kv:
+                run.hold(prefiller)
             try:
                 if prefiller.group != decoder.group:
                     raise BrokenAnswerError("the engines are in different groups by now")
-                _require(await decode_leg(run, decoder, body))
+                _require(await decode_leg(run, decoder, with_retain_request(params, False)))
             except BaseException as cause:
                 run.release_unread(params, cause)
                 raise
