@@ -26,8 +26,8 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from router.admin.api import SOCKET_NAME, EmbeddedServer, serve_control
 from router.admin.control import Control
-from router.admin.hosting import SOCKET_NAME, EmbeddedServer, serve_control
 from router.admin.processes import WorkerProcess, follow_control
 from router.common.tls import TlsContext
 from router.fleet.sources.factory import describe_sources

@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from router.admin.hosting import ControlThread
+from router.admin.api import ControlThread
 from router.common.child_processes import die_with, handling_signals
 from router.server import serve
 from router.server.app import with_store_keys

@@ -26,6 +26,7 @@ from router.settings.model import (
     RENAMED,
     SECRET_NAMES,
     Settings,
+    as_yaml,
     default_of,
     deprecation_warnings,
     description_of,
@@ -34,7 +35,6 @@ from router.settings.model import (
     metavar_of,
     unknown_variables,
 )
-from router.settings.rendering import as_yaml
 from router.settings.secret import read_secret
 
 __all__ = [

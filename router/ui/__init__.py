@@ -4,8 +4,7 @@ The dashboard collects data only while it has viewers. The first viewer starts t
 one ends it:
 
 * `live_requests.LiveRequests` learns of each request of this process from `proxy`;
-* `engine_polling.EnginePoller` asks engines for their KV usage and for the transfers that they made
-  (`transfers`);
+* `engine_reports.EnginePoller` asks engines for their KV usage and for their transfers;
 * `standing_checks.run_checks` lists what the router checks all the time;
 * `snapshot.SnapshotSource` makes a snapshot of this process, and `snapshot.OtherWorkers` exchanges
   snapshots with the other worker processes;

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from router.proxy.gateway import Gateway
 from router.settings import SECRET_NAMES, Settings, flag_of, group_title
-from router.ui.engine_polling import EnginePoller
+from router.ui.engine_reports import EnginePoller, TransferMatcher
 from router.ui.live_requests import MAX_RECENT, REFUSAL_WINDOW_S
 from router.ui.snapshot import (
     Json,
@@ -27,7 +27,6 @@ from router.ui.snapshot import (
     changes,
     merge_snapshots,
 )
-from router.ui.transfers import TransferMatcher
 
 logger = logging.getLogger("disagg_router.ui")
 UPDATE_INTERVAL_S = 0.25

@@ -33,7 +33,7 @@ from router.fleet.views import (
     merge_group_views,
 )
 from router.proxy.gateway import Gateway
-from router.ui.engine_polling import EngineGauge
+from router.ui.engine_reports import EngineGauge
 from router.ui.live_requests import (
     EngineLink,
     LiveRequests,

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.commands.chat.command import RequestRoutes
 from router.commands.chat.conversation import Conversation
-from router.commands.chat.route import RequestRoutes
 from router.commands.demo.compare import CompareOptions, compare
 from router.commands.demo.comparison import ALONE, SPLIT
 from router.commands.demo.engines import ENGINES, DemoModel, DemoOptions

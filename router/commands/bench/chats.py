@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import orjson
@@ -123,18 +123,12 @@ class Figures:
 
     def add(self, other: Figures) -> None:
         """Add what another load has counted."""
-        self.answered += other.answered
-        self.failed += other.failed
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.cached_tokens += other.cached_tokens
-        self.problems.update(other.problems)
-        for own, more in (
-            (self.first, other.first),
-            (self.gaps, other.gaps),
-            (self.whole, other.whole),
-        ):
-            own.add_all(more)
+        for name in (one.name for one in fields(self)):
+            own, more = getattr(self, name), getattr(other, name)
+            if isinstance(own, Sample):
+                own.add_all(more)
+            else:
+                setattr(self, name, own + more)
 
     def content(self, seconds: float) -> dict[str, Any]:
         """Return the JSON report of a load that took `seconds`."""

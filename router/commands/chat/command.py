@@ -8,17 +8,20 @@ failed. 2: wrong usage. 130: Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import io
 import os
 import sys
 import textwrap
+import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
 
 from router.commands.chat.conversation import ChatAnswer, Conversation
-from router.commands.chat.route import RequestRoutes
 from router.commands.console import (
     DIM,
     CommandError,
@@ -29,10 +32,13 @@ from router.commands.console import (
     paint_for,
     time_text,
 )
-from router.commands.router_client import API_KEY, first_model, key_headers, router_url
+from router.commands.router_client import API_KEY, first_model, key_headers, router_url, send
+from router.commands.why import UnknownRequestError, find_request
 from router.common.did_you_mean import did_you_mean
+from router.openai.answers import parse_object
 from router.settings import variable_of
 from router.telemetry.logs import visible
+from router.ui.engine_reports import LEASES_PATH, Transfer, hash_request_id, parse_transfers
 
 PROGRAM = "disagg-router chat"
 TOKEN = variable_of("ui_token")
@@ -51,6 +57,10 @@ there is none. From a pipe, each line is one message.
 COMMANDS = ("/new", "/quit")
 # What is not printable to Python, but has no effect on a terminal: lines, tabs, joined characters.
 HARMLESS = "\n\t\u200c\u200d"
+# A router notes a request just after its answer has ended.
+NOTED_WITHIN_S = 1.5
+POLL_S = 0.1
+ENGINE_TIMEOUT_S = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -214,3 +224,70 @@ def shown(text: str) -> str:
         one if one in HARMLESS or unicodedata.category(one) == "Zs" else visible(one)
         for one in text
     )
+
+
+@dataclass(slots=True)
+class RequestRoutes:
+    """Finds the routes of requests at the router `url`. What does not answer is not asked again."""
+
+    url: str
+    hint: str = ""
+    """Why routes are not known, for a person; empty if they are."""
+    _unreachable: set[str] = field(default_factory=set)
+
+    def find(self, request_id: str) -> list[str]:
+        """Return the parts of a line about the request's route; [] if it is not known."""
+        if self.hint or not request_id:
+            return []
+        latest = time.monotonic() + NOTED_WITHIN_S
+        while True:
+            try:
+                found = find_request(self.url, request_id)
+            except UnknownRequestError:
+                if time.monotonic() > latest:
+                    return []
+                time.sleep(POLL_S)
+            except CommandError as error:
+                self.hint = f"engines are not known: {error}"
+                return []
+            else:
+                return list(self._parts(found, request_id))
+
+    def _parts(self, found: Mapping[str, Any], request_id: str) -> Iterator[str]:
+        prefiller, decoder = found.get("prefiller"), found.get("decoder")
+        if prefiller:
+            yield f"prefill {prefiller}"
+        if decoder:
+            yield f"decode {decoder}"
+        if why := found.get("without_transfer"):
+            yield f"no KV moved ({str(why).replace('_', ' ')})"
+        elif prefiller and decoder:
+            moved = self._transfer(request_id, str(decoder), str(prefiller))
+            if moved is None:
+                yield "KV offered"
+            else:
+                yield f"KV moved ({moved.blocks} block{'' if moved.blocks == 1 else 's'})"
+        if times := found.get("resumes"):
+            often = "" if times == 1 else f" {times} times"
+            yield f"resumed on another engine{often}"
+
+    def _transfer(self, request_id: str, decoder: str, prefiller: str) -> Transfer | None:
+        """Return what a decode engine has read, or a prefill engine written."""
+        digest = hash_request_id(request_id)
+        for engine, operation in ((decoder, "READ"), (prefiller, "WRITE")):
+            if engine in self._unreachable:
+                continue
+            try:
+                url = f"http://{engine}{LEASES_PATH}"
+                answer = asyncio.run(send("GET", url, timeout_s=ENGINE_TIMEOUT_S))
+            except CommandError:
+                self._unreachable.add(engine)
+                continue
+            content = parse_object(answer.content)
+            if answer.status_code != 200 or content is None:
+                self._unreachable.add(engine)
+                continue
+            moved = parse_transfers(content, time.monotonic()).transfers.get((operation, digest))
+            if moved is not None:
+                return moved
+        return None

@@ -1,1 +1,1 @@
-"""disagg-router demo: `command` runs it, `engines` has the engines and the model that it starts."""
+"""disagg-router demo: `command` runs it, `engines` starts engines and routers."""

@@ -29,14 +29,12 @@ from router.commands.demo.engines import (
     EngineBuilder,
     EngineCommands,
     choose_model,
-    threads_of,
-    write_secret,
-)
-from router.commands.demo.starting import (
     free_ports,
     print_now,
     router_command,
+    threads_of,
     wait_until_ready,
+    write_secret,
 )
 from router.common.child_processes import (
     ChildEndedError,
@@ -156,12 +154,7 @@ def _start_all(
     ports = free_ports(2 * len(names))
     secret = write_secret(processes.directory)
     builder = EngineBuilder(engines, options, model, threads, secret)
-    started = []
-    for name in names:
-        port = next(ports)
-        command, variables = builder.build(port, next(ports))
-        url = f"http://127.0.0.1:{port}"
-        started.append(processes.start(name, command, url, environment=variables))
+    started = [builder.start(processes, name, ports) for name in names]
     wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
     command = [*router_command(options.host, options.port, prefillers, decoders), "--ui"]

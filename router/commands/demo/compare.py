@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -50,14 +49,12 @@ from router.commands.demo.engines import (
     DemoOptions,
     EngineBuilder,
     EngineCommands,
-    usable_cores,
-    write_secret,
-)
-from router.commands.demo.starting import (
     free_ports,
     print_now,
     router_command,
+    usable_cores,
     wait_until_ready,
+    write_secret,
 )
 from router.commands.router_client import first_model_in, send
 from router.common.child_processes import ChildProcess, ChildProcesses, handling_signals
@@ -101,11 +98,6 @@ class CompareOptions:
                 raise UsageError(f"{option} {path}: {error.strerror or error}") from None
 
 
-def plan_cpu() -> CpuPlan:
-    cores, listed = usable_cores()
-    return CpuPlan(cores, listed, max(1, min(MAX_THREADS, cores) // 2))
-
-
 def compare(
     processes: ChildProcesses,
     options: DemoOptions,
@@ -115,7 +107,8 @@ def compare(
 ) -> None:
     """Measure and print the report. Raises CommandError, ChildEndedError and KeyboardInterrupt."""
     busy = load_average()
-    cpu = plan_cpu()
+    cores, listed = usable_cores()
+    cpu = CpuPlan(cores, listed, max(1, min(MAX_THREADS, cores) // 2))
     print_now(cpu.text())
     print_now(f"Starting three engines with {model.name}, and a router.")
     setups = _start(processes, options, engines, model, cpu)
@@ -162,19 +155,16 @@ def _start(
     alone_builder = replace(builder, threads=cpu.threads_alone, is_alone=True)
     started = []
     for name, one in ((ALONE, alone_builder), ("prefill", builder), ("decode", builder)):
-        port = next(ports)
-        command, variables = one.build(port, next(ports))
         title = name if name == ALONE else f"{name} engine"
-        url, cores = f"http://127.0.0.1:{port}", cpu.cores_of(name)
-        started.append(processes.start(title, command, url, environment=variables, cores=cores))
-    with _progress() as show:
-        wait_until_ready(started, "/health", started, show)
+        started.append(one.start(processes, title, ports, cpu.cores_of(name)))
+    with TerminalLine(sys.stderr) as progress:  # the report may be piped
+        wait_until_ready(started, "/health", started, progress.show)
         alone, prefiller, decoder = started
         port = next(ports)
         command = router_command("127.0.0.1", port, [prefiller], [decoder])
         url = f"http://127.0.0.1:{port}"
         router = processes.start("router", [*command, "--log-level", "warning"], url)
-        wait_until_ready([router], "/ready", [*started, router], show)
+        wait_until_ready([router], "/ready", [*started, router], progress.show)
     return {
         ALONE: Setup(_target(alone), [alone]),
         SPLIT: Setup(_target(router), [prefiller, decoder], router),
@@ -183,13 +173,6 @@ def _start(
 
 def _target(child: ChildProcess) -> Target:
     return Target("127.0.0.1", int(child.url.rpartition(":")[2]))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Progress goes to stderr: the report may be piped."""
-    with TerminalLine(sys.stderr) as line:
-        yield line.show
 
 
 def run_until_signal(work: Callable[[], Any]) -> Any:
@@ -295,21 +278,12 @@ class Measurement:
         cpu = [_cpu_of(setup.engines), _cpu_of([setup.router] if setup.router else [])]
         own, started = time.process_time(), time.monotonic()
         # Texts of short chats and long prompts begin differently, so no cache helps.
-        loads = (
-            (load.short_words, load.short_tokens, found.short, load.short_interval_s),
-            (load.long_words, load.long_tokens, found.long, load.long_interval_s),
-        )
-        found.late = max(
-            await asyncio.gather(
-                *(
-                    self._load(
-                        setup, words, tokens, 10_000 + 2 * seed + kind, figures,
-                        moments(load.round_s, interval, seed),
-                    )
-                    for kind, (words, tokens, figures, interval) in enumerate(loads)
-                )
-            )
-        )  # fmt: skip
+        text_seed = 10_000 + 2 * seed
+        at = moments(load.round_s, load.short_interval_s, seed)
+        short = self._load(setup, load.short_words, load.short_tokens, text_seed, found.short, at)
+        at = moments(load.round_s, load.long_interval_s, seed)
+        long = self._load(setup, load.long_words, load.long_tokens, text_seed + 1, found.long, at)
+        found.late = max(await asyncio.gather(short, long))
         found.seconds = time.monotonic() - started
         found.generator_cpu = time.process_time() - own
         found.engine_cpu = _difference(_cpu_of(setup.engines), cpu[0])

@@ -14,10 +14,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from threading import Thread
+from functools import partial
 from time import monotonic as now
 from typing import Any, TypeVar
 
+from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.probes import MAX_ANSWER_BYTES, context_lengths_in, json_of, models_in
@@ -79,35 +80,13 @@ async def within(work: Awaitable[T], seconds: float | None = None) -> T:
 
 
 async def resolve(host: str) -> list[str]:
-    """Return the addresses of a name. Raises OSError or TimeoutError.
-
-    A look-up cannot be cancelled, so it has a thread that does not keep the process from ending.
-    """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[str]] = loop.create_future()
-
-    def deliver(addresses: list[str], error: OSError | None) -> None:
-        if found.done():
-            return
-        if error is None:
-            found.set_result(addresses)
-        else:
-            found.set_exception(error)
-
-    def look_up() -> None:
-        addresses, failure = [], None
-        try:
-            answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            addresses = sorted({str(one[4][0]) for one in answers})
-        except OSError as error:
-            failure = error
-        except UnicodeError as error:
-            failure = OSError(str(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, addresses, failure)
-
-    Thread(target=look_up, daemon=True).start()
-    return await within(found)
+    """Return the addresses of a name. Raises OSError or TimeoutError."""
+    look_up = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    try:
+        answers = await within(call_in_daemon_thread(look_up))
+    except UnicodeError as error:
+        raise OSError(str(error)) from None
+    return sorted({str(one[4][0]) for one in answers})
 
 
 def is_address(host: str) -> bool:

@@ -28,13 +28,15 @@ from router.routing.route import Route
 from router.server.app import build
 from router.server.router_state import RouterState, state_of
 from router.settings import Settings
-from router.ui.engine_polling import (
+from router.ui.engine_reports import (
     LEASES_PATH,
-    MAX_ANSWER_BYTES,
     METRICS_PATH,
+    Transfer,
+    get_page,
+    hash_request_id,
     parse_metrics,
+    parse_transfers,
 )
-from router.ui.transfers import Transfer, hash_request_id, parse_transfers
 
 DISCOVERY_TIMEOUT_S = 5.0
 # The test request: four blocks of sixteen tokens.
@@ -42,7 +44,6 @@ PROMPT_TOKENS = 64
 # An engine reports a transfer a moment after the answer.
 REPORT_TIMEOUT_S = 2.0
 REPORT_POLL_S = 0.1
-PAGE_TIMEOUT_S = 2.0
 MAX_CONCURRENT_ENGINES = 64
 MAX_CONCURRENT_REQUESTS = 4
 MAX_PAIRS = 16
@@ -303,11 +304,8 @@ async def _wait_for_bytes(engine: Engine, before: float) -> float:
 
 async def _transferred_bytes(engine: Engine) -> float | None:
     """Return the KV bytes that a stock engine counts, None if it has no such metric."""
-    try:
-        answer = await engine.get(METRICS_PATH, now() + PAGE_TIMEOUT_S, MAX_ANSWER_BYTES)
-    except UpstreamError:
-        return None
-    return parse_metrics(answer.body)[1] if answer.status == 200 else None
+    answer = await get_page(engine, METRICS_PATH)
+    return None if answer is None else parse_metrics(answer.body)[1]
 
 
 async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Transfer | None, bool]:
@@ -327,9 +325,6 @@ async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Tra
 
 
 async def _transfers_of(engine: Engine) -> Mapping[tuple[str, str], Transfer] | None:
-    try:
-        answer = await engine.get(LEASES_PATH, now() + PAGE_TIMEOUT_S, MAX_ANSWER_BYTES)
-    except UpstreamError:
-        return None
-    content = json_of(answer)
+    answer = await get_page(engine, LEASES_PATH)
+    content = None if answer is None else json_of(answer)
     return None if content is None else parse_transfers(content, now()).transfers

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import dns.asyncresolver
@@ -25,6 +23,7 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
+from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import EngineRole, EngineSpec
 from router.fleet.sources.source import Backoff, SourceReport, one_line
 from router.settings import TLS_SCHEME, Address, canonical
@@ -106,19 +105,13 @@ class DnsSource:
 
     async def _look_up(self) -> DnsLookup:
         """Look up in a thread and an event loop of its own: dnspython takes a tenth of a second to
-        parse a thousand addresses. Neither a cancelled caller nor the end of the process waits."""
-        outcome: Future[DnsLookup] = Future()
-        outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
+        parse a thousand addresses."""
 
-        def run() -> None:
-            try:
-                looking = look_up(self._make_resolver(), self._dns_name)
-                outcome.set_result(asyncio.run(asyncio.wait_for(looking, LOOKUP_TIMEOUT_S)))
-            except BaseException as error:
-                outcome.set_exception(error)
+        async def work() -> DnsLookup:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                return await look_up(self._make_resolver(), self._dns_name)
 
-        threading.Thread(target=run, name="source", daemon=True).start()
-        return await asyncio.wrap_future(outcome)
+        return await call_in_daemon_thread(lambda: asyncio.run(work()))
 
     def _failed(self, text: str) -> tuple[SourceReport, float]:
         """A failure confirms no earlier empty answer."""

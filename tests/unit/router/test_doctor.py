@@ -17,11 +17,10 @@ import pytest
 from router.commands.console import paint
 from router.commands.doctor import checks as checks_module
 from router.commands.doctor.checks import Check, Findings, State, check_clock
-from router.commands.doctor.command import lines, main
+from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
-from router.commands.doctor.settings_checks import check_files, check_redis
 from router.settings import Settings
-from router.ui.transfers import hash_request_id
+from router.ui.engine_reports import hash_request_id
 from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page

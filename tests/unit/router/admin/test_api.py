@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from router.admin.api import application
 from router.admin.control import Control
-from router.admin.endpoints import application
 from router.admin.processes import WorkerProcess
 from router.fleet.engine import Health, Intent
 from router.settings import Settings

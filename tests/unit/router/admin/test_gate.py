@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from router.admin import endpoints
-from router.admin.endpoints import MAX_BODY_BYTES, AdminGate, application
+from router.admin import api
+from router.admin.api import MAX_BODY_BYTES, AdminGate, application
 from tests.unit.router.admin.test_control import A, control_of
 
 TOKEN = "0123456789abcdef"
@@ -106,7 +106,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.M
         await asyncio.Event().wait()
         yield b""
 
-    monkeypatch.setattr(endpoints, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(api, "BODY_TIMEOUT_S", 0.05)
     async with admin_client() as asking:
         answer = await asking.post("/admin/engines", content=silent())
     assert answer.status_code == 408

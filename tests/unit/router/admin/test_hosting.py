@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.admin import hosting as hosting_module
-from router.admin.hosting import ControlThread, serve_control
+from router.admin import api as api
+from router.admin.api import ControlThread, serve_control
 from router.server.serve import bind_at
 from router.settings import load
 from tests.unit.router.admin.test_control import TOKEN, A, control_of
@@ -22,8 +22,8 @@ from tests.unit.router.test_settings import ENGINES
 async def test_a_connection_is_for_one_call_and_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosting_module, "CONNECTION_LIFETIME_S", 1.0)
-    monkeypatch.setattr(hosting_module, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(api, "CONNECTION_LIFETIME_S", 1.0)
+    monkeypatch.setattr(api, "MAX_CONNECTIONS", 4)
     control, _, _ = control_of([A])
     with bind_at("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

@@ -26,10 +26,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.chat.command import shown
-from router.commands.chat.route import RequestRoutes
+from router.commands.chat.command import RequestRoutes, shown
 from router.commands.cli import main
-from router.ui.transfers import hash_request_id
+from router.ui.engine_reports import hash_request_id
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 

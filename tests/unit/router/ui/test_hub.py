@@ -14,9 +14,9 @@ import pytest
 
 from router.ui import hub as hub_module
 from router.ui import site as site_module
+from router.ui.engine_reports import hash_request_id
 from router.ui.hub import MAX_QUEUED_BYTES, MAX_QUEUED_EVENTS, DashboardHub, Viewer
 from router.ui.site import MAX_VIEWERS
-from router.ui.transfers import hash_request_id
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine, usual_decode

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.views import FleetView
-from router.ui.engine_polling import EngineGauge, EnginePoller, count_leases, parse_metrics
+from router.ui.engine_reports import EngineGauge, EnginePoller, count_leases, parse_metrics
 from router.ui.live_requests import Refusals
 from router.ui.snapshot import (
     KEYED,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from engine_ext.common.inspection import Inspection, MovedSeen, TransferSeen
 from engine_ext.http import leases
 from router.fleet.engine import EngineRole
-from router.ui.live_requests import RequestSummary, summarize_request
-from router.ui.transfers import (
+from router.ui.engine_reports import (
     MAX_AWAITED_REQUESTS,
     REPORT_TIMEOUT_S,
     RequestTransfers,
@@ -24,6 +23,7 @@ from router.ui.transfers import (
     hash_request_id,
     parse_transfers,
 )
+from router.ui.live_requests import RequestSummary, summarize_request
 from tests.unit.router.ui.test_live_requests import record
 
 ROLES = {"p": EngineRole.PREFILL, "d": EngineRole.DECODE}
