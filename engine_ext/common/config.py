@@ -19,6 +19,7 @@ from engine_ext.common.access import (
     read_secret,
 )
 from engine_ext.common.prefix_hashes import MAX_TOKENS
+from engine_ext.common.step_budget import parse_target
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class ConnectorConfig:
     """For the host's scheduler: see engine_ext.scheduler.admission."""
     hand_back: bool = False
     """For the host's scheduler: return requests that do not choose instead of preempting them."""
+    target_itl_ms: float | None = None
+    """For the host's scheduler: see engine_ext.common.step_budget."""
     enforce_handshake_compat: bool = True
     permute_layout: bool = False
     """Read and write peers whose blocks have heads and tokens in the other order."""
@@ -257,6 +260,7 @@ _EXTRA: dict[str, tuple[str, Check]] = {
     # Read by the scheduler class; checked here so that a typo is found at start.
     "global_cache_hit_threshold": ("global_cache_hit_threshold", _share),
     "hand_back": ("hand_back", _switch),
+    "target_itl_ms": ("target_itl_ms", lambda _, value: parse_target(value)),
     "enable_cross_layers_blocks": ("cross_layers_blocks", _switch),
     "push_registration_timeout": ("registration_timeout", _seconds),
     "push_while_computing": ("writes_early", _switch),

@@ -65,6 +65,8 @@ class EngineDescription:
     """It lends prefixes of its cache to engines that ask (engine_ext/scheduler/loans.py)."""
     borrows: bool = False
     """It asks the `holders` of a request for loans (engine_ext/scheduler/borrows.py)."""
+    target_itl_ms: float | None = None
+    """A step that decodes ends within 0.9 of it if possible: see common/step_budget.py."""
     step_models: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The fitted step models, by rank: see common/step_costs.py."""
 
@@ -159,6 +161,7 @@ def _rank(
         "lends": engine.lends,
         "borrows": engine.borrows,
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
+        **({} if engine.target_itl_ms is None else {"target_itl_ms": engine.target_itl_ms}),
         **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),
     }
 

@@ -117,6 +117,7 @@ def _engine(options: dict[str, Any], connector: ConnectorConfig | None) -> Engin
     chosen = {name: options[name] for name in names if options.get(name) is not None}
     if connector is not None:
         chosen.setdefault("global_cache_hit_threshold", connector.global_cache_hit_threshold)
+        chosen.setdefault("target_itl_ms", connector.target_itl_ms)
         chosen["hand_back"] = connector.hand_back
     return EngineConfig(**chosen | {"model": model})
 

@@ -175,5 +175,6 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         access=connector.access,
         lease_seconds=connector.lease_duration,
         max_step_tokens=settings.engine.tokens_per_step,
+        target_itl_ms=settings.engine.target_itl_ms,
         lends=settings.engine.enable_prefix_caching and not is_staged(connector, settings.engine),
     )

@@ -31,6 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.step_budget import StepBudget
 from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import (
     EMPTY_STEP,
@@ -127,13 +128,16 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         support.log_what_is_off()
         describe.refuse_unsupported(vllm_config, kv_cache_config)
         self._config = describe.connector_config(vllm_config)
+        target = describe.target_itl_ms(vllm_config, self._config)
         self._windows = describe.windows(kv_cache_config)
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._wakeups: WakeupListener | None = None
         self._metric_deltas = _metric_deltas()
-        self._step_fit: StepFit | None = None
+        self.step_fit: StepFit | None = None
         self._step_times: StepTimes | None = None
+        self.step_budget: StepBudget | None = None
+        """For our scheduler class; None without `target_itl_ms`."""
         self._pending_reports = PendingReports()
         self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
@@ -148,8 +152,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(LOADS_NOTHING)
             _install_engine_patches()
             if support.is_on(STEP_MODEL):
-                self._step_fit = StepFit(vllm_config.scheduler_config.max_num_batched_tokens)
-                self._step_times = StepTimes(self._step_fit.add)
+                most = vllm_config.scheduler_config.max_num_batched_tokens
+                self.step_fit = StepFit(most)
+                self._step_times = StepTimes(self.step_fit.add)
+                if target is not None:
+                    self.step_budget = StepBudget(target, self.step_fit, most)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -275,7 +282,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def step_model(self) -> dict[str, float] | None:
         """`step_model` of the identity page; None until fitted."""
-        return None if self._step_fit is None else self._step_fit.to_wire()
+        return None if self.step_fit is None else self.step_fit.to_wire()
 
     @guarded(nothing)
     def _report_prompts(self, scheduler_output: SchedulerOutput) -> None:

@@ -34,6 +34,7 @@ from engine_ext.vllm.optional import (
     RESUME,
     SCHEDULER,
     STATE_LAYERS,
+    STEP_BUDGET,
     STOCK_PEERS,
     STREAMS,
     THRESHOLD,
@@ -352,6 +353,7 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         lease_seconds=None if ours is None else ours.lease_duration,
+        target_itl_ms=None if ours is None else target_itl_ms(vllm_config, ours),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         dp_size=parallel.data_parallel_size,
@@ -404,6 +406,21 @@ def _uses_our_scheduler(vllm_config: VllmConfig) -> bool:
     named = vllm_config.scheduler_config.scheduler_cls
     name = named if isinstance(named, str) else getattr(named, "__module__", "")
     return name.startswith(SCHEDULERS)
+
+
+def target_itl_ms(vllm_config: VllmConfig, config: ConnectorConfig) -> float | None:
+    """Return the configured target. Raises ValueError if the engine cannot keep it."""
+    if config.target_itl_ms is None:
+        return None
+    why = support.reason(STEP_BUDGET)
+    problem = why and f"{STEP_BUDGET.name} is off: {why}"
+    if not _uses_our_scheduler(vllm_config):
+        problem = f"it needs --scheduler-cls {SCHEDULERS}.DisaggScheduler"
+    elif not vllm_config.scheduler_config.enable_chunked_prefill:
+        problem = "it needs chunked prefill"
+    if problem is not None:
+        raise ValueError(f"target_itl_ms: {problem}")
+    return config.target_itl_ms
 
 
 def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from engine_ext.vllm.optional import (
     PREEMPTION_RETURN,
     RESUME,
     SCHEDULER,
+    STEP_BUDGET,
     THRESHOLD,
 )
 from engine_ext.vllm.request_view import is_streamed
@@ -218,10 +219,11 @@ def _parts() -> Iterator[Any]:
         (PREEMPTION_RETURN, "preemption_return", "PreemptionReturnPart"),
         (IDLE_REST, "idle_rest", "IdleRestPart"),
         (RESUME, "resume", "ResumePart"),
+        (STEP_BUDGET, "step_budget", "StepBudgetPart"),
     ):
         if support.is_on(feature):
             yield getattr(importlib.import_module(f"engine_ext.vllm.optional.{module}"), part)
-    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, IDLE_REST, RESUME))):
+    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, IDLE_REST, RESUME, STEP_BUDGET))):
         yield SchedulePart
     if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES))):
         yield OutputsPart

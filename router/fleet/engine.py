@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -14,7 +15,12 @@ from msgspec import Struct
 
 from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
 from router.fleet.prefill_rate import PrefillRate
-from router.fleet.step_model import StepModel, max_step_tokens_of_ranks, step_model_of_ranks
+from router.fleet.step_model import (
+    StepModel,
+    max_step_tokens_of_ranks,
+    step_limit_of_ranks,
+    step_model_of_ranks,
+)
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -159,6 +165,8 @@ class EngineCapabilities:
     """The time of its steps, None if unknown."""
     max_step_tokens: int = 0
     """The most prompt tokens that one step computes beside answers; 0 if unknown."""
+    step_limit: float = math.inf
+    """The longest step in seconds that the engine allows beside answers."""
     trial_prefills: int = 0
     """Prompts that the router has sent as trials, with which the engine measures its steps. Each
     page without a step model allows one more."""
@@ -230,6 +238,7 @@ class EngineCapabilities:
             self.step_model = step_model_of_ranks(ranks)
             self.trial_prefills = max(0, self.trial_prefills - 1)
             self.max_step_tokens = max_step_tokens_of_ranks(ranks)
+            self.step_limit = step_limit_of_ranks(ranks)
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}

@@ -5,7 +5,8 @@ A step computes a chunk of prompts and one token of each running answer. Its tim
     base + token * T + token_context * sum(chunk * context) + context * sum(contexts of answers)
 
 with T prompt tokens in the step, and the tokens before and in each chunk as its context. The engine
-fits the four factors to its own steps. `max_step_tokens` of the page bounds T.
+fits the four factors to its own steps. `max_step_tokens` of the page bounds T. So does
+`target_itl_ms`, if the page has one: the engine lets a step with answers take LIMIT_SHARE of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ FACTORS = {
     "context_ns": (1e-9, 1e-3),
 }
 MAX_STEP_TOKENS = 10_000_000
+LIMIT_SHARE = 0.9
+MAX_TARGET_MS = 60_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,15 @@ def max_step_tokens_of_ranks(ranks: Sequence[object]) -> int:
     found = [rank.get("max_step_tokens") if isinstance(rank, dict) else None for rank in ranks]
     counts = [n for n in found if type(n) is int and 0 < n <= MAX_STEP_TOKENS]
     return max(counts) if counts and len(counts) == len(ranks) else 0
+
+
+def step_limit_of_ranks(ranks: Sequence[object]) -> float:
+    """Return the longest step in seconds that any of these ranks allows beside answers; infinite if
+    tokens alone limit the steps of one."""
+    found = [rank.get("target_itl_ms") if isinstance(rank, dict) else None for rank in ranks]
+    targets = [_factor(target, 1e-3, MAX_TARGET_MS * 1e-3) for target in found]
+    limits = [LIMIT_SHARE * target if target else math.inf for target in targets]
+    return max(limits, default=math.inf)
 
 
 def _factor(value: object, unit: float, most: float) -> float | None:

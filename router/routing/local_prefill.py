@@ -13,6 +13,7 @@ does not have by itself. So it first gets a few prompts as trials, one at a time
 
 from __future__ import annotations
 
+import math
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Collection, Iterable
 from operator import itemgetter
@@ -27,6 +28,8 @@ from router.routing.prefix_cache import QUEUE_SHARE
 # The part of the target that the longest step may take: its time is an estimate.
 STEP_SHARE = 0.95
 MAX_QUEUED_S = 0.5
+# An engine with a step budget in time computes at least so many tokens of a prompt in a step.
+MIN_STEP_TOKENS = 64
 # The part of a KV cache that may be in use.
 CACHE_SHARE = 0.95
 # A transfer between engines of one network (NIXL over one 400 Gb/s link).
@@ -54,6 +57,8 @@ class DecoderLoad(Struct, frozen=True):
     """Seconds of work for prompts that the engine computes itself, until their first token."""
     queued_tokens: int = 0
     """The uncached tokens of these prompts."""
+    step_limit: float = math.inf
+    """The longest step in seconds that the engine allows beside its answers."""
 
     @classmethod
     def of(cls, engine: Engine, place: Place) -> DecoderLoad | None:
@@ -74,17 +79,24 @@ class DecoderLoad(Struct, frozen=True):
             place.total_tokens // parts,
             queued_s / parts,
             queued // parts,
+            known.step_limit,
         )
+
+    def chunk(self, total: int) -> int:
+        """Return the most tokens of a prompt of `total` tokens in a step beside its answers."""
+        left = self.step_limit - self.model.decode_step(self.contexts)
+        fitting = left / (self.model.token + self.model.token_context * total)
+        return int(min(self.max_step_tokens, max(fitting, MIN_STEP_TOKENS)))
 
     def prefill_seconds(self, uncached: int, total: int) -> float:
         """Return the seconds in which it computes the prompt beside its answers."""
-        return self.model.prefill_seconds(uncached, total, self.max_step_tokens, self.contexts)
+        return self.model.prefill_seconds(uncached, total, self.chunk(total), self.contexts)
 
     def allows(self, uncached: int, total: int, target_itl: float) -> bool:
         """Return True if the engine may compute the last `uncached` of `total` tokens, whatever a
         prefill engine would take."""
         # Prompts that are queued together are computed in the same step.
-        chunk = min(uncached + self.queued_tokens, self.max_step_tokens)
+        chunk = min(uncached + self.queued_tokens, self.chunk(total))
         longest = self.model.worst_step(chunk, total, self.contexts)
         return (
             longest <= STEP_SHARE * target_itl

@@ -1,7 +1,7 @@
 """Tier 2: features that a new release of vLLM may cost, each alone.
 
 Each has its probe (the symbols), its patch list and its off switch: its name in DISAGG_VLLM_DISABLE
-(see compat/support.py). Five of them have modules of their own:
+(see compat/support.py). Six of them have modules of their own:
 
 | feature | in the scheduler class | patches |
 |---|---|---|
@@ -10,6 +10,7 @@ Each has its probe (the symbols), its patch list and its off switch: its name in
 | `hand_back` (preemption return) | `preemption_return.py` | as of `cache_hit_threshold` |
 | `rest` (idle rest) | `idle_rest.py` | `patch_engine_loop` wakes the loop |
 | `leaving` (early exit) | | `patch_engine_loop` |
+| `step_budget` | `step_budget.py` | |
 """
 
 from engine_ext.vllm.compat.probe import ANY, Feature, symbols
@@ -220,6 +221,26 @@ STEP_MODEL = Feature(
     modules=("optional.step_times",),
 )
 
+STEP_BUDGET = Feature(
+    "step_budget",
+    "target_itl_ms is refused",
+    symbols(f"""
+        - how many tokens of a request a step computes, and what else it computes. Steps take as
+            long as without a target
+        {SCHEDULER_CLASS}._reserve_prefill_lookahead takes self request num_computed_tokens
+            num_new_tokens
+        {SCHEDULER_CLASS} has cache_config max_num_scheduled_tokens need_mamba_block_aligned_split
+            num_spec_tokens running scheduler_config
+        {CONFIG}:CacheConfig has block_size
+        {CONFIG}:SchedulerConfig has disable_chunked_mm_input enable_chunked_prefill
+        vllm.v1.request:Request has arrival_time has_encoder_inputs is_prefill_chunk
+            num_computed_tokens num_preemptions status
+        vllm.v1.request:RequestStatus has RUNNING
+    """),
+    requires=(SCHEDULER, STEP_MODEL),
+    modules=("optional.step_budget",),
+)
+
 STATE_LAYERS = Feature(
     "state_layers",
     "models with layers that keep a state (Mamba, linear attention) are refused",
@@ -409,6 +430,7 @@ TIER_2 = (
     LAST_WINDOW,
     EARLY_WRITES,
     STEP_MODEL,
+    STEP_BUDGET,
     STATE_LAYERS,
     LOOKAHEAD,
     THRESHOLD,

@@ -48,6 +48,7 @@ from tests.vllm.inside import (
     hand_back_cases,
     push_cases,
     resumed_answer_cases,
+    step_budget_cases,
     weight_cases,
 )
 from tests.vllm.inside.in_process import Engine
@@ -580,6 +581,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield from compat_cases.cases()
     yield from weight_cases.cases(partial(params_of, "decode"))
     yield from push_cases.cases()
+    yield from step_budget_cases.cases(partial(params_of, "decode"))
     yield from planted()
 
 

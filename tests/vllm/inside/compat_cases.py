@@ -20,6 +20,7 @@ from engine_ext.vllm.optional import (
     PREEMPTION_RETURN,
     RESUME,
     SCHEDULER,
+    STEP_BUDGET,
     STREAMS,
     THRESHOLD,
 )
@@ -30,7 +31,7 @@ IN_STREAMS = {"cache_hit_threshold", "begun", "hand_back", "load_failures"}
 """Capabilities that need them."""
 OVERRIDES = {
     "add_request": (RESUME,),
-    "schedule": (IDLE_REST, THRESHOLD, RESUME, PREEMPTION_RETURN),
+    "schedule": (IDLE_REST, THRESHOLD, RESUME, PREEMPTION_RETURN, STEP_BUDGET),
     "update_from_output": (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES, FAILURE_POLICY),
     "has_requests": (IDLE_REST, THRESHOLD, PREEMPTION_RETURN),
     "has_finished_requests": (IDLE_REST,),
@@ -128,6 +129,7 @@ def what_is_asked_for_and_off_is_refused_by_name(model: Path) -> None:
     for feature, extra in (
         (THRESHOLD, {"global_cache_hit_threshold": 0.5}),
         (PREEMPTION_RETURN, {"hand_back": True}),
+        (STEP_BUDGET, {"target_itl_ms": 50}),
         (SCHEDULER, {}),
     ):
         with without(feature):

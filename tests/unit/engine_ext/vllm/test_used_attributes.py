@@ -22,6 +22,7 @@ BESIDE = {
         optional.STOCK_PEERS,
         optional.SCHEDULER,
         optional.STATE_LAYERS,
+        optional.STEP_BUDGET,
         optional.LOOKAHEAD,
     ),
     # Of a request with a payload, which is refused where it cannot be resumed.
@@ -62,6 +63,7 @@ NOT_VLLMS = {
         "disagg_is_leaving",
         "failure",
         "note_loading",
+        "on_scheduled",
         "payload",
         "set_wake",
     },

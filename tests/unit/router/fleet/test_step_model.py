@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,15 @@ def test_the_slowest_rank_of_an_engine_counts() -> None:
     for unknown in strange:
         made = capabilities(one, unknown)
         assert (made.step_model, made.max_step_tokens) == (StepModel.parse(PAGE), 0)
+
+
+def test_step_limit_is_that_of_the_slowest_rank_or_none() -> None:
+    one, other = {"target_itl_ms": 50.0}, {"target_itl_ms": 40}
+    assert capabilities(one, other).step_limit == pytest.approx(0.045)
+    strange: tuple[object, ...] = ({}, None, *({"target_itl_ms": x} for x in (0, -1, "5", True)))
+    for unknown in (*strange, {"target_itl_ms": 10**400}, {"target_itl_ms": float("nan")}):
+        assert capabilities(one, unknown).step_limit == math.inf
+    assert capabilities().step_limit == math.inf
 
 
 def test_later_page_replaces_the_model() -> None:

@@ -49,6 +49,30 @@ def test_a_large_budget_matters_only_for_prompts_that_use_it() -> None:
     assert not replace(idle, queued_tokens=512).allows(512, 512, TARGET)
 
 
+def test_an_engine_with_a_step_budget_in_time_keeps_the_target_whatever_its_token_budget() -> None:
+    large = replace(BUSY, max_step_tokens=8192)
+    limited = replace(large, step_limit=0.045)
+    assert not large.allows(4000, 8000, TARGET)
+    assert limited.allows(4000, 8000, TARGET)
+    assert limited.allows(4000, 80_000, TARGET)
+    # At 45 ms of a step, 0.95 of this target is exceeded by every long prompt.
+    assert not limited.allows(4000, 8000, 0.047)
+    assert limited.allows(200, 8000, 0.047)
+    # Its answers alone need the whole time, and it computes 64 tokens all the same.
+    slow = replace(limited, contexts=1_200_000, cache_tokens=2_000_000)
+    assert slow.chunk(8000) == 64
+    assert not slow.allows(4000, 8000, TARGET)
+
+
+def test_the_time_of_a_prompt_depends_on_the_step_budget_in_time() -> None:
+    limited = replace(BUSY, max_step_tokens=8192, step_limit=0.045)
+    chunk = limited.chunk(8000)
+    assert MODEL.worst_step(chunk, 8000, 256_000) == pytest.approx(0.045, rel=0.01)
+    as_tokens = replace(BUSY, max_step_tokens=chunk)
+    assert limited.prefill_seconds(4000, 8000) == as_tokens.prefill_seconds(4000, 8000)
+    assert replace(BUSY, step_limit=0.045).chunk(8000) == 256
+
+
 def test_a_prefill_engine_costs_its_queue_and_the_transfer() -> None:
     idle = replace(BUSY, contexts=0, queued_s=0.0)
     other = PrefillerLoad(MODEL, 8192, queued_s=0.0)
@@ -102,6 +126,10 @@ def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_rank
     assert DecoderLoad.of(made, one) == DecoderLoad(model, 256, 700_000, 9000, 0.2, 100)
     assert DecoderLoad.of(made, other) == DecoderLoad(model, 256, 700_000, 0)
     assert DecoderLoad.of(made, made) == DecoderLoad(model, 256, 700_000, 4500, 0.1, 50)
+    made.capabilities.step_limit = 0.045
+    limited = DecoderLoad.of(made, made)
+    assert limited is not None
+    assert limited.step_limit == 0.045
 
 
 @pytest.mark.parametrize(
