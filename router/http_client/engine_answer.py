@@ -79,19 +79,19 @@ class EngineAnswer:
     Times are seconds of `now`. The connection sets `status` (0 until the head is here), `headers`
     (lower-case names, without Content-Length if a length is announced), `length`,
     `is_event_stream` and, through `fail`, `error`. `first_body_at` is the time of the first body
-    byte.
+    byte. `is_complete`: the whole body was received.
 
     The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
     body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
-    `checked`, the held bytes if they certainly report no failure, until `relay` takes them;
+    `checked`, the whole body if it is complete and certainly reports no failure;
     `resume_buffer`, which knows whether another engine can continue the stream; `memory`, where the
     bytes of an answer that is read whole are reserved as `reservation`, None for no limit.
     """
 
     # No Struct, of which each assignment costs more: a stream's deadline is set with each chunk.
-    __slots__ = ("_connection", "_done", "_held", "_held_size", "_idle", "_latest", "_reader",
-                 "_recent", "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline",
-                 "deadlines", "error", "first_body_at", "headers", "is_event_stream", "length",
+    __slots__ = ("_connection", "_held", "_held_size", "_idle", "_latest", "_reader", "_recent",
+                 "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "deadlines",
+                 "error", "first_body_at", "headers", "is_complete", "is_event_stream", "length",
                  "memory", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
     def __init__(
@@ -108,7 +108,7 @@ class EngineAnswer:
         self.status = 0
         self.headers: Headers = ()
         self.length: int | None = None
-        self.is_event_stream = self._done = self._stalled = False
+        self.is_event_stream = self.is_complete = self._stalled = False
         self.first_body_at: float | None = None
         self.error: UpstreamError | None = None
         self.tap: AnswerTap | None = None
@@ -144,7 +144,7 @@ class EngineAnswer:
         if body:
             self.first_body_at = now()
             self._held = [body]
-        self._done = True
+        self.is_complete = True
         self.deadlines.drop(self)
         if self._whole_limit is not None:
             self._limit_held()
@@ -155,7 +155,7 @@ class EngineAnswer:
     def feed(self, block: bytes, done: bool) -> None:
         """Take the body bytes of one read; `done` marks the end of the body."""
         if done:
-            self._done = True
+            self.is_complete = True
             self.deadlines.drop(self)
         sink = self._sink
         if sink is None:
@@ -190,7 +190,7 @@ class EngineAnswer:
 
     def fail(self, error: UpstreamError) -> None:
         """Set the error. Later failures are ignored, and so are all of a complete answer."""
-        if not self._done and self.error is None:
+        if not self.is_complete and self.error is None:
             self.error = error
             self.deadlines.drop(self)
             self._wake()
@@ -221,7 +221,7 @@ class EngineAnswer:
 
     def take_if_complete(self, limit: int) -> bytes | None:
         """Take the body if it is complete and has at most `limit` bytes, else return None."""
-        if not self._done or self._sink is not None or self._held_size > limit:
+        if not self.is_complete or self._sink is not None or self._held_size > limit:
             return None
         held, self._held, self._held_size = self._held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
@@ -229,11 +229,11 @@ class EngineAnswer:
     async def read(self, limit: int) -> bytes:
         """Wait for the end of the body and take it. Raises UpstreamError, AnswersFullError, and
         AnswerTooLargeError beyond `limit` bytes."""
-        if self._done and self._held_size <= limit:
+        if self.is_complete and self._held_size <= limit:
             return self._take()
         self._whole_limit = limit
         self._limit_held()
-        if not self._done:
+        if not self.is_complete:
             self._connection.resume()
             await self.ready()
         self.raise_if_failed()
@@ -262,7 +262,7 @@ class EngineAnswer:
         while True:
             self.raise_if_failed()
             block = self.peek()
-            if self._done or enough(block):
+            if self.is_complete or enough(block):
                 return block
             ended = end_of_last_event(block) if self.is_event_stream else len(block)
             if ended > HIGH_WATER:
@@ -276,7 +276,7 @@ class EngineAnswer:
         """Wait for the end of the event that begins with `begun`. Raises UpstreamError."""
         gate, num_seen = SseReader(), len(self._held)
         passed = gate.whole_events(begun)
-        while not passed and not self._done:
+        while not passed and not self.is_complete:
             if self._held_size > HIGH_WATER:  # reading is paused within this event
                 self._connection.resume()
             await self._new_waiter()
@@ -293,23 +293,17 @@ class EngineAnswer:
         """
         self._sink, self._idle, self._latest = sink, idle, latest
         self._recent = deque(maxlen=LAST_BLOCKS)
-        if self.is_event_stream and not self._done:
+        if self.is_event_stream and not self.is_complete:
             self._reader = SseReader()
-        self.checked = b""
-        self.feed(self._take(), self._done)
+        self.feed(self._take(), self.is_complete)
         self.raise_if_failed()
-        if self._done:
+        if self.is_complete:
             return
         self.deadlines.watch(self)
         if not self._stalled:
             self._connection.resume()
         await self._new_waiter()
         self.raise_if_failed()
-
-    @property
-    def is_complete(self) -> bool:
-        """The whole body was received."""
-        return self._done
 
     @property
     def tail(self) -> bytes:
@@ -325,12 +319,12 @@ class EngineAnswer:
     def pause(self) -> None:
         """Stop reading from the engine, because the reader's buffers are full."""
         self._stalled = True
-        if not self._done:
+        if not self.is_complete:
             self._connection.pause()
 
     def resume(self) -> None:
         self._stalled = False
-        if not self._done:
+        if not self.is_complete:
             self._connection.resume()
 
     def close(self) -> None:
@@ -338,17 +332,17 @@ class EngineAnswer:
         self._sink = None
         if self.reservation is not None:
             self.reservation.release()
-        if not self._done:
+        if not self.is_complete:
             self.deadlines.drop(self)
             self._connection.abort()
 
     def half_close(self) -> None:
         """Signal a disconnect to the engine and keep reading what it has sent until then."""
-        if not self._done:
+        if not self.is_complete:
             self._connection.half_close()
 
     def _is_ready(self) -> bool:
-        if self._done or self.error is not None:
+        if self.is_complete or self.error is not None:
             return True
         if self._whole_limit is not None or not self.status:
             return False
@@ -360,7 +354,7 @@ class EngineAnswer:
 
     def _limit_held(self) -> None:
         if self._whole_limit is None:
-            if self._held_size > HIGH_WATER and not self._done:
+            if self._held_size > HIGH_WATER and not self.is_complete:
                 self._connection.pause()
         elif self._held_size > self._whole_limit:
             error = AnswerTooLargeError(f"an answer of more than {self._whole_limit} bytes")
@@ -392,7 +386,7 @@ class EngineAnswer:
                 self.first_body_at = now()
             self._held.append(block)
             self._held_size += len(block)
-        if not self._done or self._whole_limit is not None:
+        if not self.is_complete or self._whole_limit is not None:
             self._limit_held()
         if self._is_ready():
             self._wake()

@@ -53,6 +53,7 @@ from router.http_client.errors import EventTooLargeError
 # for each: those of two million tokens take 8 MiB.
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 DONE = b"[DONE]"
+DONE_EVENT, DONE_AT_END = b"data: [DONE]", b"\n\ndata: [DONE]\n\n"
 # What may stand between a JSON key and its value, as a regular expression: a colon, white space
 # and, where they are in two lines, `data:`.
 GAP = rb"[\sdat:]*"
@@ -226,7 +227,7 @@ def comment_lines(name: bytes) -> re.Pattern[bytes]:
 def says_done(block: bytes, at_end: bool = False) -> bool:
     """Return True if the block has a [DONE] event. Text of an answer may contain [DONE], too."""
     # As it mostly comes: alone, or behind other events.
-    if block.startswith(b"data: [DONE]") or block.endswith(b"\n\ndata: [DONE]\n\n"):
+    if block.startswith(DONE_EVENT) or block.endswith(DONE_AT_END):
         return True
     if block.rfind(DONE) < 0:
         return False

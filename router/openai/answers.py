@@ -1,10 +1,15 @@
 """Read an engine's answer: whole, or put together from the chunks of a stream; and the other way
-round, make a stream of a whole answer."""
+round, make a stream of a whole answer.
+
+Where the events of a stream end is for `router.http_client.sse`. What is looked for in bytes here,
+before any JSON is decoded, is a key or a string with its quotes: no text of a model can be taken
+for it, since quotes inside JSON strings are escaped.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +17,15 @@ import orjson
 from msgspec import Struct
 
 from router.common.exact_json import dumps, loads, number
+from router.http_client.sse import (
+    GAP,
+    SseEvent,
+    data_in,
+    data_of,
+    end_of_last_event,
+    events_in,
+    says_done,
+)
 
 Json = dict[str, Any]
 # The finish reason or stop reason of an engine whose cache holds less than the threshold.
@@ -27,6 +41,17 @@ CHUNK_OBJECTS = {
     "chat.completion": "chat.completion.chunk",
     "text_completion": "text_completion",
 }
+ERROR_KEY = b'"error"'
+# Without one of these strings, JSON text or the events of a stream certainly report no failure.
+MAY_FAIL = re.compile(rb'"(?:error|abort|cache_threshold)"')
+FINISH_KEY = b'finish_reason"'
+# A finish reason that is not null. What begins with letters is found sooner: the quote before the
+# key is looked at second.
+FINISH_REASON = re.compile(FINISH_KEY + b'(?<="finish_reason")' + GAP + b'"([^"]+)"')
+# Finish reasons of an answer that its engine did not complete.
+BROKEN_OFF = frozenset((b"abort", b"error", b"cache_threshold"))
+# Fields of a choice and of its delta that are no output.
+NO_OUTPUT = frozenset(("index", "role", "delta", "finish_reason", "stop_reason"))
 
 
 class AnswerChoice(Struct, frozen=True):
@@ -239,3 +264,51 @@ def read_generated_tokens(params: bytes) -> GeneratedTokens | None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     return begun if begun.is_resumable else None
+
+
+# The events of a stream.
+
+
+def json_events(block: bytes, at_end: bool = False) -> Iterator[tuple[SseEvent, Json]]:
+    """Yield the events of a block whose data are JSON objects. `at_end`: as for `events_in`."""
+    for event in events_in(block, at_end):
+        if event.data is not None and (content := parse_object(event.data)) is not None:
+            yield event, content
+
+
+def chunks_in(stream: bytes) -> Iterator[Json]:
+    """Yield the JSON objects of a stream's events, of one that has not ended, too."""
+    for data in data_in(stream):
+        if (content := parse_object(data)) is not None:
+            yield content
+
+
+def error_in(content: Json) -> object:
+    """Return what a chunk or an answer reports as an error, None if it reports none.
+
+    That is its `error`, unless output stands beside it, or all of an object that says of itself
+    that it is an error, as vLLM's before 0.10 and some events do.
+    """
+    error = content.get("error")
+    if error and not any(map(has_output, choices_of(content))):
+        return error
+    return content if "error" in (content.get("object"), content.get("type")) else None
+
+
+def has_output(choice: Json) -> bool:
+    """Return True if a choice has a finish reason or more than a role."""
+    delta = choice.get("delta")
+    fields = {**choice, **delta} if isinstance(delta, dict) else choice
+    return bool(choice.get("finish_reason")) or any(
+        value for name, value in fields.items() if name not in NO_OUTPUT
+    )
+
+
+def ends_inside_event(ending: bytes) -> bool:
+    """Return True if a stream with this end stops inside an event and has sent no [DONE]. Comments
+    and a JSON object are whole without the empty line behind them."""
+    rest = ending[end_of_last_event(ending) :].strip()
+    if all(line.startswith(b":") for line in rest.splitlines()) or says_done(ending, at_end=True):
+        return False
+    data = data_of(rest)
+    return data is None or parse_object(data) is None

@@ -6,7 +6,8 @@ request, or with no content. `failure_of` decides whether JSON content is such a
 engine may also return an answer for lack of KV blocks, as it was asked to: `preemption_in`.
 
 Legs read the beginning of an answer before the client has received anything, so that the router can
-retry on another engine. `StreamValidator` checks the rest of a stream while it is relayed.
+retry on another engine. A `StreamValidator` checks the beginning of a stream, and then the rest
+while it is relayed.
 
 Most answers are what they should be, and are not decoded to find that out: the functions first look
 for the bytes without which there is no failure.
@@ -23,13 +24,28 @@ from router.common.exact_json import dumps
 from router.fleet.engine import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import EVENT_ENDS, end_of_last_event, says_done
+from router.http_client.sse import (
+    DONE_AT_END,
+    DONE_EVENT,
+    EVENT_ENDS,
+    end_of_last_event,
+    says_done,
+)
 from router.openai.answers import (
+    BROKEN_OFF,
+    ERROR_KEY,
+    FINISH_KEY,
+    FINISH_REASON,
+    MAY_FAIL,
     REJECTION,
     Json,
     cached_tokens_of,
     choices_of,
+    ends_inside_event,
+    error_in,
+    has_output,
     is_rejection,
+    json_events,
     parse_object,
     prompt_tokens_of,
     read_generated_tokens,
@@ -44,18 +60,6 @@ from router.openai.errors import (
     error_body,
     type_of_status,
 )
-from router.openai.event_stream import (
-    BROKEN_OFF,
-    ERROR_KEY,
-    FINISH_KEY,
-    FINISH_REASON,
-    ends_inside_event,
-    error_in,
-    has_output,
-    json_events,
-    last_events,
-    may_fail,
-)
 from router.proxy.messages import error_text
 
 ABORT, ERROR, PREEMPTED = "abort", "error", "preempted"
@@ -64,8 +68,6 @@ ABORT, ERROR, PREEMPTED = "abort", "error", "preempted"
 RETURNED = (REJECTION, PREEMPTED)
 RETURNED_AFTER_TOOL_CALL = ("tool_calls", PREEMPTED)
 PREEMPTED_VALUE = b'"preempted"'
-# The name of an error's member, or the value of its `object` or `type`.
-ERROR_NAME = b'"error"'
 # Finish reasons of an answer that is complete, and that its engine did not return.
 USUAL_REASONS = frozenset((b"stop", b"length"))
 CODE = re.compile(r"[45][0-9]{2}")
@@ -77,6 +79,9 @@ NO_BRACKETS = bytes(set(range(256)).difference(b"{}[]"))
 CHOICES_KEY = b'"choices"'
 # Text of a stream's first event. It then is no failure.
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
+MAX_LAST_EVENTS = 4
+# Up to this size, a block counts as few events.
+SHORT_BLOCK_BYTES = 2048
 
 
 def failure_of(content: Json, role: EngineRole) -> Exception | None:
@@ -121,46 +126,16 @@ def _error_of(error: object, role: EngineRole) -> Exception:
 # Before the client has anything. What is read stays in the answer's buffer.
 
 
-async def first_output_event(
-    answer: EngineAnswer,
-    is_generation: bool = True,
-    is_several: bool = False,
-    looks_ahead: bool = True,
-) -> Json | None:
-    """Wait for the first event of a stream with more than a role, and return it; None if the event
-    certainly is text.
-
-    With `looks_ahead`, return a failure among the events that arrived together with it instead. A
-    stream of another endpoint than generation may begin with any event. `is_several`: the stream
-    may have several choices. Raises UpstreamError, and BrokenAnswerError for a stream that ends
-    before such an event.
-    """
-    block = answer.peek()
-    if not _is_surely_text(block, is_several):
-        block = await answer.peek_until(
-            lambda block: (
-                _is_surely_text(block, is_several) or _find_output(block, is_generation) is not None
-            )
-        )
-        if not _is_surely_text(block, is_several):
-            found = _find_output(block, is_generation, looks_ahead)
-            if found is None and len(block) <= HIGH_WATER:
-                raise BrokenAnswerError("an event stream without output")
-            return found
-    answer.checked = block
-    return None
-
-
-def generation_content(answer: EngineAnswer) -> Json | None:
-    """Return the content of a non-streamed generation answer. None if the content certainly is an
-    answer, or is too long for a failure. Raises BrokenAnswerError if it is not a JSON object or has
-    no choices."""
-    raw = answer.peek()
+def generation_content(answer: EngineAnswer, raw: bytes) -> Json | None:
+    """Return the content of a non-streamed generation answer that has sent `raw` so far. None if
+    the content certainly is an answer (then `answer.checked` is set), or is too long for a failure.
+    Raises BrokenAnswerError if it is not a JSON object or has no choices."""
     if not answer.is_complete:
         if not raw.lstrip().startswith(b"{"):
             raise BrokenAnswerError("an answer that is not JSON")
         return None
     if _is_surely_answer(raw):
+        answer.checked = raw
         return None
     content = parse_object(raw)
     if content is None:
@@ -174,7 +149,7 @@ def _is_surely_answer(raw: bytes) -> bool:
     """Return True for a body without an error whose only finish reason is a usual one, and whose
     braces are closed: JSON that was cut off has an open one."""
     at = raw.rfind(FINISH_KEY)
-    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or ERROR_NAME in raw:
+    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or ERROR_KEY in raw:
         return False
     finish = FINISH_REASON.match(raw, at)
     if finish is None or finish[1] not in USUAL_REASONS:
@@ -203,15 +178,6 @@ def is_broken_off(answer: bytes) -> bool:
     return not BROKEN_OFF.isdisjoint(FINISH_REASON.findall(answer))
 
 
-def _is_surely_text(block: bytes, is_several: bool) -> bool:
-    text = TEXT.search(block, block.find(CHOICES_KEY))
-    if text is None:
-        return False
-    if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= text.end():
-        return False
-    return not may_fail(block if is_several else last_events(block))
-
-
 def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -> Json | None:
     first: Json | None = None
     for _, content in json_events(block):
@@ -226,6 +192,19 @@ def _find_output(block: bytes, is_generation: bool, looks_ahead: bool = False) -
         if first is not None and failure_of(content, DECODE) is not None:
             return content
     return first
+
+
+def _last_events(block: bytes) -> bytes:
+    """Return the end of a block of a stream with one choice where a failure would stand.
+
+    A failure ends such a stream: a usage, [DONE] and a comment may follow, and no more.
+    """
+    at = len(block)
+    for _ in range(MAX_LAST_EVENTS + 1):  # the first one ends the block
+        at = block.rfind(b"\n\n", 0, at)
+        if at < 0:
+            return block
+    return block[at:]
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -320,17 +299,20 @@ class StreamValidator:
     It passes events until one reports a failure, and drops everything after that. `failure` is the
     error to raise when the stream is over. A generation's stream also fails if it ends inside an
     event, or without a finish reason and without [DONE]. `is_several`: the stream has several
-    choices, which may end at different times, so only [DONE] ends it. `checked`: a first block
-    that certainly reports no failure. `last` is the final block, which the owner of the stream
-    sends.
+    choices, which may end at different times, so only [DONE] ends it. `inner` is the tap behind
+    this one, which the relay may set before the first block passes. `last` is the final block,
+    which the owner of the stream sends.
+
+    A leg first asks whether it `accepts` what the engine has sent so far, and waits for the
+    `first_output` if it does not. Nothing has passed then, and the answer still holds all of it.
 
     Most blocks are one event of one line that ends as the event before it did, from
     `"finish_reason":null` on. Such a block neither ends the stream nor has the finish reason of a
     failure, so the validator only searches it for an error.
     """
 
-    __slots__ = ("_checked", "_inner", "_is_done", "_is_ended", "_is_several", "_role",
-                 "_usual_end", "failure", "last")  # fmt: skip
+    __slots__ = ("_checked", "_is_done", "_is_ended", "_is_generation", "_is_several", "_role",
+                 "_usual_end", "failure", "inner", "last")  # fmt: skip
 
     def __init__(
         self,
@@ -338,17 +320,49 @@ class StreamValidator:
         inner: AnswerTap | None,
         is_generation: bool,
         is_several: bool = False,
-        checked: bytes = b"",
     ) -> None:
+        self.inner = inner
         self._role = role
-        self._inner = inner
+        self._is_generation = is_generation
         self._is_several = is_several
-        self._checked = checked
+        self._checked = b""
         self._is_done = False
         self._is_ended = not is_generation
         self._usual_end = NO_EVENT
         self.failure: Exception | None = None
         self.last = b""
+
+    def accepts(self, block: bytes) -> bool:
+        """Return True if a stream that begins with this block certainly is an answer. The block is
+        not examined again when it passes."""
+        text = TEXT.search(block, block.find(CHOICES_KEY))
+        if text is None:
+            return False
+        if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= text.end():
+            return False
+        if MAY_FAIL.search(self._where_failures_stand(block)) is not None:
+            return False
+        self._checked = block
+        return True
+
+    async def first_output(self, answer: EngineAnswer, looks_ahead: bool = True) -> Json | None:
+        """Wait for the first event of a stream with more than a role, and return it; None if the
+        event certainly is text.
+
+        With `looks_ahead`, return a failure among the events that arrived together with it instead.
+        A stream of another endpoint than generation may begin with any event. Raises UpstreamError,
+        and BrokenAnswerError for a stream that ends before such an event.
+        """
+        is_generation = self._is_generation
+        block = await answer.peek_until(
+            lambda block: self.accepts(block) or _find_output(block, is_generation) is not None
+        )
+        if self.accepts(block):
+            return None
+        found = _find_output(block, is_generation, looks_ahead)
+        if found is None and len(block) <= HIGH_WATER:
+            raise BrokenAnswerError("an event stream without output")
+        return found
 
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.failure is not None:
@@ -364,8 +378,8 @@ class StreamValidator:
             self.failure = BrokenAnswerError("an event stream that ended before its answer")
             block = block[: end_of_last_event(block)]
         is_last = last and self.failure is None
-        if self._inner is not None:
-            return self._inner.passing(block, is_last)
+        if self.inner is not None:
+            return self.inner.passing(block, is_last)
         if is_last:
             self.last, block = block, b""
         return block
@@ -378,11 +392,21 @@ class StreamValidator:
                 self._usual_end = block[at:]
             else:
                 self._is_ended = True
-        self._is_done = self._is_done or says_done(block, last)
+        self._is_done = (
+            self._is_done
+            or block.startswith(DONE_EVENT)  # as it mostly comes: alone, or behind other events
+            or block.endswith(DONE_AT_END)
+            or says_done(block, last)
+        )
         checked, self._checked = self._checked, b""
         if block is checked:
             return False
-        return may_fail(block if self._is_several else last_events(block))
+        return MAY_FAIL.search(self._where_failures_stand(block)) is not None
+
+    def _where_failures_stand(self, block: bytes) -> bytes:
+        """Return the part of a block where a failure would stand, all of a short one."""
+        is_all = len(block) <= SHORT_BLOCK_BYTES or self._is_several
+        return block if is_all else _last_events(block)
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))

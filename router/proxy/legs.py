@@ -30,9 +30,9 @@ from router.openai.errors import (
 from router.openai.request_fields import restate_prompt_limit
 from router.proxy import messages
 from router.proxy.answer_check import (
+    StreamValidator,
     cached_share,
     failure_of,
-    first_output_event,
     generation_content,
     passthrough_content,
     preemption_in,
@@ -50,7 +50,7 @@ from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PushParams
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
-from router.proxy.request import AS_SENT, PASSED, Body
+from router.proxy.request import AS_SENT, PASSED, SEVERAL_ANSWERS, Body
 from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
@@ -318,11 +318,21 @@ async def _decode_leg(
             raise await _error_answer(run, engine, answer)
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
-        may_be_partial = run.may_return or request.exchange.started
-        if answer.is_event_stream or may_be_partial or is_passed:
-            content = await _first_content(run, answer)
+        validator: StreamValidator | None = None
+        content: Json | None = None
+        if answer.is_event_stream:
+            validator = StreamValidator(
+                engine.role,
+                None,
+                not is_passed,
+                request.is_several or request.decode_only_reason in SEVERAL_ANSWERS,
+            )
+            if not validator.accepts(answer.peek()):
+                content = await _first_output(run, answer, validator)
+        elif run.may_return or request.exchange.started or is_passed:
+            content = await _partial_content(run, answer)
         else:
-            content = generation_content(answer)
+            content = generation_content(answer, answer.peek())
         is_rejected = content is not None and _is_rejected(run, engine, answer, content, threshold)
         if queued is not None:
             queued.end()
@@ -348,9 +358,9 @@ async def _decode_leg(
         if slot is not None:
             slot.release_prefiller()
         if reuse is None:
-            await deliver(run, engine, answer)
+            await deliver(run, answer, validator)
         else:
-            await deliver_turn(run, reuse.turn, engine, answer)
+            await deliver_turn(run, reuse.turn, engine, answer, validator)
         if run.loads_from and gateway.fleet.unreachable_pairs.failing:
             _note_loaded(run, engine)
         return DecodeLegResult.ANSWERED
@@ -508,26 +518,25 @@ async def _learn_threshold(
         run.gateway.tasks.spawn(probe_threshold(run.request, engine))
 
 
-async def _first_content(run: Run, answer: EngineAnswer) -> Json | None:
-    """Return the content that may report a failure, or None if it certainly is an answer.
+async def _partial_content(run: Run, answer: EngineAnswer) -> Json | None:
+    """Return the content of an answer that is no stream if it may report a failure, else None. What
+    is read for that stays in the answer's buffer."""
+    request = run.request
+    if run.may_return:
+        await answer.read_in_place(run.gateway.limits.max_answer_size)
+    if request.exchange.started:
+        raise BrokenAnswerError("an answer that is not an event stream cannot resume one")
+    if request.decode_only_reason == PASSED:
+        return passthrough_content(answer, may_be_empty=bool(request.form))
+    return generation_content(answer, answer.peek())
 
-    What is read for that stays in the answer's buffer.
-    """
-    request, is_passed = run.request, run.request.decode_only_reason == PASSED
-    if not answer.is_event_stream:
-        if run.may_return:
-            await answer.read_in_place(run.gateway.limits.max_answer_size)
-        if request.exchange.started:
-            raise BrokenAnswerError("an answer that is not an event stream cannot resume one")
-        if is_passed:
-            return passthrough_content(answer, may_be_empty=bool(request.form))
-        return generation_content(answer)
+
+async def _first_output(run: Run, answer: EngineAnswer, validator: StreamValidator) -> Json | None:
+    """Return the first event of a stream with output if it may report a failure, else None."""
     try:
-        return await first_output_event(
-            answer, not is_passed, request.may_have_several_choices, run.resume.buffer is None
-        )
+        return await validator.first_output(answer, run.resume.buffer is None)
     except UpstreamError:  # of an engine that has begun to answer: it has read its KV
-        request.record.first_byte = answer.first_body_at
+        run.request.record.first_byte = answer.first_body_at
         raise
 
 

@@ -17,8 +17,7 @@ from msgspec import Struct
 
 from router.common.exact_json import dumps
 from router.http_client.sse import comment_lines, with_data
-from router.openai.answers import parse_object
-from router.openai.event_stream import json_events
+from router.openai.answers import json_events, parse_object
 from router.proxy.request import KV_PARAMS
 
 FIELD = "kv_load_failure"

@@ -15,8 +15,7 @@ from msgspec import Struct
 
 from router.common.exact_json import dumps, loads
 from router.http_client.errors import BrokenAnswerError
-from router.openai.answers import TOKEN_ID_CHARS, read_generated_tokens
-from router.openai.event_stream import may_fail
+from router.openai.answers import MAY_FAIL, TOKEN_ID_CHARS, read_generated_tokens
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
@@ -132,7 +131,7 @@ class PrefillAnswer:
             raise BrokenAnswerError("an answer without choices")
         self.usage, self._choices = bytes(content.usage), choices
         is_error = content.error or "error" in (content.object, content.type)
-        self.may_fail = bool(is_error) or may_fail(choices)
+        self.may_fail = bool(is_error) or MAY_FAIL.search(choices) is not None
         self.mentions_prefix_hashes = given.rfind(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False

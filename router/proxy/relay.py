@@ -32,13 +32,13 @@ from router.openai.answers import (
     AnswerChoice,
     Json,
     can_stream,
+    chunks_in,
     parse_object,
     read_choice,
     read_streamed_choice,
     stream_events,
 )
 from router.openai.errors import EngineUnavailableError, PreemptedError
-from router.openai.event_stream import chunks_in
 from router.proxy import messages
 from router.proxy.answer_check import (
     LongAnswerCheck,
@@ -66,58 +66,57 @@ EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf
 JSON: list[Header] = [(b"content-type", b"application/json")]
 
 
-async def deliver(run: Run, engine: Engine, answer: EngineAnswer) -> None:
-    """Relay the decode engine's answer to the client as it arrives."""
+async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | None) -> None:
+    """Relay the decode engine's answer to the client as it arrives. `validator` checks a stream."""
     request, gateway = run.request, run.gateway
+    record, limits, exchange = request.record, gateway.limits, request.exchange
     note_first_byte(run, answer)
-    passed = messages.to_client(answer.headers, request.record.request_id)
-    limits, exchange = gateway.limits, request.exchange
-    if answer.is_event_stream:
-        raw = None
-    elif request.path:  # the server translates the answer, whole
-        raw = await answer.read(limits.max_answer_size)
-    else:
-        raw = answer.take_if_complete(limits.max_answer_size)
-    if raw is not None:
-        if len(raw) > HIGH_WATER and request.decode_only_reason != PASSED and is_broken_off(raw):
+    passed = messages.to_client(answer.headers, record.request_id)
+    raw: bytes | None = answer.checked
+    if not raw or len(raw) > limits.max_answer_size:
+        if answer.is_event_stream:
+            raw = None
+        elif request.path:  # the server translates the answer, whole
+            raw = await answer.read(limits.max_answer_size)
+        else:
+            raw = answer.take_if_complete(limits.max_answer_size)
+        is_long = raw is not None and len(raw) > HIGH_WATER
+        if raw and is_long and request.decode_only_reason != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that the engine aborted")
-        request.record.usage = usage_in(raw)
+    if raw is not None:
+        record.usage = usage_in(raw)
         await exchange.respond(answer.status, passed, raw)
-    else:
-        request.event_stream = request.record.streamed = answer.is_event_stream
-        idle = limits.stream_idle_timeout
-        buffer = run.resume.buffer if answer.is_event_stream else None
-        ending: StreamValidator | None = None
-        if buffer is not None:
-            _record(buffer, gateway.metrics, None)
-            answer.tap = answer.resume_buffer = buffer
-        elif answer.is_event_stream:
-            ending = answer.tap = StreamValidator(
-                engine.role,
-                None,
-                request.decode_only_reason != PASSED,
-                request.may_have_several_choices,
-                answer.checked,
-            )
-        elif request.decode_only_reason != PASSED:
-            answer.watch = LongAnswerCheck(answer).passing
-        try:
-            await exchange.relay(answer.status, passed, answer, idle, request.latest)
-        except asyncio.CancelledError:
-            if answer.is_delivered and (ending is None or ending.failure is None):
-                note_done(request)
-            raise
-        finally:
-            usage_of = stream_usage if answer.is_event_stream else usage_in
-            request.record.usage = usage_of(answer.tail)
-        if buffer is not None:
-            require_end(buffer)
-            await exchange.finish(buffer.last)
-        elif ending is not None:
-            if ending.failure is not None:
-                raise ending.failure
-            await exchange.finish(ending.last)
-    note_done(request)
+        record.stage, record.outcome = DONE, "ok"
+        return
+    request.event_stream = record.streamed = answer.is_event_stream
+    buffer = run.resume.buffer if answer.is_event_stream else None
+    if buffer is not None:
+        _record(buffer, gateway.metrics, None)
+        answer.tap = answer.resume_buffer = buffer
+    elif validator is not None:
+        answer.tap = validator
+    elif request.decode_only_reason != PASSED:
+        answer.watch = LongAnswerCheck(answer).passing
+    try:
+        await exchange.relay(
+            answer.status, passed, answer, limits.stream_idle_timeout, request.latest
+        )
+    except asyncio.CancelledError:
+        if answer.is_delivered and (validator is None or validator.failure is None):
+            record.stage, record.outcome = DONE, "ok"
+        raise
+    finally:
+        end = answer.tail
+        if end.rfind(b'"usage"') >= 0:
+            record.usage = stream_usage(end) if answer.is_event_stream else usage_in(end)
+    if buffer is not None:
+        require_end(buffer)
+        await exchange.finish(buffer.last)
+    elif validator is not None:
+        if validator.failure is not None:
+            raise validator.failure
+        await exchange.finish(validator.last)
+    record.stage, record.outcome = DONE, "ok"
 
 
 async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
@@ -142,54 +141,56 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     note_done(request)
 
 
-async def deliver_turn(run: Run, turn: Turn, engine: Engine, answer: EngineAnswer) -> None:
+async def deliver_turn(
+    run: Run, turn: Turn, engine: Engine, answer: EngineAnswer, validator: StreamValidator | None
+) -> None:
     """Relay the answer as `deliver` does, and keep what it leaves for the conversation's next
     turn."""
     request, gateway = run.request, run.gateway
+    record, limits = request.record, gateway.limits
     note_first_byte(run, answer)
     keep = partial(_keep, request, gateway, turn, engine, run.prompt_tokens)
-    if answer.is_event_stream:
-        await _relay_turn(run, engine, answer, keep)
-    else:
-        await _respond_turn(run, engine, answer, keep)
-    note_done(request)
-
-
-async def _respond_turn(
-    run: Run, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
-) -> None:
-    request, gateway = run.request, run.gateway
-    raw = await answer.read(gateway.limits.max_answer_size)
-    request.record.usage = usage_in(raw)
-    content, given = parse_object(raw), answer.headers
+    if validator is not None:
+        await _relay_turn(run, engine, answer, validator, keep)
+        record.stage, record.outcome = DONE, "ok"
+        return
+    raw, given = answer.checked or await answer.read(limits.max_answer_size), answer.headers
+    record.usage = usage_in(raw)
+    content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
-    failure = failure_of(content, engine.role)
-    if failure is not None:
+    if not answer.checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
     params = content.pop(KV_PARAMS, None)
-    raw = raw if params is None else _written(content)
+    if params is not None:
+        raw = _written(content)
     await _finish(gateway, keep(params, read_choice(content)))
     if request.exact_stream and request.body.get("stream") and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
-    passed = messages.to_client(given, request.record.request_id)
+    passed = messages.to_client(given, record.request_id)
     await request.exchange.respond(answer.status, passed, raw)
+    record.stage, record.outcome = DONE, "ok"
 
 
 async def _relay_turn(
-    run: Run, engine: Engine, answer: EngineAnswer, keep: partial[Keeping]
+    run: Run,
+    engine: Engine,
+    answer: EngineAnswer,
+    validator: StreamValidator,
+    keep: partial[Keeping],
 ) -> None:
     request, gateway = run.request, run.gateway
     request.event_stream = request.record.streamed = True
     passed = messages.to_client(answer.headers, request.record.request_id)
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
-    ending = answer.tap = StreamValidator(engine.role, tail, True, checked=answer.checked)
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
         _record(buffer, gateway.metrics, tail)
         answer.tap = answer.resume_buffer = buffer
+    else:
+        validator.inner, answer.tap = tail, validator
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
@@ -197,7 +198,9 @@ async def _relay_turn(
         if tail.params is not None:  # the answer is complete, though its client left
             gateway.tasks.spawn(keep(tail.params, tail.choice()))
         elif (
-            isinstance(error, asyncio.CancelledError) and answer.is_delivered and not ending.failure
+            isinstance(error, asyncio.CancelledError)
+            and answer.is_delivered
+            and not validator.failure
         ):
             note_done(request)
         raise
@@ -205,8 +208,8 @@ async def _relay_turn(
         request.record.usage = stream_usage(tail.end)
     if buffer is not None:
         require_end(buffer)
-    elif ending.failure is not None:
-        raise ending.failure
+    elif validator.failure is not None:
+        raise validator.failure
     if run.retains_turn:
         _note_stream(request, gateway.throttle, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
@@ -236,7 +239,8 @@ async def _keep(
     """Store `params` for the next turn, if they name retained KV."""
     conversations, kept = gateway.conversations, "not_offered" if turn.retains else "not_kept"
     if conversations is not None and isinstance(params, dict) and _name_retained_kv(params):
-        engine.capabilities.note_engine_id(params)
+        if params.get("remote_engine_id") != engine.capabilities.engine_id:
+            engine.capabilities.note_engine_id(params)
         if prompt_tokens is None and choice is not None:
             prompt_tokens = choice.prompt_tokens
         left = await conversations.keep(turn, engine.name, params, choice, prompt_tokens)

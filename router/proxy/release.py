@@ -29,7 +29,7 @@ from router.fleet.fleet import Fleet
 from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
-from router.openai.event_stream import chunks_in
+from router.openai.answers import chunks_in
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.proxy.side_requests import one_token_body, send_side_request

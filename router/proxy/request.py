@@ -104,11 +104,6 @@ class Request(Struct, eq=False):
         return self.turn is not None and not self.is_turn_implicit
 
     @property
-    def may_have_several_choices(self) -> bool:
-        """True if the answer may have several choices."""
-        return self.is_several or self.decode_only_reason in SEVERAL_ANSWERS
-
-    @property
     def requested_model(self) -> object:
         """The model's name as the client knows it."""
         return self.alias or self.model

@@ -33,8 +33,16 @@ from router.http_client.sse import (
     end_of_last_event,
     events_in,
 )
-from router.openai.answers import TOKEN_ID_CHARS, GeneratedTokens, choices_of, parse_object
-from router.openai.event_stream import ERROR_KEY, FINISH_REASON, ends_inside_event, error_in
+from router.openai.answers import (
+    ERROR_KEY,
+    FINISH_REASON,
+    TOKEN_ID_CHARS,
+    GeneratedTokens,
+    choices_of,
+    ends_inside_event,
+    error_in,
+    parse_object,
+)
 from router.proxy.prefill_answer import PROMPT_IDS, KvParams, with_field
 
 # Which ids an engine is asked for: the prompt's, too, unless they are known.

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from router.openai.answers import can_stream, read_choice, read_streamed_choice, stream_events
-from router.openai.event_stream import chunks_in
+from router.openai.answers import (
+    can_stream,
+    chunks_in,
+    read_choice,
+    read_streamed_choice,
+    stream_events,
+)
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": '{"a": 1}'}}
 

@@ -15,7 +15,7 @@ from router.fleet.engine import DECODE
 from router.http_client.answer_limits import Deadlines, MemoryBudget
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
-from router.proxy.answer_check import StreamValidator, failure_of, first_output_event
+from router.proxy.answer_check import StreamValidator, failure_of
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import MockEngine, Peer, Received, Script, event
@@ -44,7 +44,7 @@ async def verdict(blocks: Iterable[bytes]) -> tuple[bool, bytes]:
     answer.status, answer.is_event_stream = 200, True
     first, *others = blocks
     answer.feed(first, False)
-    judging = asyncio.create_task(first_output_event(answer))
+    judging = asyncio.create_task(StreamValidator(DECODE, None, True).first_output(answer))
     for block in others:
         await asyncio.sleep(0)
         if judging.done():

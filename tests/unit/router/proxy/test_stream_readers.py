@@ -8,7 +8,7 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from router.openai.event_stream import chunks_in
+from router.openai.answers import chunks_in
 from router.proxy.key_limits import num_chunks
 from router.proxy.load_failure import LoadFailure, LoadFailureWatch
 from router.proxy.relay import TurnTail, stream_usage
