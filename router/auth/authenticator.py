@@ -69,7 +69,7 @@ class Authenticator:
         # Running requests with a lease in Redis, by id, and the renewal in progress.
         self._leases: dict[str, ApiKey] = {}
         self._renewal: asyncio.Task[None] | None = None
-        keyring.on_change = self._forget_removed_keys
+        keyring.on_change = lambda: self._ledger.keep({key.name for key in keyring.keys.values()})
 
     def identify(self, headers: Sequence[Header]) -> ApiKey | str:
         """Return the key of a request, or why there is none: MISSING or INCORRECT."""
@@ -181,6 +181,3 @@ class Authenticator:
             if not await self._shared.end(*ended):
                 self._unreported.appendleft(ended)
                 return
-
-    def _forget_removed_keys(self) -> None:
-        self._ledger.keep({key.name for key in self.keyring.keys.values()})

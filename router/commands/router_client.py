@@ -18,6 +18,7 @@ API_KEY = "OPENAI_API_KEY"
 ANSWER_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_ERROR_TEXT = 300
+ENCODING_HEADERS = ("content-encoding", "content-length", "transfer-encoding")
 tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
 
 
@@ -39,37 +40,27 @@ async def send(
 ) -> httpx.Response:
     """Send a request as `ask_router` does, within an event loop. Raises CommandError."""
     timeout_s = timeout_s or ANSWER_TIMEOUT_S
+    content = bytearray()
+    # httpx' timeouts are for each read, so an answer in small pieces would never time out.
+    client = httpx.AsyncClient(headers=headers, timeout=None, verify=tls_context(), trust_env=False)
     try:
-        return await _send(method, url, headers, body, timeout_s)
+        async with (
+            client,
+            asyncio.timeout(timeout_s),
+            client.stream(method, url, content=body) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
     except TimeoutError:
         reason = f"not complete within {timeout_s:g} s"
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
         reason = " ".join(str(error).split()) or type(error).__name__
+    else:
+        decoded = [one for one in answer.headers.items() if one[0] not in ENCODING_HEADERS]
+        return httpx.Response(answer.status_code, headers=decoded, content=bytes(content))
     raise CommandError(f"no answer from {url}: {reason}")
-
-
-async def _send(
-    method: str, url: str, headers: Mapping[str, str] | None, body: bytes | None, timeout_s: float
-) -> httpx.Response:
-    content = bytearray()
-    # httpx' timeouts are for each read, so an answer in small pieces would never time out.
-    client = httpx.AsyncClient(headers=headers, timeout=None, verify=tls_context(), trust_env=False)
-    async with (
-        client,
-        asyncio.timeout(timeout_s),
-        client.stream(method, url, content=body) as answer,
-    ):
-        async for part in answer.aiter_bytes():
-            content += part
-            if len(content) > MAX_ANSWER_BYTES:
-                raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
-        return httpx.Response(answer.status_code, headers=_plain(answer), content=bytes(content))
-
-
-def _plain(answer: httpx.Response) -> list[tuple[str, str]]:
-    """Return the headers without those that describe the encoding, which is undone."""
-    encoding = ("content-encoding", "content-length", "transfer-encoding")
-    return [pair for pair in answer.headers.items() if pair[0] not in encoding]
 
 
 def key_headers(variables: Mapping[str, str], key: str | None = None) -> dict[str, str]:

@@ -20,6 +20,7 @@ from router.openai.dialects import (
     BlockStep,
     DialectOutput,
     StepKind,
+    arguments_text,
     chosen_tool,
     event,
     field_error,
@@ -106,7 +107,8 @@ def count_request_from_messages(
 def _translate_request(body: Json, translator: MessageTranslator) -> Json:
     body = _with_tool_changes(body)
     chat = start_chat(body, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, translator.left_out)
-    chat["messages"] = merge_messages([*translator.system_of(body), *translator.messages_of(body)])
+    system = translator.system_message(body, "system") if body.get("system") is not None else ()
+    chat["messages"] = merge_messages([*system, *translator.messages_of(body)])
     if body.get("stop_sequences") is not None:
         chat["stop"] = body["stop_sequences"]
     user = body.get("metadata")
@@ -200,12 +202,8 @@ class MessageTranslator:
     def __init__(self, left_out: set[str], changing_lines: Sequence[str]) -> None:
         self.left_out, self._changing_lines = left_out, changing_lines
 
-    def system_of(self, body: Json) -> Iterator[Json]:
-        if body.get("system") is not None:
-            yield from self._system_message(body, "system")
-
-    def _system_message(self, holder: Json, name: str, where: str = "") -> Iterator[Json]:
-        """Yield the system message, unless its text is empty."""
+    def system_message(self, holder: Json, name: str, where: str = "") -> Iterator[Json]:
+        """Yield the system message in a field, unless its text is empty."""
         given = holder.get(name)
         texts = [given] if isinstance(given, str) else self._texts(holder, name, where)
         kept = [without_changing_lines(text, self._changing_lines) for text in texts]
@@ -230,7 +228,7 @@ class MessageTranslator:
                 raise field_error(f"{where}.role", "must be user, assistant or system")
             role = ROLES[given]
             if role == "system":
-                yield from self._system_message(message, "content", where)
+                yield from self.system_message(message, "content", where)
                 continue
             if isinstance(content, str):
                 yield {"role": role, "content": content}
@@ -351,10 +349,7 @@ def _titled(block: Json, names: tuple[str, ...], texts: Iterable[str]) -> Json:
 def _call(block: Json, where: str) -> Json:
     arguments = require_object(block, "input", where) if block.get("input") is not None else {}
     name = require_text(block, "name", where)
-    try:
-        written = dumps(arguments).decode()
-    except orjson.JSONEncodeError:
-        raise field_error(where, "nested too deep") from None
+    written = arguments_text(arguments, where)
     return tool_call(require_text(block, "id", where), name, written)
 
 

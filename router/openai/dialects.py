@@ -152,6 +152,14 @@ def chosen_tool(choice: Json) -> Json:
     return {"type": "function", "function": {"name": require_text(choice, "name", "tool_choice")}}
 
 
+def arguments_text(arguments: Json, where: str) -> str:
+    """Return the JSON text of a tool call's arguments. Raises BadRequestError."""
+    try:
+        return dumps(arguments).decode()
+    except orjson.JSONEncodeError:
+        raise field_error(where, "nested too deep") from None
+
+
 def tool_call(id: str, name: str, arguments: str) -> Json:
     """Return a tool call of an assistant's message."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -225,11 +233,6 @@ class AnswerBlock:
         self.parts.append(text)
         if self.kind is BlockKind.TOOL_CALL:
             self.arguments.feed(text)
-
-    def set_default_arguments(self) -> None:
-        """Give a tool call without arguments an empty object."""
-        if self.sent == 0 and self.text.strip() in ("", "null"):
-            self.parts = ["{}"]
 
 
 class BlockStep(NamedTuple):
@@ -410,8 +413,9 @@ class AnswerBlocks:
             is_open = not is_over and (is_last or (is_call and not block.arguments.is_complete))
             if is_call and is_open and block.arguments.first in ("", "n"):
                 return  # nothing yet, or `null`, which becomes an empty object
-            if is_call and not is_open and self.error is None:
-                block.set_default_arguments()
+            is_bare = is_call and block.sent == 0 and block.text.strip() in ("", "null")
+            if is_bare and not is_open and self.error is None:
+                block.parts = ["{}"]
             while block.sent < len(block.parts):
                 part = block.sent
                 block.sent += 1

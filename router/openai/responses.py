@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import orjson
-
-from router.common.exact_json import dumps
 from router.openai.answers import Json
 from router.openai.dialects import (
     AnswerBlock,
@@ -19,6 +16,7 @@ from router.openai.dialects import (
     BlockStep,
     DialectOutput,
     StepKind,
+    arguments_text,
     chosen_tool,
     event,
     field_error,
@@ -223,10 +221,10 @@ def _messages_of(item: Json, where: str) -> Iterator[Json]:
                 name = f"{namespace}__{name}"
             yield _call(item, name, require_text(item, "arguments", where) or "{}", where)
         case "custom_tool_call":
-            arguments = _arguments({"input": require_text(item, "input", where)}, where)
+            arguments = arguments_text({"input": require_text(item, "input", where)}, where)
             yield _call(item, require_text(item, "name", where), arguments, where)
         case "local_shell_call":
-            arguments = _arguments(require_object(item, "action", where), where)
+            arguments = arguments_text(require_object(item, "action", where), where)
             yield _call(item, "local_shell", arguments, where)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             content = _content(item, "output", where)
@@ -250,13 +248,6 @@ def _call_id_of(item: Json, where: str) -> str:
     """Return the id of a call; calls of the local shell may have no other one than the item's."""
     is_missing = item.get("call_id") is None and isinstance(item.get("id"), str)
     return require_text(item, "id" if is_missing else "call_id", where)
-
-
-def _arguments(arguments: Json, where: str) -> str:
-    try:
-        return dumps(arguments).decode()
-    except orjson.JSONEncodeError:
-        raise field_error(where, "nested too deep") from None
 
 
 def _reasoning(item: Json, where: str) -> str:

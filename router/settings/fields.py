@@ -9,10 +9,11 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+T = TypeVar("T")
 PREFIX = "DISAGG_ROUTER_"
 # The command `drain` reads this variable; the router itself does not.
 ADMIN_URL = "DISAGG_ROUTER_ADMIN_URL"
@@ -31,6 +32,7 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[a-z0-9._\[\]:-]{1,259}")
 LABEL_SELECTOR = re.compile(r"[A-Za-z0-9!(][A-Za-z0-9_./,=!() -]{0,1023}")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
+MODEL_ALIAS = re.compile(r"[^=]+=.+", re.DOTALL)
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")
 
 
@@ -183,32 +185,16 @@ def _check_dns_name(text: str) -> str:
     raise ValueError("not a DNS name: name:port for A and AAAA, _http._tcp.name for SRV")
 
 
-def _matches(pattern: re.Pattern[str], complaint: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not pattern.fullmatch(text):
+def _require(rule: re.Pattern[str] | Callable[[Any], object], complaint: str) -> AfterValidator:
+    """Return the validator of a value that matches a pattern, or for which a function is true."""
+    is_valid: Callable[[Any], object] = rule.fullmatch if isinstance(rule, re.Pattern) else rule
+
+    def check(value: T) -> T:
+        if not is_valid(value):
             raise ValueError(complaint)
-        return text
+        return value
 
     return AfterValidator(check)
-
-
-def _parse_pod_port(value: object) -> object:
-    text = str(value)
-    if not is_port(text) and not PORT_NAME.fullmatch(text):
-        raise ValueError("neither a port nor the name of one")
-    return text
-
-
-def _check_limits_store(text: str) -> str:
-    if text == "off":
-        raise ValueError("limits are counted somewhere: memory, or a Redis URL")
-    return text
-
-
-def _check_heartbeat(seconds: float) -> float:
-    if 0 < seconds < MIN_HEARTBEAT_S:
-        raise ValueError(f"at least {MIN_HEARTBEAT_S:g} seconds, or 0 for none")
-    return seconds
 
 
 def _parse_pairs(value: object) -> object:
@@ -230,14 +216,6 @@ def _parse_weight(value: object) -> object:
     return text
 
 
-def _parse_alias(value: object) -> object:
-    text = str(value)
-    pattern, _, name = text.partition("=")
-    if not pattern or not name:
-        raise ValueError("not as in claude-*=NAME: a name or pattern, and the name of a model")
-    return text
-
-
 # A text in an annotation stands for a value of the type in `--help`.
 AsList = BeforeValidator(_parse_list)
 Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
@@ -249,54 +227,73 @@ EngineUrls = Annotated[tuple[EngineUrl, ...], AsList]
 Port = Annotated[int, Field(ge=1, le=65535), "PORT"]
 Ports = Annotated[tuple[Port, ...], AsList]
 ListenPort = Annotated[int, Field(ge=0, le=65535), "PORT"]
-PodPort = Annotated[str, BeforeValidator(_parse_pod_port), "PORT"]
+PodPort = Annotated[
+    str,
+    BeforeValidator(str),
+    _require(lambda text: is_port(text) or PORT_NAME.fullmatch(text), "neither a port nor a name"),
+    "PORT",
+]
 DnsName = Annotated[str, AfterValidator(_check_dns_name), "NAME"]
 DnsNames = Annotated[tuple[DnsName, ...], AsList]
 # In lower case, as browsers send it.
 Origin = Annotated[
     str,
     Lower,
-    _matches(ORIGIN, "not an origin, as in https://chat.example or http://localhost:3000"),
+    _require(ORIGIN, "not an origin, as in https://chat.example or http://localhost:3000"),
     "ORIGIN",
 ]
 Origins = Annotated[tuple[Origin, ...], AsList]
-Name = Annotated[str, _matches(FIELD_NAME, "not the name of a header or of a field"), "NAME"]
+Name = Annotated[str, _require(FIELD_NAME, "not the name of a header or of a field"), "NAME"]
 Names = Annotated[tuple[Name, ...], AsList]
 LinePattern = Annotated[
     str,
-    _matches(LINE_PATTERN, "not a pattern of 1 to 200 characters that begins without *"),
+    _require(LINE_PATTERN, "not a pattern of 1 to 200 characters that begins without *"),
     "PATTERN",
 ]
 LinePatterns = Annotated[
     tuple[LinePattern, ...], BeforeValidator(_parse_patterns), Field(max_length=32)
 ]
-IdName = Annotated[str, _matches(ID_NAME, "not the name of a header or of a field"), "NAME"]
+IdName = Annotated[str, _require(ID_NAME, "not the name of a header or of a field"), "NAME"]
 IdNames = Annotated[tuple[IdName, ...], AsList]
 Selector = Annotated[
     str,
-    _matches(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),
+    _require(LABEL_SELECTOR, "not a label selector, as in llm-d.ai/role=prefill,app=vllm"),
     "SELECTOR",
 ]
-Namespace = Annotated[str, _matches(NAMESPACE, "not the name of a namespace"), "NAME"]
+Namespace = Annotated[str, _require(NAMESPACE, "not the name of a namespace"), "NAME"]
 Store = Annotated[
     str,
-    _matches(
+    _require(
         STORE_URL,
         "not a store: memory, off, or redis://, rediss://, redis+cluster://, redis+sentinel://",
     ),
     "STORE",
 ]
-LimitsStore = Annotated[Store, AfterValidator(_check_limits_store)]
+LimitsStore = Annotated[
+    Store,
+    _require(lambda text: text != "off", "limits are counted somewhere: memory, or a Redis URL"),
+]
 Share = Annotated[float, Field(ge=0, le=1), "SHARE"]
 Factor = Annotated[float, Field(ge=1), "FACTOR"]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS), "SECONDS"]
 Delay = Annotated[float, Field(ge=0, le=MAX_SECONDS), "SECONDS"]
-Heartbeat = Annotated[Delay, AfterValidator(_check_heartbeat)]
+Heartbeat = Annotated[
+    Delay,
+    _require(
+        lambda seconds: not 0 < seconds < MIN_HEARTBEAT_S,
+        f"at least {MIN_HEARTBEAT_S:g} seconds, or 0 for none",
+    ),
+]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 Weight = Annotated[str, BeforeValidator(_parse_weight), "GROUP=WEIGHT"]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_pairs)]
-ModelAliasText = Annotated[str, BeforeValidator(_parse_alias), "PATTERN=NAME"]
+ModelAliasText = Annotated[
+    str,
+    BeforeValidator(str),
+    _require(MODEL_ALIAS, "not as in claude-*=NAME: a pattern, and the name of a model"),
+    "PATTERN=NAME",
+]
 ModelAliasTexts = Annotated[tuple[ModelAliasText, ...], BeforeValidator(_parse_pairs)]
 Policy = Annotated[
     Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower

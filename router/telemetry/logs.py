@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import modf
 from select import PIPE_BUF
@@ -157,7 +157,7 @@ def visible(text: str) -> str:
     )
 
 
-def _members(content: Mapping[str, object]) -> str:
+def _members(content: object) -> str:
     """Return the members of a JSON object, without braces."""
     return str(_encode(content)[1:-1], "utf-8")
 
@@ -224,10 +224,26 @@ class AccessLine(Struct, frozen=True):
 
     def json(self) -> str:
         """Return the members of a JSON object, without braces."""
-        return str(_encode(self._fields())[1:-1], "utf-8")
+        return _members(self._fields())
 
     def short(self) -> str:
-        return _short(self._record)
+        """Return the line for a person: outcome, latencies, engines, reuse."""
+        r = self._record
+        parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
+        prompt, completion, cached = r.tokens
+        if prompt is not None:
+            parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
+        if r.first_byte is not None and r.ended is not None:
+            first, whole = r.first_byte - r.started, r.ended - r.started
+            parts.append(f"first after {first:.2f} s, all after {whole:.2f} s")
+        parts += filter(None, (_engines(r), _offered(r), _reused(prompt, cached, r.conversation)))
+        if r.resumes:
+            parts.append(f"resumed {'once' if r.resumes == 1 else f'{r.resumes} times'}")
+        if r.outcome != "ok":
+            parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
+        if r.error:
+            parts.append(" ".join(r.error.split())[:200])
+        return "; ".join(parts)
 
     def content(self) -> dict[str, Any]:
         content: dict[str, Any] = msgspec.to_builtins(self._fields())
@@ -262,24 +278,6 @@ def _milliseconds(record: Record, moment: float | None) -> int | None:
     return None if moment is None else int((moment - record.started) * 1000 + 0.5)
 
 
-def _short(r: Record) -> str:
-    """Return the line for a person: outcome, latencies, engines, reuse."""
-    parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
-    prompt, completion, cached = r.tokens
-    if prompt is not None:
-        parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
-    if r.first_byte is not None and r.ended is not None:
-        parts.append(f"first after {_seconds(r, r.first_byte)}, all after {_seconds(r, r.ended)}")
-    parts += filter(None, (_engines(r), _offered(r), _reused(prompt, cached, r.conversation)))
-    if r.resumes:
-        parts.append(f"resumed {'once' if r.resumes == 1 else f'{r.resumes} times'}")
-    if r.outcome != "ok":
-        parts.append(f"{r.outcome}{' at ' + r.stage if r.stage != 'done' else ''}")
-    if r.error:
-        parts.append(" ".join(r.error.split())[:200])
-    return "; ".join(parts)
-
-
 def _engines(r: Record) -> str:
     if r.decoder and r.without_transfer:
         return f"{r.decoder} alone ({r.without_transfer})"
@@ -303,10 +301,6 @@ def _reused(prompt: int | None, cached: int | None, conversation: str) -> str:
     if prompt is None or cached is None:
         return turn.strip(" ()")
     return f"reused {cached} of {prompt}{turn}"
-
-
-def _seconds(record: Record, moment: float) -> str:
-    return f"{moment - record.started:.2f} s"
 
 
 # Repeated warnings.

@@ -71,24 +71,19 @@ class Sample:
     def __init__(self, max_size: int = MAX_SAMPLES, seed: int = 1) -> None:
         self._max_size = max_size
         self._random = random.Random(seed)
-        self._kept: list[float] = []
+        self.values: list[float] = []
         self.count = 0
 
     def add(self, value: float) -> None:
         self.count += 1
-        if len(self._kept) < self._max_size:
-            self._kept.append(value)
+        if len(self.values) < self._max_size:
+            self.values.append(value)
         elif (place := self._random.randrange(self.count)) < self._max_size:
-            self._kept[place] = value
-
-    def add_all(self, other: Sample) -> None:
-        """Add another sample, which has kept all its values."""
-        for value in other._kept:
-            self.add(value)
+            self.values[place] = value
 
     def quantiles(self) -> Mapping[str, float] | None:
         """Return quantiles by nearest rank, or None for an empty sample."""
-        ordered = sorted(self._kept)
+        ordered = sorted(self.values)
         if not ordered:
             return None
         return {f"p{share * 100:g}": nearest_rank(ordered, share) for share in SHARES}
@@ -122,11 +117,12 @@ class Figures:
         return self.answered + self.failed
 
     def add(self, other: Figures) -> None:
-        """Add what another load has counted."""
+        """Add what another load has counted, whose samples have kept all values."""
         for name in (one.name for one in fields(self)):
             own, more = getattr(self, name), getattr(other, name)
             if isinstance(own, Sample):
-                own.add_all(more)
+                for value in more.values:
+                    own.add(value)
             else:
                 setattr(self, name, own + more)
 

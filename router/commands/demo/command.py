@@ -17,9 +17,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from router.commands.console import CommandError, CommandParser
+from router.commands.console import CommandError, CommandParser, number_in
 from router.commands.demo.compare import SIGNALS, CompareOptions, compare
 from router.commands.demo.engines import (
     ENGINES,
@@ -68,7 +67,7 @@ PATH = "/v1/chat/completions"
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
     parser = _parser()
     options, comparison = _read(parser, argv)
-    with handling_signals(SIGNALS, _interrupt):
+    with handling_signals(SIGNALS, signal.default_int_handler):
         return parser.run(lambda: _run(options, engines, comparison))
 
 
@@ -228,17 +227,6 @@ def _curl(url: str, option: str, *texts: str, **more: object) -> str:
     return f"  curl {option} {url}{PATH} {JSON} -d '{json.dumps(body)}'"
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 16:
-        raise ValueError(text)
-    return number
-
-
 def _model(text: str) -> Path | str:
     path = Path(text)
     if text == TINY and not path.exists():
@@ -246,13 +234,6 @@ def _model(text: str) -> Path | str:
     if not (path / "config.json").is_file():
         raise argparse.ArgumentTypeError(f"{text} is no model directory: it has no config.json")
     return path
-
-
-def _rounds(text: str) -> int:
-    number = int(text)
-    if not 2 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not from 2 to 100")
-    return number
 
 
 def _read(parser: CommandParser, argv: Sequence[str]) -> tuple[DemoOptions, CompareOptions | None]:
@@ -272,8 +253,9 @@ def _read(parser: CommandParser, argv: Sequence[str]) -> tuple[DemoOptions, Comp
 def _parser() -> CommandParser:
     parser = CommandParser(PROGRAM, DESCRIPTION)
     add = parser.add_argument
-    add("--prefillers", type=_count, metavar="N", help="prefill engines (default: 1)")
-    add("--decoders", type=_count, metavar="M", help="decode engines (default: 2)")
+    count = number_in(1, 16, int)
+    add("--prefillers", type=count, metavar="N", help="prefill engines (default: 1)")
+    add("--decoders", type=count, metavar="M", help="decode engines (default: 2)")
     add("--host", help="address of the router (default: 127.0.0.1)")
     add("--port", type=int, help="port of the router (default: 8000)")
     devices = ("cpu", "cuda")
@@ -295,7 +277,8 @@ def _parser() -> CommandParser:
         help="measure one engine and 1 prefill + 1 decode engine with equal CPU (about two "
         "minutes), print the latencies, and end",
     )
-    add("--rounds", type=_rounds, metavar="N", help=f"rounds of --compare (default: {ROUNDS})")
+    text = f"rounds of --compare (default: {ROUNDS})"
+    add("--rounds", type=number_in(2, 100, int), metavar="N", help=text)
     add("--json", type=Path, metavar="PATH", help="write the figures of --compare as JSON")
     add("--svg", type=Path, metavar="PATH", help="write the chart of --compare as SVG")
     return parser

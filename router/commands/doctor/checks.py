@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import ipaddress
 import os
 import socket
 import time
@@ -16,14 +15,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from time import monotonic as now
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.probes import MAX_ANSWER_BYTES, context_lengths_in, json_of, models_in
 from router.http_client.errors import ConnectError, TlsError, UpstreamError
 from router.http_client.pool import CompleteAnswer
+from router.openai.answers import parse_object
 from router.settings import Address, is_loopback
 
 # The longest wait for one answer.
@@ -89,14 +90,6 @@ async def resolve(host: str) -> list[str]:
     return sorted({str(one[4][0]) for one in answers})
 
 
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 async def connect(host: str, port: int) -> str:
     """Return why nothing listens there; empty if a connection was accepted."""
     try:
@@ -115,14 +108,14 @@ async def connect(host: str, port: int) -> str:
 async def check_reach(found: Findings, address: Address, flag: str) -> bool:
     """Check the name and the port of a server. Return False if it cannot be reached."""
     host = address.host
-    if not is_address(host):
-        try:
-            addresses = await resolve(host)
-        except (OSError, TimeoutError) as error:
-            why = getattr(error, "strerror", None) or f"no answer within {ANSWER_TIMEOUT_S:g} s"
-            cure = f"correct {flag}, or the DNS that this machine uses"
-            found.fail("name", f"{host} cannot be resolved: {why}", cure)
-            return False
+    try:
+        addresses = await resolve(host)
+    except (OSError, TimeoutError) as error:
+        why = getattr(error, "strerror", None) or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+        cure = f"correct {flag}, or the DNS that this machine uses"
+        found.fail("name", f"{host} cannot be resolved: {why}", cure)
+        return False
+    if addresses != [host]:  # an IP address is its own one
         found.ok("name", f"{host} is {', '.join(addresses[:MAX_SHOWN])}")
     if why := await connect(host, address.port):
         cure = f"start it there, or correct {flag}"
@@ -218,7 +211,7 @@ class EngineChecker:
             self._fleet.note_identity(self._engine)
         kv = capabilities.kv
         if answer.status == 503:
-            why = _message_in(json_of(answer._replace(status=200)))
+            why = error_message(parse_object(answer.body) or {}) or "no reason given"
             cure = "look at the engine's log: its own side channel does not answer"
             self.found.fail("identity", f"/disagg/identity answers 503: {why}", cure)
         elif not kv.has_page:
@@ -270,12 +263,6 @@ def check_clock(
         found.fail("clock", text, "synchronise the clocks (NTP)")
     else:
         found.ok("clock", "agrees with this machine's")
-
-
-def _message_in(content: object) -> str:
-    error = content.get("error") if isinstance(content, dict) else None
-    message: Any = error.get("message") if isinstance(error, dict) else None
-    return " ".join(str(message or "no reason given").split())[:200]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -120,7 +120,7 @@ def test_a_sample_is_bounded_and_fair() -> None:
     found = sample.quantiles()
     assert found is not None
     assert sample.count == 10_000
-    assert len(sample._kept) == 100
+    assert len(sample.values) == 100
     assert 3000 < found["p50"] < 7000
 
 
