@@ -40,6 +40,7 @@ from engine_ext.common.types import (
     BlockIds,
     FinishDecision,
     LoadProblem,
+    LoanRequest,
     StepMetadata,
     TransferResults,
 )
@@ -68,6 +69,7 @@ from engine_ext.worker.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from engine_ext.vllm.metrics import MetricDeltas
+    from engine_ext.vllm.optional.lending import CachedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +90,18 @@ class DisaggHandshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass
-class LoadProblems(KVConnectorWorkerMetadata):
-    """Why loads have failed: from vLLM's workers to its scheduler, with a step's output."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """From vLLM's workers to its scheduler, with a step's output."""
 
-    by_request: Mapping[str, LoadProblem]
+    problems: Mapping[str, LoadProblem]
+    """Why loads have failed."""
+    loan_requests: tuple[LoanRequest, ...] = ()
+    """Only an engine of one rank lends."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadProblems":
-        """Merge the problems of several ranks: a request may have one at each."""
-        others = other.by_request if isinstance(other, LoadProblems) else {}
-        return LoadProblems(_merged(others, self.by_request))
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Merge the reports of several ranks: a request may have a problem at each."""
+        others = other.problems if isinstance(other, WorkerReport) else {}
+        return WorkerReport(_merged(others, self.problems))
 
 
 Matched = tuple[int | None, bool]
@@ -146,6 +151,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Why loads have failed, until vLLM reports to the scheduler half that they have."""
         self._unprocessed = NO_RESULTS
         """Results during which our half has raised; it gets them once more."""
+        self._loan_requests: tuple[LoanRequest, ...] = ()
+        """Those that the worker half has received, until they go with a step's output."""
+        self._lent: CachedBlocks | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
             if not describe.may_load(vllm_config):
@@ -298,24 +306,31 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM frees what it finds in `finished_recving` after this call, whatever
         `request_finished` has answered: what is kept is taken out, and comes in
         `finished_sending`."""
-        problems = connector_output.kv_connector_worker_meta
-        if isinstance(problems, LoadProblems):
+        report = connector_output.kv_connector_worker_meta
+        asked: Sequence[LoanRequest] = ()
+        if isinstance(report, WorkerReport):
             # A rank may report its own before the last one is done.
-            self._problems = _merged(self._problems, problems.by_request)
+            self._problems = _merged(self._problems, report.problems)
+            asked = report.loan_requests
         failed = connector_output.failed_recving
         ended = connector_output.finished_sending or connector_output.finished_recving
-        if not ended and not failed and self._unprocessed is NO_RESULTS:
+        if not ended and not failed and not asked and self._unprocessed is NO_RESULTS:
             return
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
-        connector_output.finished_sending = {name for name in sent if not name.startswith("\0")}
+        sent = {name for name in sent if not name.startswith("\0")}
+        of_requests = sent
+        if self._lent is not None:
+            asked, of_requests = self._lent.fence(asked), self._lent.unpin(sent)
+        connector_output.finished_sending = of_requests
         results = TransferResults(
-            frozenset(connector_output.finished_sending),
+            frozenset(sent),
             frozenset(connector_output.finished_recving or ()),
             frozenset(failed),
             {name: self._problems.pop(name) for name in failed & self._problems.keys()},
             ready,
             given_back,
+            tuple(asked),
         )
         self._pending_reports.settle(connector_output)
         unprocessed, self._unprocessed = self._unprocessed, results
@@ -356,8 +371,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         failed loads before it calls `update_connector_output`."""
         problems = output.kv_connector_worker_meta
         for each in getattr(problems, "metadata", (problems,)):  # several, of a MultiConnector
-            if isinstance(each, LoadProblems):
-                self._problems = _merged(self._problems, each.by_request)
+            if isinstance(each, WorkerReport):
+                self._problems = _merged(self._problems, each.problems)
         for name in output.failed_recving & self._problems.keys():
             self.scheduler.loads.note_problem(name, self._problems[name])
 
@@ -442,10 +457,28 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """See engine_ext.http.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
+    # Loans; see optional/lending.py.
+
+    @guarded(nothing)
+    def lend_from(self, cache: "CachedBlocks") -> None:
+        self._lent = cache
+        self.scheduler.lend_from(cache)
+
+    @property
+    def lends(self) -> bool:
+        return self._lent is not None
+
+    @guarded(nothing)
+    def answer_fenced(self) -> None:
+        """Answer the requests for loans whose steps have ended."""
+        assert self._lent is not None
+        for request in self._lent.written():
+            self.scheduler.update_connector_output(TransferResults(loan_requests=(request,)))
+
     @guarded(bool)
-    def listen_for_wakeups(self, on_wakeup: Callable[[], None]) -> bool:
-        """Call `on_wakeup`, from another thread, when a worker has results. Return False if that
-        cannot be."""
+    def listen_for_wakeups(self, on_wakeup: Callable[[bool], None]) -> bool:
+        """Call `on_wakeup`, from another thread, when a worker has results, and with True when none
+        has called for a while. Return False if that cannot be."""
         name = describe.wakeup_name(self._vllm_config, self._config)
         self._wakeups = WakeupListener(name, on_wakeup)
         return True
@@ -515,6 +548,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
         self._problems = _merged(self._problems, results.problems)
+        self._loan_requests += results.loan_requests
         ready = {READY + name for name in results.ready}
         given_back = {GIVEN_BACK + name for name in results.returned}
         return KVConnectorTransferResults(
@@ -527,8 +561,10 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """With a step's results, after `get_transfer_results`."""
         problems, self._problems = self._problems, {}
-        is_read = support.is_on(LOAD_FAILURES) or support.is_on(FAILURE_POLICY)
-        return LoadProblems(problems) if problems and is_read else None
+        asked, self._loan_requests = self._loan_requests, ()
+        if not (support.is_on(LOAD_FAILURES) or support.is_on(FAILURE_POLICY)):
+            problems = {}
+        return WorkerReport(problems, asked) if problems or asked else None
 
     @guarded(nothing)
     def shutdown(self) -> None:

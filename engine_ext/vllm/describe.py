@@ -28,6 +28,7 @@ from engine_ext.http import identity
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.optional import (
+    LENDING,
     LOAD_FAILURES,
     LOOKAHEAD,
     PREEMPTION_RETURN,
@@ -223,7 +224,35 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
+        lends=why_not_lent(vllm_config, kv_cache_config) is None,
     )
+
+
+CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+
+
+def why_not_lent(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why other engines cannot read what this one's prefix cache holds; None if they can.
+    Blocks behind a window are evicted alone, those of draft layers depend on later tokens."""
+    if not support.is_on(LENDING):
+        return f"{LENDING.name} is off: {support.reason(LENDING)}"
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    is_near = parallel.nnodes == 1 and parallel.distributed_executor_backend in ("mp", "uni")
+    problems = {
+        f"its scheduler class is not one of {SCHEDULERS}": not _uses_our_scheduler(vllm_config),
+        "it does not cache prefixes": not cache.enable_prefix_caching,
+        f"blocks are hashed by {cache.prefix_caching_hash_algo}, for which equal hashes can be "
+        "made": cache.prefix_caching_hash_algo not in CRYPTOGRAPHIC,
+        "prefix_match_unit": cache.prefix_match_unit not in (None, cache.block_size),
+        "not all layers have full attention": set(windows(kv_cache_config)) != {None},
+        "speculation with draft layers": _speculation_kind(vllm_config.speculative_config)
+        is not None,
+        "several ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+        "workers on other nodes": not is_near,
+        "several connectors": transfer is None or transfer.kv_connector not in CONNECTORS,
+    }
+    return next((why for why, is_so in problems.items() if is_so), None)
 
 
 def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:

@@ -30,7 +30,7 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector import find_our_connector, inspect_worker
-from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS, STEP_MODEL
+from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ CALL = "disagg_call"
 """A method that we add to vLLM's EngineCore, for its HTTP server to call by name."""
 RENDERED = "disagg_renders"
 """Found out once."""
-STEP_MODELS = "disagg_step_models"
-"""The attribute that holds the last step models of all ranks."""
-STEP_MODEL_SECONDS = 1.0
+RANKS = "disagg_ranks"
+"""The attribute that holds the last facts about all ranks."""
+RANKS_SECONDS = 1.0
 KEY = leases.new_key()
 """Each process makes one; the engine's is used."""
 SAMPLES = 64
@@ -72,27 +72,27 @@ def _wrap_attach_endpoint_plugins(original: Any) -> Any:
 async def get_identity(request: Request) -> JSONResponse:
     state = request.app.state
     try:
-        models = await _step_models(state)
-        return JSONResponse(await run_in_threadpool(_identity, state, models))
+        ranks = await _facts_about_ranks(state)
+        return JSONResponse(await run_in_threadpool(_identity, state, ranks))
     except (identity.IdentityError, ValueError) as error:
         return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-async def _step_models(state: Any) -> dict[int, dict[str, float]]:
-    """Return the step model of each rank that has one. A rank in a long step answers late: then the
-    last ones that were seen."""
-    if not support.is_on(STEP_MODEL) or state.vllm_config.kv_transfer_config is None:
-        return {}
+async def _facts_about_ranks(state: Any) -> list[dict[str, Any]]:
+    """Return `_facts_in_engine` of each rank. A rank in a long step answers late: then the last
+    ones that were seen."""
+    if state.vllm_config.kv_transfer_config is None:
+        return []
     try:
-        async with asyncio.timeout(STEP_MODEL_SECONDS):
-            answers = await _core(state).call_utility_all_async(CALL, "step_model", [])
+        async with asyncio.timeout(RANKS_SECONDS):
+            facts = await _core(state).call_utility_all_async(CALL, "facts", [])
     except TimeoutError:
-        answers = getattr(state, STEP_MODELS, ())
-    setattr(state, STEP_MODELS, answers)
-    return {rank: model for rank, model in answers if model is not None}
+        facts = getattr(state, RANKS, [])
+    setattr(state, RANKS, facts)
+    return list(facts)
 
 
-def _identity(state: Any, models: dict[int, dict[str, float]]) -> dict[str, Any]:
+def _identity(state: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Blocks. Raises as `identity` does."""
     known = getattr(state, RENDERED, None)
     if known is None:
@@ -103,7 +103,8 @@ def _identity(state: Any, models: dict[int, dict[str, float]]) -> dict[str, Any]
         describe.engine(config),
         renders=known,
         max_step_tokens=max_step_tokens(config.scheduler_config),
-        step_models=models,
+        step_models={rank["dp_rank"]: rank["step_model"] for rank in ranks if rank["step_model"]},
+        lends=bool(ranks) and all(rank["lends"] for rank in ranks),
     )
     return identity.identity(found)
 
@@ -159,10 +160,13 @@ def _call_in_engine(core: Any, what: str, args: list[Any]) -> Any:
     return IN_ENGINE[what](core, *args)
 
 
-def _step_model_in_engine(core: Any) -> tuple[int, dict[str, float] | None]:
+def _facts_in_engine(core: Any) -> dict[str, Any]:
     connector = find_our_connector(getattr(core.scheduler, "connector", None))
-    rank: int = core.vllm_config.parallel_config.data_parallel_index
-    return rank, None if connector is None else connector.step_model
+    return {
+        "dp_rank": core.vllm_config.parallel_config.data_parallel_index,
+        "step_model": None if connector is None else connector.step_model,
+        "lends": connector is not None and connector.lends,
+    }
 
 
 def _leases_in_engine(core: Any, asked: str | None) -> list[dict[str, Any] | str]:
@@ -187,7 +191,7 @@ def _release_in_engine(core: Any, engine_id: str, request_id: str) -> bool:
 IN_ENGINE: dict[str, Callable[..., Any]] = {
     "release": _release_in_engine,
     "leases": _leases_in_engine,
-    "step_model": _step_model_in_engine,
+    "facts": _facts_in_engine,
 }
 
 

@@ -30,6 +30,7 @@ from engine_ext.vllm.optional import (
     FAILURE_POLICY,
     IDLE_REST,
     LAST_WINDOW,
+    LENDING,
     LOAD_FAILURES,
     PREEMPTION_RETURN,
     RESUME,
@@ -217,6 +218,7 @@ def _parts() -> Iterator[Any]:
     for feature, module, part in (
         (THRESHOLD, "threshold", "ThresholdPart"),
         (PREEMPTION_RETURN, "preemption_return", "PreemptionReturnPart"),
+        (LENDING, "lending", "LendingPart"),
         (IDLE_REST, "idle_rest", "IdleRestPart"),
         (RESUME, "resume", "ResumePart"),
         (STEP_BUDGET, "step_budget", "StepBudgetPart"),
@@ -225,7 +227,7 @@ def _parts() -> Iterator[Any]:
             yield getattr(importlib.import_module(f"engine_ext.vllm.optional.{module}"), part)
     if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, IDLE_REST, RESUME, STEP_BUDGET))):
         yield SchedulePart
-    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES))):
+    if any(map(support.is_on, (THRESHOLD, PREEMPTION_RETURN, LOAD_FAILURES, LENDING))):
         yield OutputsPart
     for feature, own in (
         (LOAD_FAILURES, LoadFailuresPart),

@@ -45,9 +45,10 @@ class WakeupSender:
 
 
 class WakeupListener:
-    """Calls `on_wakeup` from a thread of its own. Raises OSError when the address is taken."""
+    """Calls `on_wakeup` from a thread of its own, with True if no datagram came for a while. Raises
+    OSError when the address is taken."""
 
-    def __init__(self, name: str, on_wakeup: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_wakeup: Callable[[bool], None]) -> None:
         self._on_wakeup = on_wakeup
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(_address(name))
@@ -67,12 +68,13 @@ class WakeupListener:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            is_overdue = False
             try:
                 self._socket.recv(16)
             except TimeoutError:
-                pass  # The engine looks all the same.
+                is_overdue = True  # The engine looks all the same.
             except OSError as error:
                 if self._stopping.wait(RETRY_SECONDS):
                     return
                 logger.warning("wake-ups by transfers: %s", error)
-            self._on_wakeup()
+            self._on_wakeup(is_overdue)

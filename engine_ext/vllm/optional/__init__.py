@@ -9,6 +9,7 @@ Each has its probe (the symbols), its patch list and its off switch: its name in
 | `begun` (resume) | `resume.py` | these, `patch_replay` and `patch_worker` |
 | `hand_back` (preemption return) | `preemption_return.py` | as of `cache_hit_threshold` |
 | `rest` (idle rest) | `idle_rest.py` | `patch_engine_loop` wakes the loop |
+| `lending` (loans) | `lending.py` | |
 | `leaving` (early exit) | | `patch_engine_loop` |
 | `step_budget` | `step_budget.py` | |
 """
@@ -33,6 +34,7 @@ CHAT_SERVING = f"{OPENAI}.chat_completion.serving:OpenAIServingChat"
 COMPLETION_SERVING = f"{OPENAI}.completion.serving:OpenAIServingCompletion"
 OUTPUTS = f"{ENGINE}.output_processor"
 SCHEDULER_CLASS = f"{SCHED}.scheduler:Scheduler"
+BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
 
 STOCK_PEERS = Feature(
     "stock_peers",
@@ -176,6 +178,30 @@ IDLE_REST = Feature(
     """),
     requires=(SCHEDULER,),
     modules=("optional.idle_rest", "optional.patch_engine_loop"),
+)
+
+LENDING = Feature(
+    "lending",
+    "other engines cannot read what this engine's prefix cache holds",
+    symbols(f"""
+        - vLLM's cached blocks, found by their hashes and pinned by references. Other engines read
+            blocks of other tokens, or blocks that a step still writes
+        {BLOCK_POOL} has blocks hash_block_size num_gpu_blocks
+        {BLOCK_POOL}.get_cached_block takes self block_hash kv_cache_group_ids
+        {BLOCK_POOL}.touch takes self blocks
+        {BLOCK_POOL}.free_blocks takes self ordered_blocks
+        vllm.v1.core.kv_cache_utils:KVCacheBlock has block_id
+        vllm.v1.core.kv_cache_manager:KVCacheManager has block_pool
+        {SCHEDULER_CLASS} has has_requests kv_cache_config kv_cache_manager processed_step_seq
+            sched_step_seq vllm_config
+        - how blocks are hashed. Engines that hash in different ways find nothing at each other
+        vllm.v1.core.kv_cache_utils:get_none_hash_seed takes
+        {CONFIG}:CacheConfig has enable_prefix_caching prefix_caching_hash_algo prefix_match_unit
+        {CONFIG}:ParallelConfig has distributed_executor_backend nnodes
+        {CACHES}:KVCacheConfig has kv_cache_groups
+    """),
+    requires=(SCHEDULER, IDLE_REST),
+    modules=("optional.lending",),
 )
 
 LAST_WINDOW = Feature(
@@ -427,6 +453,7 @@ TIER_2 = (
     SCHEDULER,
     FAILURE_POLICY,
     IDLE_REST,
+    LENDING,
     LAST_WINDOW,
     EARLY_WRITES,
     STEP_MODEL,

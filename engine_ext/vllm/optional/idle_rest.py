@@ -51,7 +51,7 @@ class IdleRestPart(Host):
             is_alone = connector is self.connector and self.ec_connector is None
             self._can_sleep = is_alone and _are_near(self.vllm_config.parallel_config)
 
-    def _on_wakeup(self) -> None:
+    def _on_wakeup(self, is_overdue: bool) -> None:
         self.woken.set()
         if self._wake is not None:
             self._wake()

@@ -46,6 +46,7 @@ from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside import (
     compat_cases,
     hand_back_cases,
+    lending_cases,
     push_cases,
     resumed_answer_cases,
     step_budget_cases,
@@ -578,6 +579,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"{reports.func.__name__}, {num_ranks} ranks", reports
     yield from resumed_answer_cases.cases()
     yield from hand_back_cases.cases()
+    yield from lending_cases.cases()
     yield from compat_cases.cases()
     yield from weight_cases.cases(partial(params_of, "decode"))
     yield from push_cases.cases()

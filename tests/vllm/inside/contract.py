@@ -114,7 +114,7 @@ def what_we_override_is_probed() -> None:
 
     classes = (
         connector.DisaggConnector,
-        connector.LoadProblems,
+        connector.WorkerReport,
         resume.ResumedPrefillStats,
         scheduler.DisaggAsyncScheduler,
         scheduler.DisaggScheduler,

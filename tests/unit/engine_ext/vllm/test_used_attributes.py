@@ -19,6 +19,7 @@ BESIDE = {
         optional.FAILURE_POLICY,
     ),
     "describe": (
+        optional.LENDING,
         optional.STOCK_PEERS,
         optional.SCHEDULER,
         optional.STATE_LAYERS,
@@ -59,12 +60,14 @@ NOT_VLLMS = {
     "of our own classes": {
         "_end",
         "_ended",
-        "by_request",
+        "_on_wakeup",
+        "loan_requests",
         "disagg_is_leaving",
         "failure",
         "note_loading",
         "on_scheduled",
         "payload",
+        "problems",
         "set_wake",
     },
 }

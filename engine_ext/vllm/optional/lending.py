@@ -1,0 +1,163 @@
+"""Loans (`lending`): vLLM's prefix cache, for engine_ext/scheduler/loans.py.
+
+A key is vLLM's own hash of a block. It covers all tokens up to the block's end and what else their
+KV depends on. Two engines hash alike if vLLM's version, the algorithm, the seed and the block size
+are equal: `scheme` names them.
+
+vLLM has a block in its cache as soon as the step that computes it is scheduled. So a request for a
+loan waits until the steps that are under way have ended, and is then answered with those blocks
+that were cached when it came. They are pinned meanwhile: a block that was evicted and cached again
+could be one that a later step writes. Without asynchronous scheduling nothing waits, because the
+connector is called between two steps.
+
+A pin is a reference in vLLM's block pool, as that of a request. vLLM knows no request behind it and
+does not step for it: a wake-up lets an idle engine take one step.
+
+If vLLM cached blocks later, less would be lent. If a reference did not keep a block, lent blocks
+would be overwritten: the tests fill a cache that is lent.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vllm import __version__ as vllm_version
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_none_hash_seed
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+
+from engine_ext.common.short_hash import short_hash
+from engine_ext.common.types import BlockIds, LoanRequest
+from engine_ext.scheduler.loans import LOAN_SHARE
+from engine_ext.vllm import describe
+from engine_ext.vllm.compat.patching import Host
+from engine_ext.vllm.connector import find_our_connector
+
+logger = logging.getLogger(__name__)
+
+
+class _Fenced(NamedTuple):
+    """A request that waits for the steps that were under way when it came."""
+
+    request: LoanRequest
+    last_step: int
+    blocks: list[KVCacheBlock]
+    """What it may be lent, pinned until then."""
+
+
+class CachedBlocks:
+    """The prefix cache of one scheduler: a `PrefixCache`. All groups have full attention."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._groups = list(range(len(scheduler.kv_cache_config.kv_cache_groups)))
+        self._pinned: dict[str, list[KVCacheBlock]] = {}
+        """By loan."""
+        self._fenced: deque[_Fenced] = deque()
+        self._lendable: frozenset[int] | None = None
+        """The blocks that the request that is being answered may get; None: all."""
+
+    @property
+    def scheme(self) -> str:
+        algorithm = self._scheduler.vllm_config.cache_config.prefix_caching_hash_algo
+        seed, size = short_hash(get_none_hash_seed()), self._pool.hash_block_size
+        return f"vllm {vllm_version} {algorithm} {seed} {size}"
+
+    def find(self, keys: Sequence[bytes]) -> BlockIds:
+        found: list[list[int]] = []
+        for key in keys:
+            blocks = self._pool.get_cached_block(key, self._groups)
+            ids = [block.block_id for block in blocks or ()]
+            if not ids or not (self._lendable is None or self._lendable.issuperset(ids)):
+                break
+            found.append(ids)
+        return tuple(zip(*found, strict=True))
+
+    def pin(self, loan_id: str, block_ids: BlockIds) -> None:
+        self._pinned[loan_id] = self._touch(block_ids)
+
+    def unpin(self, loan_ids: set[str]) -> set[str]:
+        """Unpin these loans. Return the ids that are none."""
+        ended = loan_ids & self._pinned.keys()
+        for loan_id in ended:
+            self._free(self._pinned.pop(loan_id))
+        return loan_ids - ended
+
+    @property
+    def has_pins(self) -> bool:
+        return bool(self._pinned)
+
+    def fence(self, requests: Sequence[LoanRequest]) -> Sequence[LoanRequest]:
+        """Return the requests that can be answered at once, which are all if no step is under way.
+        `written` yields the others."""
+        scheduler = self._scheduler
+        if scheduler.processed_step_seq >= scheduler.sched_step_seq:
+            return requests
+        for request in requests:
+            most = int(LOAN_SHARE * self._pool.num_gpu_blocks)
+            most -= sum(len(fenced.blocks) for fenced in self._fenced)
+            blocks = self._touch(self.find(request.keys[: max(0, most // len(self._groups))]))
+            self._fenced.append(_Fenced(request, scheduler.sched_step_seq, blocks))
+        return ()
+
+    def written(self) -> Iterator[LoanRequest]:
+        """Yield the requests whose steps have ended. While one is answered, `find` returns only
+        blocks that were cached when it came."""
+        while self._fenced and self._fenced[0].last_step <= self._scheduler.processed_step_seq:
+            fenced = self._fenced.popleft()
+            self._lendable = frozenset(block.block_id for block in fenced.blocks)
+            try:
+                yield fenced.request
+            finally:
+                self._lendable = None
+                self._free(fenced.blocks)
+
+    def _touch(self, block_ids: BlockIds) -> list[KVCacheBlock]:
+        blocks = [self._pool.blocks[number] for group in block_ids for number in group]
+        self._pool.touch(blocks)
+        return blocks
+
+    def _free(self, blocks: list[KVCacheBlock]) -> None:
+        """As vLLM does: the end of a prefix is evicted first."""
+        self._pool.free_blocks(reversed(blocks))
+
+
+class LendingPart(Host):
+    """Before `IdleRestPart`, whose wake-ups it turns into steps."""
+
+    woken: threading.Event
+    disagg_is_leaving: bool
+    on_outputs: list[Callable[[dict[int, EngineCoreOutputs]], None]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lent: CachedBlocks | None = None
+        self._is_called = False
+        """A worker has sent the last wake-up, or may have sent one that was lost."""
+        ours = find_our_connector(self.connector)
+        if ours is None:
+            return
+        problem = describe.why_not_lent(self.vllm_config, self.kv_cache_config)
+        if problem is not None:
+            logger.info("this engine's prefix cache is not lent to other engines: %s", problem)
+            return
+        self._lent = CachedBlocks(self)
+        ours.lend_from(self._lent)
+        self.on_outputs.append(lambda outputs: ours.answer_fenced())
+
+    def _on_wakeup(self, is_overdue: bool) -> None:
+        self._is_called = not is_overdue or (self._lent is not None and self._lent.has_pins)
+        super()._on_wakeup(is_overdue)
+
+    def has_requests(self) -> bool:
+        """A step fetches requests for loans, and reports of loans that have ended. An engine that
+        leaves waits for the readers."""
+        if self._lent is not None:
+            if self._is_called and self.woken.is_set():
+                return True
+            if self.disagg_is_leaving and self._lent.has_pins:
+                return True
+        return bool(super().has_requests())

@@ -1,0 +1,136 @@
+"""What vLLM's prefix cache lends, and when: inside vLLM's own scheduler."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from engine_ext.common.types import LoanAnswer, LoanRequest
+from engine_ext.vllm.connector import WorkerReport
+from engine_ext.vllm.optional.lending import CachedBlocks
+from tests.vllm.inside.in_process import NUM_BLOCKS, Engine
+
+SYNC, ASYNC = (
+    f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
+)
+
+
+class Asked:
+    """An engine, and a peer that asks it for loans."""
+
+    def __init__(self, model: Path, scheduler: str) -> None:
+        self.engine = Engine(model, scheduler_cls=scheduler)
+        self.scheduler = self.engine.scheduler
+        # As where steps run ahead. vLLM's CPU build does not allow it.
+        self.scheduler.defer_block_free = scheduler == ASYNC
+        self.scheme = CachedBlocks(self.scheduler).scheme
+
+    def ask(self, request: Request, scheme: str | None = None) -> None:
+        asked = LoanRequest("reader", 1, scheme or self.scheme, tuple(request.block_hashes))
+        output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport({}, (asked,)))
+        self.scheduler._update_from_kv_xfer_finished(output)
+
+    def answers(self) -> tuple[LoanAnswer, ...]:
+        """Those that the next step takes to the workers."""
+        step = self.scheduler.schedule()
+        orders = getattr(step.kv_connector_metadata, "step", None)
+        self.engine.answer(step)
+        return orders.loans if orders else ()
+
+
+def an_idle_engine_lends_what_it_has_computed(scheduler: str, model: Path) -> None:
+    asked = Asked(model, scheduler)
+    request = asked.engine.add("first", 70)
+    asked.engine.run("first")
+    asked.ask(request)
+    assert asked.scheduler.has_requests(), "the answer goes with a step"
+    (answer,) = asked.answers()
+    assert answer.num_tokens == 64
+    assert answer.last_key == request.block_hashes[3]
+    assert not asked.engine.is_empty()
+    asked.engine.read_all()
+    asked.engine.step()
+    assert asked.engine.is_empty(), "unpinned"
+
+
+def other_keys_are_refused(scheduler: str, model: Path) -> None:
+    asked = Asked(model, scheduler)
+    request = asked.engine.add("first", 70)
+    asked.engine.run("first")
+    asked.ask(request, "vllm 0.1 xxhash 0 16")
+    (answer,) = asked.answers()
+    assert not answer.loan_id
+
+
+def a_step_under_way_is_waited_for(model: Path) -> None:
+    """vLLM has its blocks in the cache already, and what comes next may take them."""
+    asked = Asked(model, ASYNC)
+    first = asked.engine.add("first", 70, max_tokens=2)
+    under_way = asked.scheduler.schedule()
+    asked.ask(first)
+    assert not asked.scheduler.connector.has_pending_push_work(), "no answer yet"
+    asked.engine.answer(under_way)
+    (answer,) = asked.answers()
+    assert answer.num_tokens == 64
+
+
+def blocks_of_later_steps_are_not_lent(model: Path) -> None:
+    """The request came while 16 tokens of the prompt were under way."""
+    asked = Asked(model, ASYNC)
+    asked.scheduler.max_num_scheduled_tokens = 32
+    request = asked.engine.add("first", 100)
+    steps = [asked.scheduler.schedule()]
+    asked.ask(request)
+    steps.append(asked.scheduler.schedule())
+    asked.engine.answer(steps[0])
+    steps.append(asked.scheduler.schedule())
+    orders = steps[2].kv_connector_metadata.step
+    assert [answer.num_tokens for answer in orders.loans] == [32]
+    for step in steps[1:]:
+        asked.engine.answer(step)
+
+
+def evicted_blocks_are_not_lent_after_a_step(model: Path) -> None:
+    """vLLM drops what a failed load has spoilt from its cache, while the request waits."""
+    asked = Asked(model, ASYNC)
+    request = asked.engine.add("first", 70)
+    under_way = asked.scheduler.schedule()
+    asked.ask(request)
+    (ids,) = asked.scheduler.kv_cache_manager.get_block_ids("first")
+    asked.engine.pool.evict_blocks({ids[2]})
+    asked.engine.answer(under_way)
+    (answer,) = asked.answers()
+    assert answer.num_tokens == 32
+
+
+def lent_blocks_outlive_a_full_cache(scheduler: str, model: Path) -> None:
+    asked = Asked(model, scheduler)
+    request = asked.engine.add("first", 70)
+    asked.engine.run("first")
+    asked.ask(request)
+    (answer,) = asked.answers()
+    engine = asked.engine
+    rest = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
+    assert len(rest) == NUM_BLOCKS - 1 - len(answer.block_ids[0])
+    assert not {block.block_id for block in rest} & set(answer.block_ids[0])
+    engine.pool.free_blocks(rest)
+    asked.scheduler.connector.drain()
+    engine.step_until(engine.is_empty)
+
+
+def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for each in (
+        an_idle_engine_lends_what_it_has_computed,
+        other_keys_are_refused,
+        lent_blocks_outlive_a_full_cache,
+    ):
+        for scheduler in (SYNC, ASYNC):
+            yield f"{each.__name__}, {scheduler}", partial(each, scheduler)
+    for one in (
+        a_step_under_way_is_waited_for,
+        blocks_of_later_steps_are_not_lent,
+        evicted_blocks_are_not_lent_after_a_step,
+    ):
+        yield one.__name__, one
