@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from router.conversations.conversations import Turn
 from router.conversations.entry import MAX_COUNT, Entry, Prompt
-from router.fleet.engine import DECODE, PREFILL, Engine, Intent, dp_rank_of, strip_dp_rank
+from router.fleet.capabilities import dp_rank_of, strip_dp_rank
+from router.fleet.engine import DECODE, PREFILL, Engine, Intent
 from router.fleet.fleet import Fleet
 from router.openai.answers import Json
 from router.routing.policy import LoadBound

@@ -1,34 +1,29 @@
-"""One engine: its description by a source, its capabilities, its circuit breaker and its state."""
+"""One engine: its description by a source, its circuit breaker, its load and its state."""
 
 from __future__ import annotations
 
-import math
 import random
-import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 
-import msgspec
-from msgspec import Struct
-
-from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
-from router.fleet.prefill_rate import PrefillRate
-from router.fleet.step_model import (
-    StepModel,
-    max_step_tokens_of_ranks,
-    step_limit_of_ranks,
-    step_model_of_ranks,
-)
+from router.fleet.capabilities import EngineCapabilities
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
 DEFAULT_GROUP = "default"
-# After this many answers without evidence of a capability it counts as missing.
-MAX_ANSWERS_WITHOUT_EVIDENCE = 3
-DP_RANK_MARK = "_dp"
-DP_RANK = re.compile(DP_RANK_MARK + r"(\d{1,6})$")
+# Of PrefillRate: the tokens of a sample, and how many samples count.
+SAMPLE_TOKENS = 8192
+MAX_SAMPLES = 32
+MIN_SAMPLES = 8
+# An idle engine that computed fewer tokens shows its overhead, not its speed.
+MIN_TOKENS = 512
+# A pace expires this many seconds after the last leg: an engine that was slow may receive no leg
+# that would correct it.
+STALE_S = 60.0
 
 
 class EngineRole(StrEnum):
@@ -81,210 +76,6 @@ class EngineSpec:
     @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.address}"
-
-
-class RankEndpoint(Struct, frozen=True):
-    """Where a rank of a prefill engine takes registrations for push; fields of
-    kv_transfer_params."""
-
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
-    tp_size: int = 1
-    pp_size: int = 1
-
-
-def strip_dp_rank(engine_id: str) -> str:
-    """Return the id without the data-parallel rank that vLLM appends to it."""
-    return DP_RANK.sub("", engine_id) if DP_RANK_MARK in engine_id else engine_id
-
-
-def dp_rank_of(engine_id: str) -> int | None:
-    """Return the data-parallel rank; None for an engine without several ranks."""
-    found = DP_RANK.search(engine_id)
-    return None if found is None else int(found[1])
-
-
-@dataclass(slots=True)
-class EngineCapabilities:
-    """The capabilities of one engine process. The fleet replaces them when the engine is lost,
-    because another process may return at its address.
-
-    None means unknown. The engine's identity page takes precedence over evidence from answers.
-    """
-
-    engine_id: str | None = None
-    """The id in its kv_transfer_params, without the data-parallel rank."""
-    verifies_prefix: bool = False
-    """It proves which prefix of a prompt its KV covers."""
-    streams_kv_params: bool | None = None
-    """Its streams end with kv_transfer_params if the request asks for them."""
-    supports_threshold: bool | None = None
-    """It knows `cache_hit_threshold` and rejects a request that would compute more."""
-    supports_release: bool = False
-    """It has POST /disagg/release, which frees KV that it holds for another engine."""
-    is_identity_known: bool = False
-    """It has answered the request for its identity page, maybe with 404."""
-    lists_capabilities: bool = False
-    """Its identity page lists capabilities."""
-    has_turns: bool = False
-    """It retains an answer's KV if asked to, pulls retained KV, and verifies what it pulls: by its
-    own page."""
-    lacks_turns: bool = False
-    """It neither retains an answer's KV nor pulls another engine's: by its own page."""
-    is_lack_logged: bool = False
-    """`lacks_turns` was logged."""
-    compatibility: str = ""
-    """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
-    the connector's version, plus the version of our extension if the engine has it. Empty if
-    unknown, or if the engine's ranks differ."""
-    supports_push: bool = False
-    supports_hand_over: bool = False
-    """It can hand over a first token that it sampled."""
-    supports_resume: bool = False
-    """It can continue an answer that another engine began."""
-    reports_token_ids: bool = False
-    """Its streams carry the ids of their tokens."""
-    returns_preempted: bool = False
-    """It returns an answer that it would have to preempt, for another engine to continue."""
-    shares_kv_loads: bool = False
-    """It loads remote KV once for several answers to one prompt."""
-    reports_load_failures: bool = False
-    """It reports the source and the reason of a failed KV load."""
-    render_hashes: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of what engines must share to continue each other's answers, by its name."""
-    rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
-    """By data-parallel rank."""
-    ranks: Sequence[EngineRank] | None = None
-    """Its data-parallel ranks; empty if it has only one."""
-    kv: KvFacts = field(default_factory=KvFacts)
-    """The facts that are compared with those of other engines."""
-    cache_tokens: int = 0
-    """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
-    step_model: StepModel | None = None
-    """The time of its steps, None if unknown."""
-    max_step_tokens: int = 0
-    """The most prompt tokens that one step computes beside answers; 0 if unknown."""
-    step_limit: float = math.inf
-    """The longest step in seconds that the engine allows beside answers."""
-    trial_prefills: int = 0
-    """Prompts that the router has sent as trials, with which the engine measures its steps. Each
-    page without a step model allows one more."""
-    _streams_without_params: int = 0
-    _answers_without_share: int = 0
-
-    def note_engine_id(self, params: dict[str, object]) -> None:
-        """Take the engine's id from the kv_transfer_params of its answer."""
-        engine_id = params.get("remote_engine_id")
-        self.engine_id = strip_dp_rank(engine_id) if isinstance(engine_id, str) else None
-
-    def note_stream_params(self, has_params: bool) -> None:
-        """A stream that was to end with kv_transfer_params has ended, with them or without."""
-        if has_params:
-            self.streams_kv_params, self._streams_without_params = True, 0
-        elif self.streams_kv_params is None:
-            self._streams_without_params += 1
-            if self._streams_without_params >= MAX_ANSWERS_WITHOUT_EVIDENCE:
-                self.streams_kv_params = False
-
-    def note_threshold_rejected(self) -> None:
-        """The engine rejected a request because of its cache_hit_threshold."""
-        self.supports_threshold = True
-
-    def note_threshold_accepted(self, threshold: float, cached_share: float | None) -> bool:
-        """The engine accepted a request with this threshold. `cached_share` is the cached part of
-        the prompt, None if the answer did not report it.
-
-        An engine that computed more than the threshold allows does not support it. Return True if
-        the engine is only assumed not to, because several answers did not report their share; this
-        is wrong if everything was cached.
-        """
-        if self.supports_threshold is not None:
-            return False
-        if cached_share is not None:
-            if cached_share < threshold:
-                self.supports_threshold = False
-            return False
-        self._answers_without_share += 1
-        if self._answers_without_share < MAX_ANSWERS_WITHOUT_EVIDENCE:
-            return False
-        self.supports_threshold = False
-        return True
-
-    def note_identity(self, identity: dict[str, object]) -> None:
-        """Apply an identity page, whose content may be anything."""
-        self.kv = parse_kv_facts(identity)
-        names = identity.get("capabilities")
-        if isinstance(names, list | dict):
-            self.lists_capabilities = True
-            self.supports_threshold = "cache_hit_threshold" in names
-            self.supports_release = "release" in names
-            # Only our engines name prefix_proof; pages of others may not know the name "turns".
-            self.has_turns = "prefix_proof" in names and "turns" in names
-            self.lacks_turns = "prefix_proof" in names and "turns" not in names
-            self.verifies_prefix = self.verifies_prefix or "prefix_proof" in names
-            self.supports_hand_over = "hand_over" in names
-            self.supports_resume = "begun" in names
-            self.reports_token_ids = "tell_token_ids" in names
-            self.shares_kv_loads = "shared_loads" in names
-            self.returns_preempted = "hand_back" in names
-            self.reports_load_failures = "load_failures" in names
-            self.render_hashes = _texts_in(identity.get("renders"))
-        modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
-        if isinstance(modes, list):
-            self.supports_push = "push" in modes
-        if isinstance(ranks, list):
-            self.cache_tokens = cache_tokens_of_ranks(ranks)
-            self.step_model = step_model_of_ranks(ranks)
-            self.trial_prefills = max(0, self.trial_prefills - 1)
-            self.max_step_tokens = max_step_tokens_of_ranks(ranks)
-            self.step_limit = step_limit_of_ranks(ranks)
-            self.compatibility = _compatibility_of(ranks, identity.get("versions"))
-            known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
-            self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
-
-    def header_value(self, number: int) -> int:
-        """Return what the header X-data-parallel-rank calls the rank with this number: vLLM counts
-        the ranks behind one server from 0."""
-        return number - min(self.rank_endpoints, default=0)
-
-    def note_push_failed(self) -> None:
-        """A push failed: another prefill engine may be at the address by now."""
-        self.is_identity_known, self.rank_endpoints = False, {}
-
-    def note_kv_params(self, params: Mapping[str, object]) -> None:
-        """Take the kv_transfer_params of a prefill engine's answer, which are newer than its
-        identity page."""
-        mode, at = params.get("transfer_mode"), rank_endpoint_in(params)
-        if isinstance(mode, str):
-            self.supports_push = mode == "push"
-        if at is not None:
-            rank = dp_rank_of(at.remote_engine_id) or 0
-            self.rank_endpoints = {**self.rank_endpoints, rank: at}
-
-
-def rank_endpoint_in(params: object) -> RankEndpoint | None:
-    """Return the endpoint if `params` has all of its fields with the right types."""
-    try:
-        return msgspec.convert(params, RankEndpoint)
-    except msgspec.ValidationError:
-        return None
-
-
-def _texts_in(given: object) -> dict[str, str]:
-    if not isinstance(given, Mapping):
-        return {}
-    return {name: text for name, text in given.items() if isinstance(text, str)}
-
-
-def _compatibility_of(ranks: list[object], versions: object) -> str:
-    """Engines with different versions of our extension reject each other."""
-    hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
-    extension = _texts_in(versions).get("extension")
-    match list(hashes):
-        case [str() as one] if one:
-            return one if extension is None else f"{one} extension {extension}"
-    return ""
 
 
 class CircuitState(StrEnum):
@@ -384,6 +175,54 @@ class Health(StrEnum):
     UNHEALTHY = "unhealthy"
 
 
+class PrefillRate:
+    """The prefill rate of an engine, measured by the prefill legs that it answers. Times are any
+    monotonic clock's.
+
+    An engine with legs computes. So the seconds since its last answer (or since the leg was sent,
+    if the engine had none before) were spent on the tokens that it computed for the leg. In a sum
+    this holds for all queues and batches. Where other routers have legs on the engine, this
+    router's share of the queued tokens is its share of the seconds.
+
+    A sample is the pace of SAMPLE_TOKENS tokens or more, and the median of the last samples counts:
+    a leg that hung, or an engine that once answered at once, spoils one of them. The few tokens of
+    a mostly cached prompt on an idle engine are no sample, because they show only what each leg
+    costs.
+    """
+
+    __slots__ = ("_paces", "_seconds", "_tokens", "ended", "token_seconds")
+
+    def __init__(self) -> None:
+        self.token_seconds = 0.0
+        """Seconds per prompt token; 0 if unknown."""
+        self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._tokens = 0
+        self._seconds = 0.0
+        self.ended = 0.0
+        """The time at which the last leg ended."""
+
+    def pace_at(self, moment: float) -> float:
+        """Return `token_seconds`, or 0 if no leg has ended for STALE_S at that moment."""
+        return self.token_seconds if moment - self.ended < STALE_S else 0.0
+
+    def note_leg(self, sent: float, ended: float, computed: int | None, share: float = 1.0) -> None:
+        """A prefill leg has ended, for which the engine computed this many tokens; None if it has
+        failed. `share`: this router's part of the engine's load."""
+        if computed is None:
+            return  # the seconds belong to the legs that run beside it
+        was_idle = sent >= self.ended
+        seconds, self.ended = ended - max(sent, self.ended), ended
+        if was_idle and computed < MIN_TOKENS:
+            return
+        self._tokens += computed
+        self._seconds += seconds * share
+        if self._tokens * share * share >= SAMPLE_TOKENS:
+            self._paces.append(self._seconds / self._tokens)
+            self._tokens, self._seconds = 0, 0.0
+            if len(self._paces) >= MIN_SAMPLES:
+                self.token_seconds = median(self._paces)
+
+
 @dataclass(slots=True, eq=False)
 class EngineLoad:
     """The load of an engine: this router's own, and in the totals what other routers report."""
@@ -474,6 +313,8 @@ class Engine(EngineLoad):
     admitted_tokens: int = 0
     """Estimated prompt tokens that it computes for them."""
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
+    ranks: Sequence[EngineRank] | None = None
+    """The data-parallel ranks of its process; empty if it has only one, None if unknown."""
     models: frozenset[str] | None = None
     """None if unknown: the engine then counts as serving every model."""
     adapters: frozenset[str] = frozenset()
@@ -505,7 +346,7 @@ class Engine(EngineLoad):
     @property
     def prefill_tokens_per_second(self) -> float:
         """The measured prefill rate of all data-parallel ranks together; 0 if unknown."""
-        places: Sequence[EngineLoad] = self.capabilities.ranks or (self,)
+        places: Sequence[EngineLoad] = self.ranks or (self,)
         paces = [place.prefill_rate.token_seconds for place in places]
         return sum(1 / pace for pace in paces if pace)
 

@@ -24,18 +24,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from router.fleet.capabilities import EngineCapabilities
 from router.fleet.engine import (
     CLOSED,
     DEFAULT_GROUP,
     LEGS,
     Engine,
-    EngineCapabilities,
     EngineRank,
     EngineRole,
     EngineSpec,
     Health,
     Intent,
     Place,
+    PrefillRate,
     engine_of,
 )
 from router.fleet.kv_facts import RankFacts
@@ -46,7 +47,6 @@ from router.fleet.partners import (
     compare_engines,
     find_duplicate_ids,
 )
-from router.fleet.prefill_rate import PrefillRate
 from router.fleet.unreachable_pairs import UnreachablePairs
 from router.http_client.errors import EngineLostError
 from router.http_client.pool import EnginePool
@@ -151,7 +151,7 @@ class Fleet:
 
     def places(self) -> Sequence[Place]:
         """Return all engines, and all data-parallel ranks of those that have several."""
-        ranks = [rank for engine in self.engines for rank in engine.capabilities.ranks or ()]
+        ranks = [rank for engine in self.engines for rank in engine.ranks or ()]
         return [*self.engines, *ranks]
 
     def find(self, name: str) -> Engine | None:
@@ -322,11 +322,11 @@ class Fleet:
     def note_ranks(self, engine: Engine, facts: Sequence[RankFacts]) -> None:
         """The engine has these data-parallel ranks, in the order of the header's values; without
         `facts` the known ones stay. One rank is as good as none."""
-        known, several = engine.capabilities.ranks, facts if len(facts) > 1 else ()
+        known, several = engine.ranks, facts if len(facts) > 1 else ()
         if known is None or (
             facts and [(r.number, r.cache_tokens) for r in known] != [tuple(r) for r in several]
         ):
-            engine.capabilities.ranks = tuple(
+            engine.ranks = tuple(
                 EngineRank(engine, number, at, tokens)
                 for at, (number, tokens) in enumerate(several)
             )
@@ -401,7 +401,7 @@ class Fleet:
             engine.lost_at = engine.health_since
             engine.prefill_rate = PrefillRate()
             self.on_lost(engine)
-            engine.capabilities = EngineCapabilities()
+            engine.capabilities, engine.ranks = EngineCapabilities(), None
         else:
             engine.is_cold = self.starts_engines_cold
             # Another process, which reports other values or none, may be at the address now.
@@ -564,9 +564,9 @@ def _pools(
 
 
 def _places(engines: Sequence[Engine], tuples: EngineTuples) -> Sequence[Place]:
-    if not any(engine.capabilities.ranks for engine in engines):
+    if not any(engine.ranks for engine in engines):
         return ()
-    return tuples.get(place for one in engines for place in one.capabilities.ranks or (one,))
+    return tuples.get(place for one in engines for place in one.ranks or (one,))
 
 
 def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:

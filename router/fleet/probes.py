@@ -172,7 +172,7 @@ class Prober:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
         capabilities = engine.capabilities
-        if not capabilities.cache_tokens or (capabilities.ranks is None and not ranks):
+        if not capabilities.cache_tokens or (engine.ranks is None and not ranks):
             with contextlib.suppress(UpstreamError):
                 metrics = await self._get(engine, "/metrics")
                 if _is_success(metrics):

@@ -55,7 +55,6 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
     run: Run | None = None
     try:
         # Authenticate and read.
-        gateway.budget.note_request(request.record.started)
         authenticator, limits = gateway.authenticator, gateway.limits
         key = None
         if authenticator is not None:
@@ -75,6 +74,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         bodies = RawBody(request.form_body) if request.form else LegBodies(request.body)
 
         # Plan, after a wait for a place at engines that have limits.
+        gateway.budget.note_request(request.record.started)
         if gateway.admission is not None:
             pools = gateway.routes.pools(request)
             slot = gateway.admission.admit_at_once(request, pools)

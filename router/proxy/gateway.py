@@ -175,7 +175,7 @@ class RouteFinder:
         self._fleet.unreachable_pairs.forget(engine.name)
         for policies in self._policies():
             policies.forget(engine.name, engine.group)
-            for rank in engine.capabilities.ranks or ():
+            for rank in engine.ranks or ():
                 policies.forget(rank.name, engine.group)
 
     def _policies(self) -> Iterable[GroupPolicies]:

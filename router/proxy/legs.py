@@ -142,7 +142,7 @@ async def _prefill_leg(
     rank_line = b""
     if push is not None:
         place, rank_line = push.place, push.pinned
-    elif capabilities.ranks:
+    elif engine.ranks:
         place, rank_line = rank_of_leg(run, engine, PREFILL)
     notes, tokens = run.route.prefill_feedback, request.tokens
     if notes is not None:
@@ -281,7 +281,7 @@ async def _decode_leg(
     is_passed = request.decode_only_reason == PASSED
     place: Place = engine
     rank_line = b""
-    if capabilities.ranks or reuse is not None:
+    if engine.ranks or reuse is not None:
         place, rank_line = rank_of_leg(run, engine, DECODE)
     if accept is None:
         _note_decoder(run, engine, place, started)
@@ -301,7 +301,9 @@ async def _decode_leg(
             engine.name,
             push.leg_id if push is not None else messages.new_leg_id(request.record.request_id),
             rank_line + trace_line + request.shared_headers,
-            run.bodies.passed() if is_passed else run.bodies.decode(params, threshold, is_whole),
+            run.bodies.passed()
+            if is_passed
+            else run.bodies.decode(params, threshold, is_whole, run.retains_turn),
             request.form,
         )
         latest = started + gateway.limits.decode_first_byte_timeout

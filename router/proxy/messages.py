@@ -136,18 +136,25 @@ class LegBodies:
         return [*fields, b'%s,"begun":%s}' % (KEEP_BLOCKS[:-1], buffer.begun())]
 
     def decode(
-        self, params: KvParams | None, threshold: float = 0.0, whole: bool = False
+        self,
+        params: KvParams | None,
+        threshold: float = 0.0,
+        whole: bool = False,
+        retains: bool = False,
     ) -> BodyHalves:
         """Return the body of a decode leg.
 
         `threshold` is the share of the prompt that the decode engine must have in its cache; with 0
-        the engine must answer. With `whole` the answer is not streamed.
+        the engine must answer. With `whole` the answer is not streamed. With `retains` the engine
+        is to keep the answer's KV for the next turn; without, it is told to keep nothing if it gets
+        params at all: engine_ext keeps the KV if nothing is said, and stock vLLM ignores the field.
         """
         own = self._own
         if whole:
             own = {**own, "stream": False}
             own.pop("stream_options", None)
-        if params is not None and KV_PARAMS in own:
+        has_params = retains or params is not None
+        if has_params and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
         fields = [encode_body(own)[1:-1]] if own else []
         if not threshold:
@@ -155,8 +162,10 @@ class LegBodies:
         else:  # an int stays an int if the client wrote one
             asked = self._threshold if self._threshold == threshold else threshold
             fields.append(b'"cache_hit_threshold":' + dumps(asked))
-        if params is not None:
-            fields.append(b'"kv_transfer_params":' + params.raw)
+        if has_params:
+            start = b"{" if params is None else params.raw[:-1] + b","
+            retained = b'"retain":true}' if retains else b'"retain":false}'
+            fields.append(b'"kv_transfer_params":%b%b' % (start, retained))
         return self._with(fields)
 
     def passed(self) -> BodyHalves:
@@ -185,6 +194,10 @@ def encode_body(content: Mapping[str, object]) -> bytes:
     Raises BadRequestError for content that orjson can read but not write: nesting beyond 250
     levels.
     """
+    try:
+        return orjson.dumps(content)
+    except orjson.JSONEncodeError:  # numbers that only `dumps` writes
+        pass
     try:
         return dumps(content)
     except orjson.JSONEncodeError as error:

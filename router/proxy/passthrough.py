@@ -60,7 +60,7 @@ async def read_form(request: Request, gateway: Gateway) -> None:
         target = None if gateway.aliases is None else gateway.aliases.target_of(model)
         if target is not None:
             form, request.alias, model = form[:start] + target.encode() + form[end:], model, target
-        request.body = {"model": model}
+        request.body, request.model = {"model": model}, model
         request.record.model = model
     request.decode_only_reason, request.form, request.form_body = PASSED, kind, form
 

@@ -112,7 +112,7 @@ def make_plan(
         return Plan(name, DECODE_ONLY, route, reason, reuse=reuse)
     mode = choose_mode(route, limits.transfer_mode)
     flow: str = mode
-    if request.names_conversation:
+    if request.turn is not None and request.names_conversation:
         flow = "turn"
     elif request.threshold:
         flow = "decode_first"
@@ -171,13 +171,14 @@ def find_local_prefill(
     """
     least, target = limits.min_remote_prefill_tokens, limits.target_itl
     candidates: Sequence[Engine] = ()
-    if target and route.prefillers and not request.is_several and not has_media(request.body):
+    if target and route.prefillers and not request.is_several:
         is_bound = is_placed or limits.decode_policy == "session"
         is_bound = is_bound or (reuse is not None and reuse.decoder is not None)
         found = route.decoders[:1] if is_bound else route.decoders
         candidates = [one for one in found if one.capabilities.max_step_tokens]
-        # A failing engine looks idle.
-        candidates = [one for one in candidates if not one.failed_recently] or candidates
+        if candidates:  # a failing engine looks idle
+            candidates = [one for one in candidates if not one.failed_recently] or candidates
+            candidates = () if has_media(request.body) else candidates
     if not (least or candidates) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
         return None
     total = max(1, request.prompt_tokens)

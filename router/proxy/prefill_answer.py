@@ -73,17 +73,6 @@ def with_field(params: KvParams | None, field: bytes) -> KvParams:
     return KvParams(b"%s,%s}" % (params.raw[:-1], field), params.continues_tokens)
 
 
-def with_retain_request(params: KvParams | None, retains_turn: bool) -> KvParams | None:
-    """Return the params with the request that the decode engine retains the answer's KV for the
-    next turn, or that it retains nothing.
-
-    Stock vLLM ignores the key. engine_ext retains the KV if it is missing, for other proxies.
-    """
-    if retains_turn:
-        return with_field(params, b'"retain":true')
-    return None if params is None else with_field(params, b'"retain":false')
-
-
 class _PrefilledChoice(msgspec.Struct):
     finish_reason: str | None = None
 
@@ -105,7 +94,7 @@ class PrefillAnswer:
     """The answer of a prefill engine.
 
     `params` is None if the engine sent none; `usage` is JSON as the engine wrote it. `raw` is the
-    whole answer until `take_decode_params`. `is_whole_answer` is True if the one token of the
+    whole answer. `is_whole_answer` is True if the one token of the
     engine ends the answer. `may_fail` is False if the answer certainly reports no failure.
     """
 
@@ -135,13 +124,6 @@ class PrefillAnswer:
         self.mentions_prefix_hashes = given.rfind(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False
-
-    def take_decode_params(self, retains_turn: bool) -> KvParams | None:
-        """Return the params for a decode engine: see `with_retain_request`. Drop all but `params`,
-        so that a large answer is not held while the decode engine answers."""
-        self.raw = b""
-        self._choices = self.usage = b""
-        return with_retain_request(self.params, retains_turn)
 
     def prepare_hand_over(self) -> str:
         """Prepare the hand-over of the token that the engine has sampled.

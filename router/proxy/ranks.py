@@ -39,7 +39,7 @@ def find_place(
     request: Request, route: Route, reuse: TurnReuse | None, engine: Engine, role: EngineRole
 ) -> Place:
     """Return the place of a leg, as `place_of_leg` does, for a request that has no Run yet."""
-    ranks = engine.capabilities.ranks
+    ranks = engine.ranks
     if not ranks:
         return engine
     if request.decode_only_reason == PASSED:

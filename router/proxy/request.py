@@ -60,6 +60,8 @@ class Request(Struct, eq=False):
     """The number of the request in this process, which spreads requests over engines."""
     body: Body = {}
     """The part of the client's body that engines may see. It is never changed."""
+    model: object = None
+    """The model's name in it."""
     alias: object = None
     """The model's name in the client's body, if the router replaced it by the one of an engine."""
     decode_only_reason: str = ""
@@ -85,11 +87,6 @@ class Request(Struct, eq=False):
     is_several: bool = False
     """Several answers are asked for, of decode engines that load KV once for all of them."""
     _prompt_tokens: int = -1
-
-    @property
-    def model(self) -> object:
-        """The model's name as engines know it."""
-        return self.body.get("model")
 
     @property
     def prompt_tokens(self) -> int:
@@ -162,7 +159,7 @@ def take_body(
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
     if aliases is not None and (resolved := aliases.resolve(body)) is not body:
         request.alias, body = body.get("model"), resolved
-    model = body.get("model")
+    model = request.model = body.get("model")
     if type(model) is str and len(model) <= MAX_MODEL_CHARS:
         request.record.model = model
     if conversations is not None:

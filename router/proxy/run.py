@@ -25,7 +25,7 @@ from router.openai.errors import EngineError, LoadFailedError, NoEngineError, Un
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
 from router.proxy.prefill_answer import KvParams
-from router.proxy.request import Request
+from router.proxy.request import Body, Request
 from router.proxy.resume import ResumeState, can_continue
 from router.routing.route import Route
 
@@ -123,6 +123,43 @@ class Run(Struct, eq=False):
         )
         if not is_read:
             self.gateway.releaser.release_prefill(self.request, params, cause)
+
+    def leg_params(
+        self, params: KvParams | None, decoder: Engine, is_hedged: bool = False
+    ) -> KvParams | None:
+        """Return the KV transfer params of one decode leg. Also set `may_return`, and the resume
+        buffer that the leg fills.
+
+        A hedged leg may lose, so its engine may not return the answer for lack of blocks.
+        """
+        capabilities, resume = decoder.capabilities, self.resume
+        if capabilities.supports_resume or capabilities.returns_preempted or resume.is_used:
+            params, self.may_return = resume.params_for(params, decoder, self.prefiller, is_hedged)
+        return params
+
+    def offer_last_turn(self, prefiller: Engine) -> Body | None:
+        """Return the params of the last turn's KV, if the prefill engine may read it."""
+        if self.plan.reuse is None:
+            return None
+        self.offer = SPENT_TURN if self.is_turn_spent else self.plan.reuse.offer(prefiller)
+        return self.offer.params
+
+    def note_prefilled(self, prefiller: Engine, params: KvParams | None) -> None:
+        """Record that a prefill engine has computed the prompt, and read what it was offered."""
+        if self.plan.reuse is not None:
+            self.count_turn(self.offer)
+            if self.offer.params is None:
+                self.release_unread_turn()
+            self.unread_turn, self.is_turn_spent = None, True
+        if params is not None and not self.is_read:
+            self.hold(prefiller)
+            self.request.record.without_transfer = ""
+
+    def release_unread_turn(self) -> None:
+        """Release the retained KV of the last turn if no prefill engine has read it."""
+        if self.unread_turn is not None:
+            entry, self.unread_turn = self.unread_turn, None
+            self.gateway.releaser.release_turn(self.request, entry)
 
     def count_turn(self, offer: TurnOffer) -> None:
         """Record, once per request, what the request reused of the last turn."""

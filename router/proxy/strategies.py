@@ -24,7 +24,7 @@ from enum import Enum, auto
 from time import monotonic as now
 from typing import Any
 
-from router.conversations.reuse import SPENT_TURN, TurnOffer
+from router.conversations.reuse import TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine
 from router.openai.errors import PreemptedError
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
@@ -37,7 +37,7 @@ from router.proxy.legs import (
     prefill_leg,
 )
 from router.proxy.plan import DECODE_ONLY, ONE_TOKEN_ANSWER, PULL, SAME_ENGINE, may_reject
-from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_retain_request
+from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PUSHES, PushParams, make_push
 from router.proxy.ranks import place_of_leg
 from router.proxy.recovery import (
@@ -120,7 +120,7 @@ async def answer(run: Run) -> None:
         if run.holder is not None:
             run.stop_holding()
         if run.unread_turn is not None:
-            _release_unread_turn(run)
+            run.release_unread_turn()
 
 
 async def pull(run: Run) -> None:
@@ -142,13 +142,15 @@ async def pull(run: Run) -> None:
         hands_over = prefiller.capabilities.supports_hand_over and run.resume.hands_over(
             prefiller, select_decoder(run, prefiller)
         )
-        prefilled = await _prefill(run, prefiller, hands_over=hands_over)
+        last_turn = None if run.plan.reuse is None else run.offer_last_turn(prefiller)
+        prefilled = await prefill_leg(run, prefiller, None, last_turn, hands_over)
         if not isinstance(prefilled, PrefillAnswer):
             if isinstance(prefilled, LegFailure):
                 recover(run, prefilled)  # raises if nothing is left to try
             elif not run.resume.restart_answer():
                 raise prefilled.error
             continue
+        run.note_prefilled(prefiller, prefilled.params)
         run.prefiller = prefiller
         if hands_over:
             run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))
@@ -158,17 +160,19 @@ async def pull(run: Run) -> None:
                 return await deliver_prefilled(run, prefilled)
 
         # Decode, on one engine after another, until the client has the answer.
+        params = prefilled.params
+        del prefilled  # it may be large
         try:
-            decoded = await _decode(run, prefilled.take_decode_params(run.retains_turn))
+            decoded = await _decode(run, params)
         except BaseException as cause:
-            run.release_unread(prefilled.params, cause)
+            run.release_unread(params, cause)
             raise
         if decoded is DecodePhase.ANSWERED:
             return None
 
         # This KV is used up or abandoned. Prefill again, or do without.
         run.stop_holding()
-        run.release_unread(prefilled.params)
+        run.release_unread(params)
         if decoded is DecodePhase.SAME_ENGINE:
             run.prefiller = None
             return await decode_only(run, SAME_ENGINE)
@@ -183,7 +187,7 @@ async def decode_only(run: Run, reason: str) -> None:
     if run.slot is not None and reason != ONE_TOKEN_ANSWER:
         run.slot.release_prefiller()
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
-    if await _decode(run, with_retain_request(None, run.retains_turn)) is DecodePhase.RESUME:
+    if await _decode(run, None) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too
     reuse = run.plan.reuse
     if reuse is not None and reuse.entry is None:  # there is no last turn that it could have reused
@@ -200,9 +204,8 @@ async def decode_first(run: Run) -> bool:
     engines = select_hedged_decoders(run)
     if engines:
         legs = HedgedLegs(run)
-        retaining = with_retain_request(None, run.retains_turn)
         for engine in engines:
-            legs.add(engine, _prepare_params(run, retaining, engine, is_hedged=True))
+            legs.add(engine, run.leg_params(None, engine, is_hedged=True))
         hedged = await legs.run(threshold)
         for failed in hedged.others:
             record_hedged_failure(run, failed)
@@ -212,7 +215,7 @@ async def decode_first(run: Run) -> bool:
         else:
             decoded = DecodePhase.REJECTED if hedged.is_rejected else DecodePhase.ANSWERED
     else:
-        decoded = await _decode(run, with_retain_request(None, run.retains_turn), threshold)
+        decoded = await _decode(run, None, threshold)
     run.gateway.metrics.decode_first.add((DECODE_FIRST_OUTCOMES.get(decoded, "answered"),))
     if decoded is DecodePhase.ANSWERED:
         run.count_turn(DECODER_ALONE)
@@ -256,7 +259,7 @@ async def push_legs(
     """Run both legs of a push; the failure of one ends the other. Return None if the client has
     its answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
-    params = _prepare_params(run, with_retain_request(push.params, run.retains_turn), decoder)
+    params = run.leg_params(push.params, decoder)
     prefilling = loop.create_task(_prefill(run, prefiller, push))
     decoding = loop.create_task(decode_leg(run, decoder, params, push=push))
     prefilling.add_done_callback(_retrieve_error)
@@ -295,24 +298,11 @@ async def push_legs(
     return first
 
 
-async def _prefill(
-    run: Run, engine: Engine, push: PushParams | None = None, hands_over: bool = False
-) -> PrefillOutcome:
-    """Send the prefill leg, with what the engine may read of the conversation's last turn."""
-    reuse, offered = run.plan.reuse, None
-    if reuse is not None:
-        run.offer = SPENT_TURN if run.is_turn_spent else reuse.offer(engine)
-        offered = run.offer.params
-    prefilled = await prefill_leg(run, engine, push, offered, hands_over)
-    if reuse is not None and isinstance(prefilled, PrefillAnswer):
-        # The engine has read by now what it was offered.
-        run.count_turn(run.offer)
-        if offered is None:
-            _release_unread_turn(run)
-        run.unread_turn, run.is_turn_spent = None, True
-    if isinstance(prefilled, PrefillAnswer) and prefilled.params is not None and not run.is_read:
-        run.hold(engine)
-        run.request.record.without_transfer = ""
+async def _prefill(run: Run, engine: Engine, push: PushParams) -> PrefillOutcome:
+    """Send the prefill leg of a push."""
+    prefilled = await prefill_leg(run, engine, push, run.offer_last_turn(engine))
+    if isinstance(prefilled, PrefillAnswer):
+        run.note_prefilled(engine, prefilled.params)
     return prefilled
 
 
@@ -337,7 +327,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
             return DecodePhase.SAME_ENGINE
         if threshold and not may_reject(run.request, decoder):
             return DecodePhase.SKIPPED
-        leg_params = _prepare_params(run, params, decoder)
+        leg_params = run.leg_params(params, decoder)
         outcome = await decode_leg(run, decoder, leg_params, threshold)
         if outcome is DecodeLegResult.ANSWERED:
             return DecodePhase.ANSWERED
@@ -358,21 +348,6 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
             return DecodePhase.AFRESH
 
 
-def _prepare_params(
-    run: Run, params: KvParams | None, decoder: Engine, is_hedged: bool = False
-) -> KvParams | None:
-    """Return the KV transfer params of one decode leg. Also set `run.may_return`, and the resume
-    buffer that the leg fills.
-
-    A hedged leg may lose, so its engine may not return the answer for lack of blocks.
-    """
-    capabilities, resume = decoder.capabilities, run.resume
-    if not (capabilities.supports_resume or capabilities.returns_preempted or resume.is_used):
-        return params
-    params, run.may_return = resume.params_for(params, decoder, run.prefiller, is_hedged)
-    return params
-
-
 def _is_leased(run: Run) -> bool:
     """Return True if the prefill engine's blocks certainly still wait."""
     done = run.request.record.prefill_done
@@ -385,13 +360,6 @@ def _no_decoder_left(run: Run) -> Exception:
     if run.request.exchange.started:
         run.gateway.metrics.resumes.add((run.failure.kind, "given_up"))
     return run.failure
-
-
-def _release_unread_turn(run: Run) -> None:
-    """Release the retained KV of the last turn if no prefill engine has read it."""
-    if run.unread_turn is not None:
-        entry, run.unread_turn = run.unread_turn, None
-        run.gateway.releaser.release_turn(run.request, entry)
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

@@ -25,7 +25,6 @@ from router.proxy.gateway import Gateway
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
 from router.proxy.messages import LegBodies
 from router.proxy.plan import PULL, PUSH, Plan, choose_mode
-from router.proxy.prefill_answer import with_retain_request
 from router.proxy.push import make_push
 from router.proxy.request import Request, next_number
 from router.proxy.resume import ResumeState
@@ -246,7 +245,7 @@ async def send_test_request(
             try:
                 if prefiller.group != decoder.group:
                     raise BrokenAnswerError("the engines are in different groups by now")
-                _require(await decode_leg(run, decoder, with_retain_request(params, False)))
+                _require(await decode_leg(run, decoder, params))
             except BaseException as cause:
                 run.release_unread(params, cause)
                 raise

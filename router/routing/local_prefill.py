@@ -155,7 +155,7 @@ class PrefillerLoad(Struct, frozen=True):
 
 def _count_ranks(place: Place) -> int:
     """Return among how many ranks the load is distributed."""
-    return len(place.capabilities.ranks or ()) or 1 if isinstance(place, Engine) else 1
+    return len(place.ranks or ()) or 1 if isinstance(place, Engine) else 1
 
 
 def is_trial(engine: Engine, place: Place, uncached: int) -> bool:

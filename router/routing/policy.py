@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from router.fleet.prefill_rate import PrefillRate
+from router.fleet.engine import PrefillRate
 
 MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16

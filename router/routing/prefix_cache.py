@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from router.fleet.prefill_rate import slowness_of
 from router.routing.chunk_index import NO_MATCH, ChunkIndex, ChunkMatch
 from router.routing.policy import (
     MAX_ORDERED,
@@ -49,6 +49,10 @@ MAX_STRIKES = 3
 FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
+# Sorted by pace, engines are told apart where one is this many times as slow as the one before.
+# Equal engines differ by up to 1.2, because they get different prompts.
+CLEAR_DIFFERENCE = 1.25
+MAX_SLOWNESS = 8.0
 
 
 class _UnansweredPrompt(NamedTuple):
@@ -302,3 +306,25 @@ def _some_bits(engines: int, chance: int) -> list[int]:
             found.append(bit)
             bits ^= bit
     return found
+
+
+def slowness_of(paces: Sequence[float]) -> Sequence[float]:
+    """Return how slow engines with these seconds per token (0: unknown) are, beside their mean.
+
+    Engines without a clear difference are equally slow; empty if all are.
+    """
+    classes: list[list[float]] = []
+    for pace in sorted(filter(None, paces)):
+        if classes and pace < CLEAR_DIFFERENCE * classes[-1][-1]:
+            classes[-1].append(pace)
+        else:
+            classes.append([pace])
+    if len(classes) < 2:
+        return ()
+    mean = fmean(filter(None, paces))
+    slowness = {
+        pace: min(max(fmean(equal) / mean, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
+        for equal in classes
+        for pace in equal
+    }
+    return [slowness.get(pace, 1.0) for pace in paces]

@@ -92,7 +92,7 @@ class Route(Struct, frozen=True):
     def place(self, engine: Engine, role: EngineRole) -> Place:
         """Return the data-parallel rank for a leg at this engine, or the engine if it has no ranks
         or should choose one itself."""
-        chosen, ranks = self.decode_ranks, engine.capabilities.ranks
+        chosen, ranks = self.decode_ranks, engine.ranks
         if role is PREFILL:
             chosen = self.prefill_ranks
         if not chosen or not ranks:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import Engine, EngineRole
-from router.fleet.prefill_rate import MIN_SAMPLES
+from router.fleet.engine import MIN_SAMPLES, Engine, EngineRole
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.conftest import StartRouter

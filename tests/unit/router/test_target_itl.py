@@ -327,8 +327,8 @@ async def test_the_rank_that_a_client_names_is_judged(
     }
     router = await start_judged()
     engine = router.engine(d)
-    assert engine.capabilities.ranks is not None
-    for busy in (engine.capabilities.ranks[1], engine):
+    assert engine.ranks is not None
+    for busy in (engine.ranks[1], engine):
         busy.add_local_prefill(10.0, 100_000)
     headers, body = {"x-data-parallel-rank": "1"}, {"model": "m", "prompt": PROMPT, "max_tokens": 3}
     await router.client.post("/v1/completions", json=body, headers=headers)

@@ -6,16 +6,15 @@ import random
 
 import pytest
 
-from router.fleet.engine import EngineLoad
-from router.fleet.prefill_rate import (
+from router.fleet.engine import (
     MAX_SAMPLES,
-    MAX_SLOWNESS,
     MIN_SAMPLES,
     SAMPLE_TOKENS,
     STALE_S,
+    EngineLoad,
     PrefillRate,
-    slowness_of,
 )
+from router.routing.prefix_cache import MAX_SLOWNESS, slowness_of
 
 PACE = 1 / 16_384
 

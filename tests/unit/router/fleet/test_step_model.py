@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.engine import EngineCapabilities
+from router.fleet.capabilities import EngineCapabilities
 from router.fleet.step_model import StepModel
 
 PAGE = {

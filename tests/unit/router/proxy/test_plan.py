@@ -10,14 +10,8 @@ from msgspec.structs import replace
 
 from router.conversations.conversations import Turn
 from router.conversations.reuse import TurnReuse
-from router.fleet.engine import (
-    DECODE,
-    PREFILL,
-    Engine,
-    EngineCapabilities,
-    EngineRole,
-    EngineSpec,
-)
+from router.fleet.capabilities import EngineCapabilities
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, EngineSpec
 from router.http_client.pool import EnginePool
 from router.proxy.exchange import Exchange
 from router.proxy.plan import MAX_SHORT_BODY_BYTES, Mode, make_plan

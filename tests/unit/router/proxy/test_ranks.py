@@ -52,7 +52,7 @@ def vllm_metrics(*ranks: int) -> bytes:
 
 
 def ranks_of(router: Router, engine: MockEngine) -> list[EngineRank]:
-    return list(router.engine(engine).capabilities.ranks or ())
+    return list(router.engine(engine).ranks or ())
 
 
 def named(engine: MockEngine) -> list[str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.fleet.prefill_rate import PrefillRate
+from router.fleet.engine import PrefillRate
 from router.routing.policy import LoadBound
 
 BOUND = LoadBound(1.5, 8)

@@ -92,7 +92,7 @@ def engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
     known = {"max_step_tokens": 256, "num_blocks": 7000, "block_size": 100, "step_model": model}
     made.capabilities.note_identity({"ranks": [known | {"dp_rank": n} for n in range(num_ranks)]})
     ranks = [EngineRank(made, n, n, 700_000) for n in range(num_ranks)]
-    made.capabilities.ranks = ranks if num_ranks > 1 else ()
+    made.ranks = ranks if num_ranks > 1 else ()
     made.add_load(1, total_tokens)
     return made
 
@@ -117,7 +117,7 @@ def test_a_prefill_engine_without_a_step_model_counts_as_fast_as_the_decode_engi
 
 def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_ranks() -> None:
     made = engine(total_tokens=0, num_ranks=2)
-    one, other = made.capabilities.ranks or ()
+    one, other = made.ranks or ()
     one.add_load(1, 9000)
     one.add_local_prefill(0.2, 100)
     made.add_local_prefill(0.2, 100)
