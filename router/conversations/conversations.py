@@ -48,6 +48,7 @@ from router.conversations.entry import (
     prompt_of,
 )
 from router.conversations.store import Store, StoreError, UnverifiedError
+from router.fleet.fleet import Fleet
 from router.openai.answers import AnswerChoice, Json
 
 Header = tuple[bytes, bytes]
@@ -153,7 +154,10 @@ class Conversations:
     `names` tell how requests name their conversation (see above). `ttl` is how long an entry is
     valid, in seconds. It must be less than the time for which decode engines retain KV; where an
     engine reports that time, the earlier of the two counts. `clock` returns Unix time in seconds.
-    `verifies` returns True while engines may retain KV and verify what they reuse of it.
+    `fleet` shows whether engines may retain KV and verify what they reuse of it.
+
+    A request with none of `headers` and `fields` names no conversation. Its messages may be
+    recognized if the router `uses_prefix`, or while the engines of `fleet_for_prefix` have turns.
     """
 
     def __init__(
@@ -163,17 +167,16 @@ class Conversations:
         tenant_header: str,
         ttl: float,
         clock: Callable[[], float] = time.time,
-        verifies: Callable[[], bool] = lambda: False,
+        fleet: Fleet | None = None,
     ) -> None:
         self.store = store
         lowered = {name.lower() for name in names}
-        self._uses_prefix = PREFIX in lowered
-        self._uses_verified_prefix = VERIFIED_PREFIX in lowered
-        self._verifies = verifies
+        self.uses_prefix = PREFIX in lowered
+        self.fleet_for_prefix = fleet if VERIFIED_PREFIX in lowered else None
         given = [name for name in names if name.lower() not in (PREFIX, VERIFIED_PREFIX)]
         self._names = tuple(map(IdName.parse, given))
-        self._fields = frozenset([name.field for name in self._names if name.field])
-        self._headers = frozenset([name.header for name in self._names if name.header])
+        self.fields = frozenset([name.field for name in self._names if name.field])
+        self.headers = frozenset([name.header for name in self._names if name.header])
         self._recent = RecentSessions()
         self._returns = ReturnTracker()
         self._returns_in = ReturnTracker()  # of the chats of one session
@@ -200,7 +203,8 @@ class Conversations:
                 if not is_known:
                     self._returns.note_new(source)
                 return self._named_turn(tenant, given, session, source, body)
-        if self._uses_prefix or (self._uses_verified_prefix and self._verifies()):
+        fleet = self.fleet_for_prefix
+        if self.uses_prefix or (fleet is not None and fleet.snapshot.has_turns):
             return self._turn_by_messages(headers, body)
         if previous_response:
             tenant = tenant_of(headers, self._tenant_header)
@@ -234,7 +238,7 @@ class Conversations:
             return None
         tenant = tenant_of(headers, self._tenant_header)
         sources = (tenant, (tenant, _system_prompt_start(messages)))
-        limit = MAX_LEFT_SESSIONS if self._uses_prefix else MAX_LEFT_CHATS
+        limit = MAX_LEFT_SESSIONS if self.uses_prefix else MAX_LEFT_CHATS
         retains = self._returns.is_worth_retaining(sources, limit)
         if not retains and not any(_role_of(message) == ASSISTANT for message in messages[::-1]):
             return None
@@ -255,13 +259,13 @@ class Conversations:
             prompt,
             sources,
             is_named=False,
-            is_implicit=not self._uses_prefix,
+            is_implicit=not self.uses_prefix,
             retains=retains,
         )
 
     def _ids_in(self, headers: Sequence[Header], body: Json) -> Sequence[tuple[IdName, str]]:
         """Return the ids that are set, in the order of the configured names."""
-        if self._headers.isdisjoint(map(NAME, headers)) and self._fields.isdisjoint(body):
+        if self.headers.isdisjoint(map(NAME, headers)) and self.fields.isdisjoint(body):
             return ()
         given = {name: value for name, value in reversed(headers) if value}  # the first one counts
         found: list[tuple[IdName, str]] = []

@@ -335,10 +335,6 @@ class Fleet:
 
     # Findings of requests.
 
-    def has_turns(self) -> bool:
-        """Return True if a prefill engine may pull what a decode engine retains."""
-        return self.snapshot.has_turns
-
     def note_leg_started(self, engine: Engine, trial: object) -> None:
         """A leg of the request `trial` starts at an engine with a half-open circuit: the only one
         for now, unless no other engine is left."""

@@ -166,12 +166,13 @@ async def _plan_turn(
     Raises UnknownModelError, NoEngineError.
     """
     limits = gateway.limits
-    gateway.routes.pools(request)  # raises before the last turn's entry is taken
+    pools = gateway.routes.pools(request)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
     unproven = "off" if turn.is_implicit else limits.conversation_unproven
     reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, unproven)
     try:
-        route = gateway.routes.find(request, reuse.decoder)
+        known = None if conversations.store.does_io else pools  # which may have changed since
+        route = gateway.routes.find(request, reuse.decoder, pools=known)
         route = route if slot is None else slot.move_to_route(route)
         return make_plan(request, route, reuse, limits, slot is not None)
     except Exception:
@@ -241,8 +242,13 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
 
 
 def _close_record(record: Record, gateway: Gateway) -> None:
-    record.ended = now()
-    gateway.metrics.requests.count(record)
+    record.ended, metrics = now(), gateway.metrics
+    metrics.requests.count(record)
+    if record.conversation:
+        metrics.conversation_turns.add((record.conversation, record.conversation_reason))
+        metrics.conversation_tokens.add((), record.offered_tokens)
+    if record.kept:
+        metrics.conversation_kept.add((record.kept,))
     gateway.records.add(record)
     if gateway.watch is not None:
         gateway.watch.closed(record)

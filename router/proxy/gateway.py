@@ -87,13 +87,21 @@ class RouteFinder:
         fleet.on_lost = self._forget_engine
         fleet.on_new_groups = self._forget_old_groups
 
-    def find(self, request: Request, home: Engine | None = None, but: Container[str] = ()) -> Route:
+    def find(
+        self,
+        request: Request,
+        home: Engine | None = None,
+        but: Container[str] = (),
+        pools: Sequence[GroupPool] | None = None,
+    ) -> Route:
         """Return the engines that may serve the request, best first.
 
-        The decode engine `home` comes before others. Groups in `but` are left out. Raises
-        UnknownModelError, NoEngineError.
+        The decode engine `home` comes before others. Groups in `but` are left out. `pools` are the
+        groups that serve the model, if the caller has looked. Raises UnknownModelError,
+        NoEngineError.
         """
-        pools = self.pools(request)
+        if pools is None:
+            pools = self.pools(request)
         if but:
             pools = [pool for pool in pools if pool.group not in but]
         session = "" if request.turn is None else request.turn.session

@@ -55,7 +55,7 @@ from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
 from router.routing.local_prefill import QueuedPrefill
-from router.telemetry.record import Record, TracedLeg, tokens_in
+from router.telemetry.record import Record, TracedLeg, tokens_in, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
@@ -196,7 +196,7 @@ async def _prefill_leg(
             notes.answered(place.name, cached)
         if run.plan.reuse is not None:
             run.prompt_tokens = prompt
-            if request.names_conversation:
+            if request.names_conversation and capabilities.lacks_turns:
                 note_no_turns(engine)
         params = prefilled.params
         if params is None:
@@ -260,7 +260,8 @@ async def _traced_decode(
         outcome = await _in_span(span, leg)
     finally:
         if record.decoder == engine.name:  # not of other hedged legs
-            span.first_byte, span.usage = record.first_byte, record.usage
+            span.first_byte = record.first_byte
+            span.usage = record.usage or usage_in(record.answer_end)
     if outcome is DecodeLegResult.REJECTED:
         span.kind = "rejected"
     return outcome

@@ -84,7 +84,7 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
         if raw and is_long and request.decode_only_reason != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that the engine aborted")
     if raw is not None:
-        record.usage = usage_in(raw)
+        record.answer_end = raw[-USAGE_SEARCH_BYTES:]
         await exchange.respond(answer.status, passed, raw)
         record.stage, record.outcome = DONE, "ok"
         return
@@ -121,16 +121,16 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
 
 async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     """Send a prefill engine's answer whose one token is the whole answer."""
-    request, gateway = run.request, run.gateway
+    request = run.request
     record, body = request.record, request.body
     content = parse_object(prefilled.raw)
     if content is None or not can_stream(content):
         raise BrokenAnswerError("an answer without choices")
     content.pop(KV_PARAMS, None)
     record.stage, record.status, record.first_byte = "stream", 200, now()
-    record.usage = usage_in(prefilled.raw)
+    record.answer_end = prefilled.raw[-USAGE_SEARCH_BYTES:]
     if request.turn is not None:
-        gateway.metrics.conversation_kept.add(("not_kept",))
+        record.kept = "not_kept"
     if body.get("stream"):
         request.event_stream = record.streamed = True
         raw, kind = stream_events(content, body), EVENT_STREAM
@@ -155,7 +155,7 @@ async def deliver_turn(
         record.stage, record.outcome = DONE, "ok"
         return
     raw, given = answer.checked or await answer.read(limits.max_answer_size), answer.headers
-    record.usage = usage_in(raw)
+    record.answer_end = raw[-USAGE_SEARCH_BYTES:]
     content = parse_object(raw)
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
@@ -163,7 +163,10 @@ async def deliver_turn(
         raise failure
     params = content.pop(KV_PARAMS, None)
     if params is not None:
-        raw = _written(content)
+        try:
+            raw = dumps(content)
+        except orjson.JSONEncodeError as error:
+            raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
     await _finish(gateway, keep(params, read_choice(content)))
     if request.exact_stream and request.body.get("stream") and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
@@ -249,7 +252,10 @@ async def _keep(
             gateway.releaser.release_turn(request, entry)
     elif params is None and request.names_conversation:
         note_no_turns(engine)
-    gateway.metrics.conversation_kept.add((kept,))
+    if request.record.ended is None:
+        request.record.kept = kept
+    else:  # its client left before the end
+        gateway.metrics.conversation_kept.add((kept,))
 
 
 def note_first_byte(run: Run, answer: EngineAnswer) -> None:

@@ -68,8 +68,9 @@ class Request(Struct, eq=False):
     """Why one engine must do all the work; empty if two can share it."""
     turn: Turn | None = None
     """The turn of a conversation, if the request names one."""
-    is_turn_implicit: bool = False
-    """Nobody named the conversation: it is recognized by its messages."""
+    names_conversation: bool = False
+    """The client or the operator wants the request to be a turn of a conversation, which is not
+    just recognized by its messages."""
     threshold: float = 0.0
     """Above 0: a decode engine that has this share of the prompt in its cache answers alone."""
     exact_stream: bool = False
@@ -94,11 +95,6 @@ class Request(Struct, eq=False):
         if self._prompt_tokens < 0:
             self._prompt_tokens = estimate_tokens(self.body)
         return self._prompt_tokens
-
-    @property
-    def names_conversation(self) -> bool:
-        """True if the client or the operator wants the request to be a turn of a conversation."""
-        return self.turn is not None and not self.is_turn_implicit
 
     @property
     def requested_model(self) -> object:
@@ -162,15 +158,16 @@ def take_body(
     model = request.model = body.get("model")
     if type(model) is str and len(model) <= MAX_MODEL_CHARS:
         request.record.model = model
-    if conversations is not None:
-        turn = conversations.turn_of(request.exchange.headers, body, previous_response)
+    headers = request.exchange.headers
+    if conversations is not None and _may_be_turn(conversations, headers, body, previous_response):
+        turn = conversations.turn_of(headers, body, previous_response)
         if turn is not None and not turn.is_implicit:
-            request.turn = turn
+            request.turn, request.names_conversation = turn, True
             mode = _stream_mode(request, body, limits.conversation_stream)
             request.exact_stream = mode == "exact"
         elif turn is not None and not asks_one_token(body):
             # The one token of an answer is the prefill engine's, unless a conversation is named.
-            request.turn, request.is_turn_implicit = turn, True
+            request.turn = turn
     if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold
         return
@@ -189,6 +186,20 @@ def take_body(
     request.body = body
 
 
+def _may_be_turn(
+    conversations: Conversations, headers: Sequence[Header], body: Body, previous_response: str
+) -> bool:
+    """Return False for a request that certainly belongs to no conversation, as most do."""
+    fleet = conversations.fleet_for_prefix
+    return (
+        not conversations.headers.isdisjoint(map(NAME, headers))
+        or not conversations.fields.isdisjoint(body)
+        or conversations.uses_prefix
+        or (fleet is not None and fleet.snapshot.has_turns)
+        or bool(previous_response)
+    )
+
+
 def share_answers(request: Request) -> None:
     """Let two engines share a request for several answers, because every decode engine of its model
     loads KV once for all of them."""
@@ -200,7 +211,7 @@ def share_answers(request: Request) -> None:
     ):
         request.decode_only_reason, request.is_several = "", True
         # Each of the answers would be kept for the next turn, and judged by a threshold.
-        request.turn, request.threshold = None, 0.0
+        request.turn, request.names_conversation, request.threshold = None, False, 0.0
 
 
 def check_fields(request: Request, context_lengths: Mapping[str, int]) -> None:

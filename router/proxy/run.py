@@ -166,12 +166,10 @@ class Run(Struct, eq=False):
         record, reuse = self.request.record, self.plan.reuse
         if reuse is None or record.conversation:
             return
-        metrics = self.gateway.metrics
-        record.conversation = offer.outcome
+        record.conversation, record.conversation_reason = offer.outcome, offer.reason
+        record.offered_tokens = offer.tokens
         if offer.params is not None and reuse.entry is not None:
             record.reused_from = reuse.entry.decoder
-        metrics.conversation_turns.add((offer.outcome, offer.reason))
-        metrics.conversation_tokens.add((), offer.tokens)
 
     def close(self) -> None:
         """Give back what the request still holds in the router."""

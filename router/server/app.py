@@ -107,7 +107,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
             settings.conversation_ids,
             settings.tenant_header,
             settings.conversation_ttl,
-            verifies=fleet.has_turns,
+            fleet=fleet,
         )
     # In memory, responses have a store of their own, so that they do not evict turns.
     is_in_memory = settings.conversation_store == "memory"

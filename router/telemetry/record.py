@@ -133,6 +133,11 @@ class Record:
     decoder: str = ""
     conversation: str = ""
     """The outcome of reusing the last turn's KV; empty outside conversations."""
+    conversation_reason: str = ""
+    offered_tokens: int = 0
+    """Tokens of the last turn that the prefill engine could pull."""
+    kept: str = ""
+    """Whether the turn left KV for the next one; empty outside conversations."""
     reused_from: str = ""
     """The decode engine from which the prefill engine pulled the last turn's KV."""
     prefill_started: float | None = None
@@ -141,8 +146,10 @@ class Record:
     first_byte: float | None = None
     ended: float | None = None
     error: str = ""
+    answer_end: bytes = b""
+    """The end of an answer that was sent whole, in which `tokens_of` looks for the usage object."""
     usage: bytes = b""
-    """The usage object of the answer, not parsed yet; see `tokens_of`."""
+    """The usage object of a streamed answer, not parsed yet; see `tokens_of`."""
     prefill_usage: bytes = b""
     """The usage object of the prefill answer, not parsed yet."""
     transfer_params: bytes = b""
@@ -202,7 +209,8 @@ def usage_in(answer: bytes) -> bytes:
 
 def tokens_of(record: Record) -> Tokens:
     """Return the tokens by the decode engine, else by the prefill engine; the request may run."""
-    tokens = tokens_in(record.usage) if record.usage else UNKNOWN
+    usage = record.usage or usage_in(record.answer_end)
+    tokens = tokens_in(usage) if usage else UNKNOWN
     if tokens.prompt is None and record.prefill_usage:
         prefilled = tokens_in(record.prefill_usage)
         tokens = Tokens(prefilled.prompt, tokens.completion, prefilled.cached)

@@ -12,6 +12,7 @@ import pytest
 from router.fleet.engine import EngineRole
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
+from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.harness import Router, post
@@ -134,7 +135,9 @@ async def test_a_turn_that_was_taken_and_cannot_be_planned_is_given_back(
 ) -> None:
     await last_turn(router)
 
-    known = router.gateway.fleet.snapshot
+    conversations, known = router.gateway.conversations, router.gateway.fleet.snapshot
+    assert conversations is not None
+    monkeypatch.setattr(conversations, "store", StoreWrapper(conversations.store))  # does I/O
 
     class Going:
         """There is somebody to ask, and when it comes to that there is nobody."""

@@ -32,7 +32,7 @@ def decoder(knows_threshold: bool | None = None) -> Engine:
 def request(size: int = 10, turn: bool = False, **fields: Any) -> Request:
     exchange = cast(Exchange, SimpleNamespace(body=b"x" * size))
     made = Request(exchange, Record("/v1/completions", 0.0, "id"), b"", 100.0, 0, **fields)
-    made.turn = cast(Turn, object()) if turn else None
+    made.turn, made.names_conversation = cast(Turn, object()) if turn else None, turn
     return made
 
 
