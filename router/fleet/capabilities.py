@@ -94,6 +94,10 @@ class EngineCapabilities:
     """It reports the source and the reason of a failed KV load."""
     render_hashes: Mapping[str, str] = field(default_factory=dict)
     """Hashes of what engines must share to continue each other's answers, by its name."""
+    lends: bool = False
+    """Other engines can borrow prefixes of its cache."""
+    borrows: bool = False
+    """It can borrow a prefix from the holders that a leg names."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
     kv: KvFacts = field(default_factory=KvFacts)
@@ -178,6 +182,11 @@ class EngineCapabilities:
             self.trial_prefills = max(0, self.trial_prefills - 1)
             self.max_step_tokens = max_step_tokens_of_ranks(ranks)
             self.step_limit = step_limit_of_ranks(ranks)
+            self.lends, self.borrows = (
+                bool(ranks)
+                and all(isinstance(rank, dict) and rank.get(name) is True for rank in ranks)
+                for name in ("lends", "borrows")
+            )
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}

@@ -95,6 +95,8 @@ class Snapshot:
     """Models that are LoRA adapters."""
     has_turns: bool = False
     """A prefill engine may pull what a decode engine retains, and verifies what it pulls."""
+    lenders: Sequence[Place] = ()
+    """The engines, or their data-parallel ranks, that lend prefixes of their caches."""
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Return the pools for a request's model; empty if no usable engine serves it."""
@@ -316,6 +318,9 @@ class Fleet:
         has_moved = capabilities.compatibility not in ("", engine.compatibility)
         is_alone = engine.group == group_without_kv(engine)
         has_changed = has_moved or is_alone is capabilities.kv.has_connector
+        if capabilities.lends and not has_changed:
+            lenders = self.snapshot.lenders
+            has_changed = not any(engine_of(place) is engine for place in lenders)
         if has_changed or (capabilities.has_turns and not self.snapshot.has_turns):
             self._refresh_soon()
 
@@ -526,6 +531,12 @@ def build_snapshot(
         {} if unknown else _context_lengths(serving),
         frozenset().union(*[engine.adapters for engine in usable]),
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
+        tuples.get(
+            place
+            for engine in usable
+            if engine.capabilities.lends
+            for place in engine.ranks or (engine,)
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from router.proxy.release import KvReleaser
 from router.proxy.request import Request
 from router.proxy.request_limits import RequestLimits
 from router.routing.chunk_index import ChunkIndex
+from router.routing.holders import HolderFinder
 from router.routing.policy import LoadBound, RoutingQuery
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK, adapter_chunk, hash_chunks
@@ -65,6 +66,7 @@ class RouteFinder:
         prefill_bound = LoadBound(self.load_bound.factor, floor)
         self._fleet = fleet
         self.index = ChunkIndex(settings.max_prefix_memory, settings.host_cache_tokens)
+        self.holders = HolderFinder(self.index) if settings.share_prefix_cache else None
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
         self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
         self._has_target_itl = settings.target_itl > 0
@@ -169,7 +171,8 @@ class RouteFinder:
                     (prefill and len(pool.prefill_places or pool.prefillers) > 1)
                     or (decode and len(pool.decode_places or pool.decoders) >= self._least_decoders)
                     for pool in snapshot.any_model
-                ),
+                )
+                or (self.holders is not None and bool(snapshot.lenders)),
             )
             may_be_local = decode and self._has_target_itl
             self._lone_decoders = [
@@ -181,6 +184,8 @@ class RouteFinder:
 
     def _forget_engine(self, engine: Engine) -> None:
         self._fleet.unreachable_pairs.forget(engine.name)
+        if self.holders is not None:
+            self.holders.forget(engine.name)
         for policies in self._policies():
             policies.forget(engine.name, engine.group)
             for rank in engine.ranks or ():

@@ -44,6 +44,7 @@ from router.proxy.load_failure import (
     failure_in_error,
     take_failure_from_answer,
 )
+from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import error_text
 from router.proxy.plan import queue_local_prefill
 from router.proxy.prefill_answer import KvParams, PrefillAnswer
@@ -145,8 +146,11 @@ async def _prefill_leg(
     elif engine.ranks:
         place, rank_line = rank_of_leg(run, engine, PREFILL)
     notes, tokens = run.route.prefill_feedback, request.tokens
+    loan: LegLoan | None = None
+    if capabilities.borrows and last_turn is None:
+        loan = find_loan(run, place, PREFILL)
     if notes is not None:
-        tokens = max(0, tokens - notes.expected_tokens(place.name))
+        tokens = max(0, tokens - notes.expected_tokens(place.name) - (loan.tokens if loan else 0))
         notes.sent(place.name)
     answer: EngineAnswer | None = None
     computed: int | None = None
@@ -161,7 +165,9 @@ async def _prefill_leg(
             engine.name,
             leg_id or messages.new_leg_id(record.request_id),
             rank_line + trace_line + request.shared_headers,
-            run.bodies.prefill(last_turn, transfer_id, hands_over, begun),
+            run.bodies.prefill(
+                last_turn, transfer_id, hands_over, begun, loan.field if loan else b""
+            ),
             request.form,
         )
         latest = started + limits.prefill_timeout
@@ -199,6 +205,8 @@ async def _prefill_leg(
             if request.names_conversation and capabilities.lacks_turns:
                 note_no_turns(engine)
         params = prefilled.params
+        if loan is not None:
+            loan.end(b"" if params is None else params.raw, prompt, cached)
         if params is None:
             _note_no_params(run, engine)
         else:
@@ -224,6 +232,8 @@ async def _prefill_leg(
         raise
     finally:
         place.note_prefill(started, now(), computed)
+        if loan is not None:
+            loan.close()
         place.add_load(-1, -tokens)
         if answer is not None:
             answer.close()

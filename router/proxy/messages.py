@@ -101,13 +101,15 @@ class LegBodies:
         transfer_id: str = "",
         hands_over: bool = False,
         buffer: ResumeBuffer | None = None,
+        holders: bytes = b"",
     ) -> BodyHalves:
         """Return the body of a prefill leg.
 
         `last_turn`: params of retained KV, which the prefill engine loads instead of computing it.
         `transfer_id`: the id that both legs of a push share. `hands_over`: a decode engine is to
         continue from the token that the prefill engine samples. `buffer`: generated tokens, which
-        the prefill engine computes as a part of the prompt.
+        the prefill engine computes as a part of the prompt. `holders`: a field of the params that
+        names engines to borrow from.
         """
         if buffer is not None:
             return self._with(self._resume_fields(buffer))
@@ -124,6 +126,8 @@ class LegBodies:
             if hands_over:
                 named["hand_over"] = True
             fields.append(b'"kv_transfer_params":' + encode_body({**params, **named}))
+        if holders:
+            fields[-1] = b"%s,%s}" % (fields[-1][:-1], holders)
         return self._with(fields)
 
     def _resume_fields(self, buffer: ResumeBuffer) -> list[bytes]:

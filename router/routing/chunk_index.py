@@ -174,6 +174,14 @@ class ChunkIndex:
                 high = middle - 1
         return ChunkMatch(low * stride, engines)
 
+    def drop(self, name: str, chunks: Sequence[int], kept: int) -> None:
+        """The engine holds none of these chunks but the first `kept`."""
+        if bit := self.bit(name):
+            for generation in self._caches[name][1].young, self._caches[name][1].old:
+                for chunk in chunks[kept:]:
+                    if generation.get(chunk, 0) & bit:
+                        generation[chunk] ^= bit
+
     def forget(self, name: str) -> None:
         """Give up the engine's bit, so that no chunk needs to be changed."""
         bit = self._bits.pop(name, 0)

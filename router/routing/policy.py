@@ -98,28 +98,28 @@ class PolicyFeedback:
     """Reports one request to its policy: each engine that was sent the prompt is reported once more
     when it has answered, at the latest by `end`."""
 
-    __slots__ = ("_policy", "_query", "_sent")
+    __slots__ = ("_policy", "_sent", "query")
 
     def __init__(self, policy: Policy, query: RoutingQuery) -> None:
         self._policy = policy
-        self._query = query
+        self.query = query
         self._sent: list[str] = []
 
     def expected_tokens(self, name: str) -> int:
         """Return the number of prompt tokens that the engine is expected to hold."""
-        return self._policy.expected_tokens(name, self._query)
+        return self._policy.expected_tokens(name, self.query)
 
     def sent(self, name: str) -> None:
         """The prompt was sent to the engine."""
         if name not in self._sent:
             self._sent.append(name)
-            self._policy.note_sent(name, self._query)
+            self._policy.note_sent(name, self.query)
 
     def answered(self, name: str, cached_tokens: int | None) -> None:
         """The engine holds the prompt now; see `Policy.note_cached`."""
         if name in self._sent:
             self._sent.remove(name)
-            self._policy.note_cached(name, self._query, cached_tokens)
+            self._policy.note_cached(name, self.query, cached_tokens)
 
     def end(self) -> None:
         """The request has ended."""

@@ -141,7 +141,7 @@ class PrefixAffinity(Policy):
     ) -> E:
         if engines in bits.indexes:
             return candidates[bits.indexes[engines]]
-        found = [candidates[bits.indexes[bit]] for bit in _some_bits(engines, mix(query.turn))]
+        found = [candidates[bits.indexes[bit]] for bit in some_bits(engines, mix(query.turn))]
         return min(found, key=self._load_of)
 
     def note_sent(self, name: str, query: RoutingQuery) -> None:
@@ -295,7 +295,7 @@ def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:
     return [first, other] if other is not first else [first]
 
 
-def _some_bits(engines: int, chance: int) -> list[int]:
+def some_bits(engines: int, chance: int) -> list[int]:
     """Return the bits of at most MAX_COMPARED of these engines, from a random one on."""
     found: list[int] = []
     shift = chance % engines.bit_length()

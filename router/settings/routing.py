@@ -92,6 +92,9 @@ class SelectionSettings(SettingsGroup):
     share_routing: Exchange load and the contents of caches with the other routers, through the
         Redis of --conversation-store. Needs --conversation-store-key. Without Redis, only the
         workers of one router exchange them.
+    share_prefix_cache: Let an engine read the beginning of a prompt from the prefix cache of
+        another engine, if that takes less time than computing it. Needs engines whose identity page
+        has borrows, and others with lends.
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.
@@ -115,6 +118,7 @@ class SelectionSettings(SettingsGroup):
     max_prefix_memory: ByteSize = ByteSize(64 * MIB)
     host_cache_tokens: Count = 0
     share_routing: bool = True
+    share_prefix_cache: bool = True
     min_remote_prefill_tokens: Count = 0
     target_itl: Annotated[Delay, Field(le=30)] = 0.05
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"

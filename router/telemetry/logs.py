@@ -197,6 +197,8 @@ class AccessFields(Struct, omit_defaults=True):
     prefiller: str = ""
     decoder: str = ""
     without_transfer: str = ""
+    borrowed_from: str = ""
+    borrowed_tokens: int = 0
     retries: int = 0
     resumes: int = 0
     prefill_ms: int | None = None
@@ -263,6 +265,8 @@ class AccessLine(Struct, frozen=True):
             r.prefiller,
             r.decoder,
             r.without_transfer,
+            r.borrowed_from,
+            r.borrowed_tokens,
             r.retries,
             r.resumes,
             _milliseconds(r, r.prefill_done),

@@ -145,6 +145,17 @@ class Metrics:
             "handed_over{outcome}",
             "First tokens that a prefill engine sampled and could hand over, by outcome.",
         )
+        self.loans = made.local_counter(
+            "prefix_loans{outcome}",
+            "Request legs that named engines from whose prefix caches their engine could borrow, "
+            "by outcome. failed: the leg has no answer.",
+        )
+        self.loan_tokens = made.local_counter(
+            "prefix_loan_tokens",
+            "Prompt tokens that engines borrowed from other engines' prefix caches instead of "
+            "computing them.",
+        )
+        self.loan_tokens.add((), 0)
         self.decode_first = made.local_counter(
             "decode_first{outcome}", "Requests that were sent to a decode engine first, by outcome."
         )

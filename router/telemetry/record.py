@@ -140,6 +140,10 @@ class Record:
     """Whether the turn left KV for the next one; empty outside conversations."""
     reused_from: str = ""
     """The decode engine from which the prefill engine pulled the last turn's KV."""
+    borrowed_from: str = ""
+    """The engine from whose prefix cache the prefill engine has read (the likeliest one, if its leg
+    named several)."""
+    borrowed_tokens: int = 0
     prefill_started: float | None = None
     prefill_done: float | None = None
     decode_started: float | None = None

@@ -34,7 +34,7 @@ from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, changing, pub
 HEADER = (
     f"{'shape':<9} {'load':>4} {'fleet':>7} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
     f"{'goodput':>7} {'TTFT ms p50':>11} {'p99':>6} {'TPOT':>5} {'gap p99':>7} {'worst':>5} "
-    f"{'hits P':>6} {'D':>4} {'alone':>5} {'max/mean P':>10} {'us P':>5} {'D':>5}"
+    f"{'hits P':>6} {'D':>4} {'lent':>4} {'alone':>5} {'max/mean P':>10} {'us P':>5} {'D':>5}"
 )
 CHANGING = "changing"
 
@@ -84,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
             routers=routers,
             by_conversation=options.by_conversation,
             share_interval=options.share_interval,
+            loans=options.loans,
+            restarts=options.restarts,
             arrivals=[(at / load, job) for at, job in arrivals],
         )
         outcome = Simulation(setup).run()
@@ -113,7 +115,7 @@ def line(shape: str, setup: Setup, outcome: Outcome, goodput: float) -> str:
         f"{shape[:9]:<9} {setup.load:>4g} {_fleet(setup):>7} {setup.prefill_policy:<12} "
         f"{setup.decode_policy:<12} {_remote(setup):>6} {goodput:>7.3f} "
         f"{ttft[0]:>11.0f} {ttft[1]:>6.0f} {tpot:>5.1f} {gap:>7.0f} {worst:>5.0f} "
-        f"{hits_p:>6.0%} {hits_d:>4.0%} {outcome.alone / jobs:>5.0%} "
+        f"{hits_p:>6.0%} {hits_d:>4.0%} {_lent(outcome):>4.0%} {outcome.alone / jobs:>5.0%} "
         f"{_imbalance(outcome.prefillers):>10.2f} {cost_p:>5.1f} {cost_d:>5.1f}"
     )
 
@@ -133,6 +135,12 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _hits(engines: Sequence[Engine]) -> float:
     return sum(e.cached for e in engines) / max(1, sum(e.asked for e in engines))
+
+
+def _lent(outcome: Outcome) -> float:
+    """Return the share of all prompt tokens that engines borrowed."""
+    engines, answers = (*outcome.prefillers, *outcome.decoders), outcome.prefillers
+    return sum(e.borrowed for e in engines) / max(1, sum(e.asked for e in answers))
 
 
 def _imbalance(engines: Sequence[Engine]) -> float:
@@ -186,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a conversation's requests go to the same router, by hash")  # fmt: skip
     add("--share-interval", type=_positive, default=0.0, metavar="S",
         help="seconds between reports of a router to the others (they share nothing)")  # fmt: skip
+    add("--loans", action="store_true", help="engines borrow prefixes from others' caches")
+    add("--restarts", type=int, default=0, metavar="N",
+        help="prefill engines that lose their cache at half of the arrivals (0)")  # fmt: skip
     add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")
     add("--ttft-goal", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--tpot-goal", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")

@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import ceil
 from time import perf_counter_ns
@@ -18,9 +19,10 @@ from zlib import crc32
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
+from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFinder, Loan
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
-from router.routing.policy import LoadBound, Policy, RoutingQuery
+from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS
 from router.routing.route import POLICIES, PREFILL_POLICIES
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine, PrefixCache, Speed, Task
@@ -68,6 +70,33 @@ class Router:
         self.prefillers = tuple(Seen(one, one.name, "prefill") for one in prefillers)
         self.decoders = tuple(Seen(one, one.name, "decode") for one in decoders)
         self.peers = PeerRouters(index)
+        self.finder = HolderFinder(index)
+        self.engines = (*self.prefillers, *self.decoders)
+
+    def policy_of(self, engine: Candidate) -> Policy:
+        return self.prefill_policy if engine.role == "prefill" else self.decode_policy
+
+    def find_loan(self, task: Task, reader: Seen, now: float) -> None:
+        """Name the holders of a prompt. What the reader borrows is no load."""
+
+        def expected(engine: Candidate) -> int:
+            return self.policy_of(engine).expected_tokens(engine.name, task.query)
+
+        task.loan = self.finder.find(reader, self.engines, task.query, expected, now)
+        if task.loan is not None:
+            task.load = max(1, task.load - task.loan.tokens)
+
+    def note_loan(self, task: Task, loan: Loan[Seen], now: float) -> None:
+        """A prompt with a loan is computed."""
+        had = task.cached + task.borrowed
+        computed, seconds = task.job.tokens - had, now - task.job.arrived
+        self.finder.note_transfer(loan, task.borrowed, computed, seconds, now)
+        self.finder.note_answer(loan, task.query, had)
+
+    def forget(self, engine: Engine) -> None:
+        (seen,) = (one for one in self.engines if one.engine is engine)
+        self.policy_of(seen).forget(seen.name)
+        self.finder.forget(seen.name)
 
     def report(self) -> bytes:
         return self.peers.report((*self.prefillers, *self.decoders))
@@ -101,6 +130,10 @@ class Setup:
     """A conversation's requests go to one router, all others to one by chance."""
     share_interval: float = 0.0
     """Seconds between two reports of a router to the others; 0: they share nothing."""
+    loans: bool = False
+    """The router names holders, from whose prefix caches engines borrow."""
+    restarts: int = 0
+    """The number of prefill engines that lose their cache at half of the arrivals."""
     arrivals: Sequence[Arrival] = ()
 
 
@@ -146,6 +179,8 @@ class Simulation:
             )
             for n in range(setup.decoders)
         )
+        for engine in (*self.prefillers, *self.decoders):
+            engine.borrow = partial(self._borrow, engine)
         self.routers = [Router(setup, self.prefillers, self.decoders) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
         self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
@@ -202,6 +237,8 @@ class Simulation:
         if self._left <= 0:
             return
         self._left -= 1
+        if self._left == self._total // 2:
+            self._restart()
         self._turn += 1
         job.arrived = self._now
         routers = self.routers
@@ -257,6 +294,8 @@ class Simulation:
         self.outcome.alone += 1
         decoder, task.prefiller = task.decoder, None
         load, task.load = decoder.decoder_load(), self._uncached(task, decoder)
+        if self.setup.loans:
+            task.router.find_loan(task, decoder, self._now)
         task.load_s = load.prefill_seconds(task.load, task.job.tokens)
         decoder.add_local_prefill(task.load_s, task.load)
         task.router.decode_policy.note_sent(decoder.name, task.query)
@@ -267,10 +306,44 @@ class Simulation:
     def _send(self, task: Task, prefiller: Seen) -> None:
         policy, ask = task.router.prefill_policy, task.query
         task.load = ask.tokens - policy.expected_tokens(prefiller.name, ask)
+        if self.setup.loans:
+            task.router.find_loan(task, prefiller, self._now)
         policy.note_sent(prefiller.name, ask)
         prefiller.add_load(1, task.load)
         prefiller.engine.waiting.append(task)
         self._wake(prefiller.engine)
+
+    def _borrow(self, reader: Engine, task: Task) -> bool:
+        """Begin to read a prefix from the first holder that has enough of it."""
+        for place, _ in () if task.loan is None else task.loan.holders:
+            source = next(one.engine for one in task.router.engines if one is place)
+            held = min(source.cache.held(task.job.chunks), task.job.tokens - 1)
+            if held - task.cached >= MIN_BORROWED_TOKENS:
+                task.borrowed = held - task.cached
+                end = self._move(source, reader, task.borrowed)
+                self._at(end + LOAN_LATENCY_S, self._borrowed, task, reader)
+                return True
+        return False
+
+    def _borrowed(self, task: Task, reader: Engine) -> None:
+        reader.borrowed += task.borrowed
+        task.done = task.cached + task.borrowed
+        reader.prefilling.append(task)
+        self._wake(reader)
+
+    def _move(self, source: Engine, reader: Engine, tokens: int) -> float:
+        """Move KV, and return when it has arrived. One transfer at a time moves through each
+        engine's network interface."""
+        end = max(self._now, source.nic_free_at, reader.nic_free_at)
+        end += tokens / self.setup.speed.nic_tokens_per_s
+        source.nic_free_at = reader.nic_free_at = end
+        return end
+
+    def _restart(self) -> None:
+        for engine in self.prefillers[: self.setup.restarts]:
+            engine.cache = PrefixCache(self.setup.cache_tokens)
+            for router in self.routers:
+                router.forget(engine)
 
     def _wake(self, engine: Engine) -> None:
         end = engine.cut(self._now) if engine.is_busy else engine.begin(self._now)
@@ -283,6 +356,8 @@ class Simulation:
             return
         computed, answered = engine.end()
         for task in computed:
+            if task.loan is not None:
+                task.router.note_loan(task, task.loan, self._now)
             if task.prefiller is None:
                 decoder = task.decoder
                 decoder.add_local_prefill(-task.load_s, -task.load)
@@ -298,7 +373,8 @@ class Simulation:
 
     def _computed(self, task: Task, prefiller: Seen) -> None:
         router, ask, decoder, job = task.router, task.query, task.decoder, task.job
-        prefiller.note_prefill(job.arrived, self._now, job.tokens - task.cached)
+        computed = job.tokens - task.cached - task.borrowed
+        prefiller.note_prefill(job.arrived, self._now, computed)
         prefiller.add_load(-1, -task.load)
         router.prefill_policy.note_cached(prefiller.name, ask, task.cached)
         router.decode_policy.note_sent(decoder.name, ask)
@@ -307,16 +383,13 @@ class Simulation:
             decoder.engine.blocked.append(task)
 
     def _transfer(self, task: Task) -> bool:
-        """Begin the transfer to the decoder, unless it has no room. One transfer at a time moves
-        through each engine's network interface."""
+        """Begin the transfer to the decoder, unless it has no room."""
         assert task.prefiller is not None
         source, engine, job = task.prefiller.engine, task.decoder.engine, task.job
         if not engine.reserve(job.tokens + job.output):
             return False
         missing = job.tokens - engine.look_up(job)
-        end = max(self._now, source.nic_free_at, engine.nic_free_at)
-        end += missing / self.setup.speed.nic_tokens_per_s
-        source.nic_free_at = engine.nic_free_at = end
+        end = self._move(source, engine, missing)
         self._at(end + TRANSFER_S, self._moved, task, source)
         return True
 

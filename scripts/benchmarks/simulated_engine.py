@@ -20,6 +20,7 @@ from router.fleet.step_model import StepModel
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 if TYPE_CHECKING:
+    from router.routing.holders import Loan
     from router.routing.policy import RoutingQuery
     from scripts.benchmarks.fleet_simulation import Router, Seen
     from scripts.benchmarks.traces import Job
@@ -113,8 +114,11 @@ class Task:
     """The tokens for which the prompt counts as load, and below the seconds."""
     load_s: float = 0.0
     cached: int = 0
+    loan: Loan[Seen] | None = None
+    borrowed: int = 0
+    """Prompt tokens that came from another engine's cache."""
     done: int = 0
-    """Prompt tokens that were cached or are computed."""
+    """Prompt tokens that were cached or borrowed, or are computed."""
     answer_from: int = 0
     """Index in the engine's `gaps` of the first step of the answer."""
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -136,6 +140,10 @@ class Engine:
     asked: int = 0
     cached: int = 0
     """The number of `asked` tokens that were in the cache."""
+    borrowed: int = 0
+    """The number of `asked` tokens that came from other engines' caches."""
+    borrow: Callable[[Task], bool] = lambda task: False
+    """Begins the loan of a prompt, which waits for it; False if it gets none."""
     waiting: deque[Task] = field(default_factory=deque)
     prefilling: list[Task] = field(default_factory=list)
     blocked: deque[Task] = field(default_factory=deque)
@@ -281,6 +289,8 @@ class Engine:
                 return
             self.waiting.popleft()
             task.cached = task.done = self.look_up(task.job)
+            if task.loan is not None and self.borrow(task):
+                continue
             self.prefilling.append(task)
             yield task
 

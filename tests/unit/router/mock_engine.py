@@ -7,6 +7,7 @@ import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator
+from itertools import takewhile
 
 from scripts.mock_engine import (
     DONE,
@@ -24,6 +25,7 @@ __all__ = [
     "PARAMS",
     "STREAM_HEAD",
     "USUAL",
+    "LendingEngines",
     "MockEngine",
     "Peer",
     "Received",
@@ -53,6 +55,51 @@ PARAMS = {
     "a_key_of_next_year": {"nested": [1, None, "é"]},
 }
 USUAL = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": "x"}]}
+
+
+class LendingEngines:
+    """Engines that compute nothing, but have prefix caches and borrow from those of the others.
+
+    Each answers with the tokens (four characters each) that it really had: `cached_tokens` with
+    what it has borrowed, and `borrowed_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self.rank: dict[str, object] = {
+            "lends": True,
+            "borrows": True,
+            "num_blocks": 10_000,
+            "block_size": 16,
+        }
+        """Fields of a rank on each identity page."""
+        self.prompts: dict[str, list[str]] = {}
+        """What each engine's cache holds, by engine id."""
+
+    def add(self, engine: MockEngine, name: str) -> None:
+        """Make it one of the engines, under this engine id."""
+        rank = {"remote_engine_id": name, "remote_host": "10.9.8.7", "remote_port": 5600}
+        engine.identity = {"capabilities": [], "ranks": [rank | {"tp_size": 1} | self.rank]}
+        self.prompts[name] = []
+
+        async def answer(request: Received, peer: Peer) -> None:
+            body = request.json
+            params, prompt = body.get("kv_transfer_params") or {}, body["prompt"]
+            loaded = params.get("remote_engine_id") is not None
+            own = len(prompt) // 4 if loaded else self._held(name, prompt)
+            holders = [one["remote_engine_id"] for one in params.get("holders", ())]
+            borrowed = max(0, max([self._held(one, prompt) for one in holders], default=0) - own)
+            self.prompts[name].append(prompt)
+            details = {"cached_tokens": own + borrowed}
+            usage = {"prompt_tokens": len(prompt) // 4, "prompt_tokens_details": details}
+            given = PARAMS | {"remote_engine_id": name, "borrowed_tokens": borrowed}
+            await peer.answer(USUAL | {"usage": usage, "kv_transfer_params": given})
+
+        engine.usual = answer
+
+    def _held(self, name: str, prompt: str) -> int:
+        pairs = [zip(one, prompt, strict=False) for one in self.prompts[name]]
+        equal = [takewhile(lambda pair: pair[0] == pair[1], one) for one in pairs]
+        return max([len([*one]) // 4 for one in equal], default=0)
 
 
 def event(text: str) -> bytes:

@@ -1,0 +1,113 @@
+"""Loans: what a leg's engine may read from the prefix cache of another engine.
+
+`find_loan` is called for engines that borrow, when a leg is about to be sent. The leg names the
+holders, and the engine asks them by itself. Its answer shows what it has borrowed, and corrects
+what the router believes. A leg that is tried again names none.
+"""
+
+from __future__ import annotations
+
+import re
+from time import monotonic as now
+from typing import TYPE_CHECKING
+
+from router.common.exact_json import dumps
+from router.fleet.capabilities import RankEndpoint
+from router.fleet.engine import DECODE, PREFILL, EngineRank, EngineRole, Place, engine_of
+from router.routing.holders import Loan
+from router.routing.policy import RoutingQuery
+from router.routing.prompt_chunks import has_media
+
+if TYPE_CHECKING:
+    from router.proxy.run import Run
+
+BORROWED = re.compile(rb'"borrowed_tokens"\s*:\s*(\d{1,9})\b')
+
+
+class LegLoan:
+    """The loan that one leg may get. `field` names its holders in the leg's params; `tokens` need
+    not be computed if the engine gets it."""
+
+    def __init__(self, run: Run, loan: Loan[Place], query: RoutingQuery) -> None:
+        self._run, self._loan, self._query = run, loan, query
+        self._began, self._is_over = now(), False
+        self.tokens = loan.tokens
+        self.field = b'"holders":' + dumps([_entry(*holder) for holder in loan.holders])
+
+    def end(self, answer: bytes, prompt: int | None = None, cached: int | None = None) -> None:
+        """The engine has answered; `answer` contains its params. Of `prompt` tokens, `cached` were
+        there before it computed. Only the first call counts."""
+        if self._is_over:
+            return
+        self._is_over = True
+        record, gateway = self._run.request.record, self._run.gateway
+        found = BORROWED.search(answer)
+        tokens = 0 if found is None else int(found[1])
+        gateway.metrics.loans.add(("granted" if tokens else "refused",))
+        if tokens:
+            gateway.metrics.loan_tokens.add((), tokens)
+            record.borrowed_from, record.borrowed_tokens = self._loan.holders[0].place.name, tokens
+        finder = gateway.routes.holders
+        if finder is not None:
+            finder.note_answer(self._loan, self._query, cached)
+            if prompt is not None and cached is not None:
+                moment, computed = now(), max(0, prompt - cached)
+                finder.note_transfer(self._loan, tokens, computed, moment - self._began, moment)
+
+    def close(self) -> None:
+        """The leg is over. Without an answer, the loan has failed with it."""
+        if not self._is_over:
+            self._is_over = True
+            self._run.gateway.metrics.loans.add(("failed",))
+
+
+def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
+    """Return the loan that a leg at `reader` may get, or None if none is worth it."""
+    gateway, route, request = run.gateway, run.route, run.request
+    finder, engine = gateway.routes.holders, engine_of(reader)
+    own = route.prefill_feedback if role is PREFILL else route.decode_feedback
+    if finder is None or own is None or own.query.marks:  # adapters' KV is not lent
+        return None
+    if run.failed or run.resume.continued is not None or request.decode_only_reason:
+        return None
+    pairs, moment = gateway.fleet.unreachable_pairs, now()
+
+    def expected_tokens(place: Place) -> int:
+        if place is reader:
+            return own.expected_tokens(place.name)
+        holder = engine_of(place)
+        if holder is engine or holder.group != engine.group or _endpoint_of(place) is None:
+            return 0
+        if not (holder.is_available and holder.capabilities.lends):
+            return 0
+        if pairs.failing and pairs.is_avoided(holder.name, engine.name, moment):
+            return 0
+        notes = route.decode_feedback if holder.role is DECODE else route.prefill_feedback
+        return 0 if notes is None else notes.expected_tokens(place.name)
+
+    lenders = gateway.fleet.snapshot.lenders
+    loan = finder.find(reader, lenders, own.query, expected_tokens, moment)
+    if loan is None or has_media(request.body):
+        return None
+    return LegLoan(run, loan, own.query)
+
+
+def _entry(place: Place, tokens: int) -> dict[str, object]:
+    """Return the entry of a holder in a leg's params."""
+    endpoint = _endpoint_of(place)
+    assert endpoint is not None
+    return {
+        "remote_engine_id": endpoint.remote_engine_id,
+        "remote_host": endpoint.remote_host,
+        "remote_port": endpoint.remote_port,
+        "tp_size": endpoint.tp_size,
+        "expected_tokens": tokens,
+    }
+
+
+def _endpoint_of(place: Place) -> RankEndpoint | None:
+    """Return where an engine, or its data-parallel rank, is asked for loans; None if unknown."""
+    known = engine_of(place).capabilities.rank_endpoints
+    if isinstance(place, EngineRank):
+        return known.get(place.number)
+    return next(iter(known.values())) if len(known) == 1 else None

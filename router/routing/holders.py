@@ -1,0 +1,175 @@
+"""Which engines hold more of a prompt than the engine that is about to compute it.
+
+An engine can borrow the beginning of a prompt from the prefix cache of another one (a *loan*, see
+docs/engine-half.md). The router names likely *holders* by what it has sent to which engine. A wrong
+guess costs one refusal: the engines compare hashes of the tokens.
+
+A loan is worth it if it takes less time than computing, including what the router knows to be
+queued at the network interfaces of both engines: the loans that it has named before. The pace of
+transfers is learned from loans of engines that did nothing else, since a slow network is the usual
+reason why a loan costs more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from statistics import median
+from typing import Generic, NamedTuple
+
+from msgspec import Struct
+
+from router.fleet.engine import STALE_S
+from router.routing.chunk_index import ChunkIndex
+from router.routing.local_prefill import TRANSFER_TOKENS_PER_S
+from router.routing.policy import Candidate, CandidateCache, E, RoutingQuery, mix
+from router.routing.prefix_cache import some_bits
+from router.routing.prompt_chunks import TOKENS_PER_CHUNK
+
+MAX_HOLDERS = 4
+# A loan of fewer tokens is not worth the trouble.
+MIN_BORROWED_TOKENS = 1024
+# The question, the holder's answer, and the reader's next step.
+LOAN_LATENCY_S = 0.03
+# Seconds per prompt token where no engine's rate is known.
+DEFAULT_TOKEN_S = 50e-6
+FASTEST_TRANSFER_S = 1 / TRANSFER_TOKENS_PER_S
+MAX_SAMPLES, MIN_SAMPLES = 9, 3
+
+
+class Holder(NamedTuple, Generic[E]):
+    """An engine, or one of its data-parallel ranks, that is expected to hold the first `tokens` of
+    a prompt."""
+
+    place: E
+    tokens: int
+
+
+class Loan(Struct, Generic[E], frozen=True):
+    """What one leg may borrow. The reader was expected to hold `own_tokens` of the prompt itself;
+    `is_alone`: it had no other leg."""
+
+    holders: Sequence[Holder[E]]
+    reader: E
+    own_tokens: int
+    is_alone: bool
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that the best holder can lend."""
+        return self.holders[0].tokens - self.own_tokens
+
+
+class _Lenders(NamedTuple):
+    """Places of lenders in their sequence by their bits in the index, in an era of the index."""
+
+    indexes: Mapping[int, int]
+    all: int
+    era: int
+
+
+class HolderFinder:
+    """Finds the holders of prompts. `index` is what the routing policies remember."""
+
+    def __init__(self, index: ChunkIndex) -> None:
+        self._index = index
+        self._lenders = CandidateCache(self._register)
+        self._free_at: dict[str, float] = {}
+        """When the network interface of each engine has moved what was named so far."""
+        self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
+        """Seconds per borrowed token."""
+        self._sampled_at = 0.0
+
+    def find(
+        self,
+        reader: E,
+        lenders: Sequence[E],
+        query: RoutingQuery,
+        expected_tokens: Callable[[E], int],
+        now: float,
+    ) -> Loan[E] | None:
+        """Return what the reader may borrow of a prompt; None if no loan is worth it.
+
+        `expected_tokens` returns how many tokens of the prompt an engine has by now, and 0 for an
+        engine that cannot lend. The transfer counts as queued at both engines from now on.
+        """
+        own_tokens, chunks = expected_tokens(reader), query.chunks
+        least = own_tokens + MIN_BORROWED_TOKENS
+        if (len(chunks) - query.marks) * TOKENS_PER_CHUNK < least:
+            return None
+        known = self._lenders.get(lenders)
+        if known.era != self._index.era:
+            self._lenders.clear()
+            known = self._lenders.get(lenders)
+        among, depth = known.all & ~self._index.bit(reader.name), len(chunks) + 1
+        found: list[tuple[float, Holder[E]]] = []
+        while among and len(found) < MAX_HOLDERS:
+            depth, bits = self._index.longest(chunks, among, depth - 1)
+            if depth * TOKENS_PER_CHUNK < least:
+                break
+            among &= ~bits
+            for bit in some_bits(bits, mix(query.turn)):
+                place = lenders[known.indexes[bit]]
+                tokens = expected_tokens(place)
+                saved = self._saved_seconds(reader, place, tokens - own_tokens, now)
+                if tokens >= least and saved > 0:
+                    found.append((saved, Holder(place, tokens)))
+        if not found:
+            return None
+        found.sort(key=itemgetter(0), reverse=True)
+        holders = [holder for _, holder in found[:MAX_HOLDERS]]
+        loan = Loan(holders, reader, own_tokens, not reader.total_legs)
+        end = self._free_from(reader, holders[0].place, now) + loan.tokens * self._pace(now)
+        self._free_at[reader.name] = self._free_at[holders[0].place.name] = end
+        return loan
+
+    def note_answer(self, loan: Loan[E], query: RoutingQuery, cached_tokens: int | None) -> None:
+        """The reader had `cached_tokens` of the prompt when it began to compute. Holders that were
+        expected to have twice as much have evicted it, or do not lend it."""
+        if cached_tokens is None:
+            return
+        for place, tokens in loan.holders:
+            if 2 * cached_tokens < tokens:
+                kept = query.marks + cached_tokens // TOKENS_PER_CHUNK
+                self._index.drop(place.name, query.chunks, kept)
+
+    def note_transfer(
+        self, loan: Loan[E], borrowed: int, computed: int, seconds: float, now: float
+    ) -> None:
+        """A reader that did nothing else borrowed and computed these tokens in these seconds."""
+        token_s = loan.reader.prefill_rate.token_seconds
+        if loan.is_alone and borrowed >= MIN_BORROWED_TOKENS and token_s:
+            transfer = seconds - LOAN_LATENCY_S - computed * token_s
+            self._paces.append(max(0.0, transfer) / borrowed)
+            self._sampled_at = now
+
+    def forget(self, name: str) -> None:
+        """The engine was removed or has restarted."""
+        self._free_at.pop(name, None)
+        self._lenders.clear()
+
+    def _saved_seconds(
+        self, reader: Candidate, holder: Candidate, tokens: int, now: float
+    ) -> float:
+        token_s = reader.prefill_rate.token_seconds or holder.prefill_rate.token_seconds
+        queue = self._free_from(reader, holder, now) - now
+        transfer = LOAN_LATENCY_S + queue + tokens * self._pace(now)
+        return tokens * (token_s or DEFAULT_TOKEN_S) - transfer
+
+    def _free_from(self, reader: Candidate, holder: Candidate, now: float) -> float:
+        free_at = self._free_at
+        return max(now, free_at.get(reader.name, now), free_at.get(holder.name, now))
+
+    def _pace(self, now: float) -> float:
+        """Return the seconds per token of a transfer."""
+        if len(self._paces) < MIN_SAMPLES or now > self._sampled_at + STALE_S:
+            return FASTEST_TRANSFER_S
+        return max(FASTEST_TRANSFER_S, median(self._paces))
+
+    def _register(self, lenders: Sequence[Candidate]) -> _Lenders:
+        names = [place.name for place in lenders]
+        caches = [place.cache_tokens for place in lenders]
+        bits = self._index.register(names, caches, [place.role for place in lenders])
+        indexes = {bit: number for number, bit in enumerate(bits)}
+        return _Lenders(indexes, sum(bits), self._index.era)

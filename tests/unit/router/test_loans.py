@@ -1,0 +1,215 @@
+"""Legs name engines from whose prefix caches their engine can borrow. The engines are mock engines
+with honest answers; real ones are in tests/integration/test_loans.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from time import monotonic as now
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import Intent
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import (
+    LendingEngines,
+    MockEngine,
+    Peer,
+    Received,
+    fails,
+    running_engine,
+    usual_prefill,
+)
+
+PROMPT = "".join(f"{number:06} and so on. " for number in range(500))  # 2,250 tokens
+TOKENS = len(PROMPT) // 4
+CHUNKED = TOKENS // 256 * 256
+FAR_TOO_BUSY = 1_000_000
+
+
+@pytest.fixture
+async def p2() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_prefill) as engine:
+        yield engine
+
+
+@pytest.fixture
+def lending() -> LendingEngines:
+    return LendingEngines()
+
+
+@pytest.fixture
+async def start_lending(
+    start_router: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine, d: MockEngine
+) -> StartRouter:
+    """Start a router before two prefill engines that lend, of which the first holds PROMPT."""
+
+    async def start(**changes: Any) -> Router:
+        lending.add(p, "p-1")
+        lending.add(p2, "p-2")
+        policies = {"prefill_policy": "prefix", "decode_policy": "prefix"}
+        router = await start_router(ps=[p, p2], **(policies | changes))
+        await router.knows_its_engines()
+        router.engine(p2).add_load(1, FAR_TOO_BUSY)
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+        router.engine(p2).add_load(-1, -FAR_TOO_BUSY)
+        assert (len(p.requests), len(p2.requests)) == (1, 0)
+        router.engine(p).add_load(1, FAR_TOO_BUSY)
+        return router
+
+    return start
+
+
+def params_of(engine: MockEngine) -> dict[str, Any]:
+    params: dict[str, Any] = engine.last.json["kv_transfer_params"]
+    return params
+
+
+def loans(router: Router, outcome: str) -> float:
+    return router.metric("prefix_loans_total", outcome=outcome)
+
+
+async def release(router: Router, engine: MockEngine) -> None:
+    router.engine(engine).add_load(-1, -FAR_TOO_BUSY)
+    await router.settled()
+
+
+async def test_an_engine_that_lacks_a_prompt_is_named_the_one_that_holds_it(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine, d: MockEngine
+) -> None:
+    router = await start_lending()
+    await router.complete(prompt=PROMPT + "And now?")
+    assert params_of(p2)["do_remote_decode"] is True
+    assert params_of(p2)["holders"] == [
+        {
+            "remote_engine_id": "p-1",
+            "remote_host": "10.9.8.7",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "expected_tokens": CHUNKED,
+        }
+    ]
+    assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)
+    assert router.metric("prefix_loan_tokens_total") == TOKENS
+    # The params reach the decode engine as they are, and the second engine holds the prompt now.
+    assert params_of(d)["remote_engine_id"] == "p-2"
+    await router.complete(prompt=PROMPT + "And now?")
+    assert "holders" not in params_of(p2)
+    await release(router, p)
+
+
+async def test_what_is_borrowed_is_no_load_for_the_prefill_engine(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine
+) -> None:
+    router = await start_lending()
+    seen: list[int] = []
+    answer = p2.usual
+
+    async def look(request: Received, peer: Peer) -> None:
+        seen.append(router.engine(p2).tokens_in_flight)
+        await answer(request, peer)
+
+    p2.usual = look
+    await router.complete(prompt=PROMPT + "w " * 600)
+    assert seen == [pytest.approx(TOKENS + 300 - CHUNKED, abs=50)]
+    await release(router, p)
+
+
+async def test_a_refusal_corrects_what_the_router_believes(
+    start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine
+) -> None:
+    router = await start_lending()
+    lending.prompts["p-1"].clear()  # evicted
+    await router.complete(prompt=PROMPT)
+    assert (loans(router, "granted"), loans(router, "refused")) == (0, 1)
+    router.gateway.fleet.on_lost(router.engine(p2))
+    await router.complete(prompt=PROMPT)
+    assert len(p2.requests) == 2
+    assert "holders" not in params_of(p2)
+    await release(router, p)
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes"),
+    [
+        ({}, {"share_prefix_cache": False}),
+        ({"lends": False}, {}),
+        ({"borrows": False}, {}),
+        ({"borrows": "yes"}, {}),
+    ],
+)
+async def test_nothing_is_named_without_the_setting_or_the_capabilities(
+    start_lending: StartRouter,
+    lending: LendingEngines,
+    p: MockEngine,
+    p2: MockEngine,
+    rank: dict[str, object],
+    changes: dict[str, Any],
+) -> None:
+    lending.rank |= rank
+    router = await start_lending(**changes)
+    await router.complete(prompt=PROMPT)
+    assert len(p2.requests) == 1
+    assert "holders" not in params_of(p2)
+    await release(router, p)
+
+
+@pytest.mark.parametrize("state", ["short", "drained", "lost", "unreachable"])
+async def test_holders_that_cannot_lend_are_not_named(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine, state: str
+) -> None:
+    router = await start_lending()
+    known, holder = router.gateway.fleet, router.engine(p)
+    if state == "drained":
+        known.set_intent(holder, Intent.DRAINING)
+    elif state == "lost":
+        known.note_unreachable(holder, "gone")
+    elif state == "unreachable":
+        known.unreachable_pairs.record_failure(holder.name, router.engine(p2).name, now())
+    prompt = PROMPT[:4000] if state == "short" else PROMPT
+    await router.complete(prompt=prompt)
+    assert "holders" not in params_of(p2)
+    await release(router, p)
+
+
+async def test_clients_cannot_name_holders(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine
+) -> None:
+    router = await start_lending(share_prefix_cache=False)
+    forged = {"holders": [{"remote_engine_id": "p-1", "remote_host": "6.6.6.6"}]}
+    await router.complete(prompt=PROMPT, kv_transfer_params=forged)
+    assert "holders" not in params_of(p2)
+    await router.complete(prompt=PROMPT, vllm_xargs={"kv_transfer_params": forged})
+    assert b"6.6.6.6" not in p2.last.body
+    await release(router, p)
+
+
+async def test_a_leg_that_is_tried_again_names_no_holders(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine
+) -> None:
+    router = await start_lending()
+    answer, p2.usual = p2.usual, fails
+    assert (await router.complete(prompt=PROMPT)).status_code == 200
+    assert (loans(router, "failed"), loans(router, "granted")) == (1, 0)
+    assert "holders" not in params_of(p)
+    p2.usual = answer
+    await release(router, p)
+
+
+async def test_the_decode_engine_that_answered_lends_the_prompt_to_a_new_prefill_engine(
+    start_router: StartRouter, lending: LendingEngines, p: MockEngine, d: MockEngine
+) -> None:
+    """One prefill and one decode engine: the prefill engine has restarted with an empty cache."""
+    lending.add(p, "p-1")
+    lending.add(d, "d-1")
+    router = await start_router(prefill_policy="prefix", decode_policy="prefix", target_itl=0)
+    await router.knows_its_engines()
+    await router.complete(prompt=PROMPT)
+    lending.prompts["p-1"].clear()
+    router.gateway.fleet.note_unreachable(router.engine(p), "restarted")
+    await eventually(lambda: router.engine(p).capabilities.borrows)
+    await router.complete(prompt=PROMPT)
+    assert [one["remote_engine_id"] for one in params_of(p)["holders"]] == ["d-1"]
+    assert loans(router, "granted") == 1
+    await router.settled()
