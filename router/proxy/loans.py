@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import DECODE, PREFILL, EngineRank, EngineRole, Place, engine_of
-from router.routing.holders import Loan
+from router.routing.holders import NamedHolders
 from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import has_media
 
@@ -28,7 +28,7 @@ class LegLoan:
     """The loan that one leg may get. `field` names its holders in the leg's params; `tokens` need
     not be computed if the engine gets it."""
 
-    def __init__(self, run: Run, loan: Loan[Place], query: RoutingQuery) -> None:
+    def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery) -> None:
         self._run, self._loan, self._query = run, loan, query
         self._began, self._is_over = now(), False
         self.tokens = loan.tokens

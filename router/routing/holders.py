@@ -38,7 +38,7 @@ FASTEST_TRANSFER_S = 1 / TRANSFER_TOKENS_PER_S
 MAX_SAMPLES, MIN_SAMPLES = 9, 3
 
 
-class Holder(NamedTuple, Generic[E]):
+class LikelyHolder(NamedTuple, Generic[E]):
     """An engine, or one of its data-parallel ranks, that is expected to hold the first `tokens` of
     a prompt."""
 
@@ -46,11 +46,11 @@ class Holder(NamedTuple, Generic[E]):
     tokens: int
 
 
-class Loan(Struct, Generic[E], frozen=True):
+class NamedHolders(Struct, Generic[E], frozen=True):
     """What one leg may borrow. The reader was expected to hold `own_tokens` of the prompt itself;
     `is_alone`: it had no other leg."""
 
-    holders: Sequence[Holder[E]]
+    holders: Sequence[LikelyHolder[E]]
     reader: E
     own_tokens: int
     is_alone: bool
@@ -88,7 +88,7 @@ class HolderFinder:
         query: RoutingQuery,
         expected_tokens: Callable[[E], int],
         now: float,
-    ) -> Loan[E] | None:
+    ) -> NamedHolders[E] | None:
         """Return what the reader may borrow of a prompt; None if no loan is worth it.
 
         `expected_tokens` returns how many tokens of the prompt an engine has by now, and 0 for an
@@ -103,7 +103,7 @@ class HolderFinder:
             self._lenders.clear()
             known = self._lenders.get(lenders)
         among, depth = known.all & ~self._index.bit(reader.name), len(chunks) + 1
-        found: list[tuple[float, Holder[E]]] = []
+        found: list[tuple[float, LikelyHolder[E]]] = []
         while among and len(found) < MAX_HOLDERS:
             depth, bits = self._index.longest(chunks, among, depth - 1)
             if depth * TOKENS_PER_CHUNK < least:
@@ -114,17 +114,19 @@ class HolderFinder:
                 tokens = expected_tokens(place)
                 saved = self._saved_seconds(reader, place, tokens - own_tokens, now)
                 if tokens >= least and saved > 0:
-                    found.append((saved, Holder(place, tokens)))
+                    found.append((saved, LikelyHolder(place, tokens)))
         if not found:
             return None
         found.sort(key=itemgetter(0), reverse=True)
         holders = [holder for _, holder in found[:MAX_HOLDERS]]
-        loan = Loan(holders, reader, own_tokens, not reader.total_legs)
+        loan = NamedHolders(holders, reader, own_tokens, not reader.total_legs)
         end = self._free_from(reader, holders[0].place, now) + loan.tokens * self._pace(now)
         self._free_at[reader.name] = self._free_at[holders[0].place.name] = end
         return loan
 
-    def note_answer(self, loan: Loan[E], query: RoutingQuery, cached_tokens: int | None) -> None:
+    def note_answer(
+        self, loan: NamedHolders[E], query: RoutingQuery, cached_tokens: int | None
+    ) -> None:
         """The reader had `cached_tokens` of the prompt when it began to compute. Holders that were
         expected to have twice as much have evicted it, or do not lend it."""
         if cached_tokens is None:
@@ -135,7 +137,7 @@ class HolderFinder:
                 self._index.drop(place.name, query.chunks, kept)
 
     def note_transfer(
-        self, loan: Loan[E], borrowed: int, computed: int, seconds: float, now: float
+        self, loan: NamedHolders[E], borrowed: int, computed: int, seconds: float, now: float
     ) -> None:
         """A reader that did nothing else borrowed and computed these tokens in these seconds."""
         token_s = loan.reader.prefill_rate.token_seconds

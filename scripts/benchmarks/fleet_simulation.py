@@ -19,7 +19,7 @@ from zlib import crc32
 
 from router.fleet.engine import EngineLoad
 from router.routing.chunk_index import ChunkIndex
-from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFinder, Loan
+from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
@@ -86,7 +86,7 @@ class Router:
         if task.loan is not None:
             task.load = max(1, task.load - task.loan.tokens)
 
-    def note_loan(self, task: Task, loan: Loan[Seen], now: float) -> None:
+    def note_loan(self, task: Task, loan: NamedHolders[Seen], now: float) -> None:
         """A prompt with a loan is computed."""
         had = task.cached + task.borrowed
         computed, seconds = task.job.tokens - had, now - task.job.arrived

@@ -20,7 +20,7 @@ from router.fleet.step_model import StepModel
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 if TYPE_CHECKING:
-    from router.routing.holders import Loan
+    from router.routing.holders import NamedHolders
     from router.routing.policy import RoutingQuery
     from scripts.benchmarks.fleet_simulation import Router, Seen
     from scripts.benchmarks.traces import Job
@@ -114,7 +114,7 @@ class Task:
     """The tokens for which the prompt counts as load, and below the seconds."""
     load_s: float = 0.0
     cached: int = 0
-    loan: Loan[Seen] | None = None
+    loan: NamedHolders[Seen] | None = None
     borrowed: int = 0
     """Prompt tokens that came from another engine's cache."""
     done: int = 0

@@ -10,7 +10,7 @@ from router.routing.holders import (
     MAX_HOLDERS,
     MIN_SAMPLES,
     HolderFinder,
-    Loan,
+    NamedHolders,
 )
 from router.routing.local_prefill import TRANSFER_TOKENS_PER_S
 from router.routing.policy import RoutingQuery
@@ -37,7 +37,7 @@ class Fleet:
     def expected(self, engine: Engine) -> int:
         return self.index.longest(PROMPT, self.index.bit(engine.name)).depth * TOKENS_PER_CHUNK
 
-    def find(self, now: float = 0.0, query: RoutingQuery = QUERY) -> Loan[Engine] | None:
+    def find(self, now: float = 0.0, query: RoutingQuery = QUERY) -> NamedHolders[Engine] | None:
         return self.finder.find(self.reader, self.lenders, query, self.expected, now)
 
 
