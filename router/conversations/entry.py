@@ -204,7 +204,10 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
         fields = asdict(self) | {"v": VERSION, "scope": asdict(self.scope)}
         fields["prompts"] = [asdict(one) for one in self.prompts]
         fields["whole"] = None if self.whole is None else asdict(self.whole)
-        return dumps(fields)
+        try:
+            return orjson.dumps(fields)
+        except orjson.JSONEncodeError:  # numbers that only `dumps` writes
+            return dumps(fields)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:

@@ -37,7 +37,7 @@ from router.http_client.sse import EVENT_ENDS, SseReader, end_of_last_event, say
 Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
 NO_ROOM = "large answers take all of --max-held-answers"
-# How much of a relayed body is kept for `tail`: the ends of its last blocks.
+# How much of a relayed body is kept as `recent`: the ends of its last blocks.
 LAST_BLOCKS = 4
 LAST_BLOCK_BYTES = 2048
 
@@ -79,7 +79,8 @@ class EngineAnswer:
     Times are seconds of `now`. The connection sets `status` (0 until the head is here), `headers`
     (lower-case names, without Content-Length if a length is announced), `length`,
     `is_event_stream` and, through `fail`, `error`. `first_body_at` is the time of the first body
-    byte. `is_complete`: the whole body was received.
+    byte. `is_complete`: the whole body was received. `recent` are the ends of the last blocks that
+    `relay` has passed on.
 
     The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
     body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
@@ -89,10 +90,10 @@ class EngineAnswer:
     """
 
     # No Struct, of which each assignment costs more: a stream's deadline is set with each chunk.
-    __slots__ = ("_connection", "_held", "_held_size", "_idle", "_latest", "_reader", "_recent",
-                 "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "deadlines",
-                 "error", "first_body_at", "headers", "is_complete", "is_event_stream", "length",
-                 "memory", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
+    __slots__ = ("_connection", "_held", "_held_size", "_idle", "_latest", "_reader", "_sink",
+                 "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "deadlines", "error",
+                 "first_body_at", "headers", "is_complete", "is_event_stream", "length", "memory",
+                 "recent", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class EngineAnswer:
         self._whole_limit: int | None = None
         self._sink: AnswerSink | None = None
         self._reader: SseReader | None = None
-        self._recent: deque[bytes] | None = None
+        self.recent: deque[bytes] | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header with this lower-case name."""
@@ -178,14 +179,14 @@ class EngineAnswer:
             if self.error is not None:
                 self._give_up(self.error)
                 return
-        if block and self._recent is not None:
-            self._recent.append(block[-LAST_BLOCK_BYTES:])
+        if block and self.recent is not None:
+            self.recent.append(block[-LAST_BLOCK_BYTES:])
         if self.tap is not None:
             if block := self.tap.passing(block, done):
                 sink.write(block, False)
         elif block or done:
             sink.write(block, done)
-        if done:
+        if done and self._waiter is not None:
             self._wake()
 
     def fail(self, error: UpstreamError) -> None:
@@ -292,11 +293,12 @@ class EngineAnswer:
         have ended. Raises UpstreamError; `sink` then never gets a last block.
         """
         self._sink, self._idle, self._latest = sink, idle, latest
-        self._recent = deque(maxlen=LAST_BLOCKS)
+        self.recent = deque(maxlen=LAST_BLOCKS)
         if self.is_event_stream and not self.is_complete:
             self._reader = SseReader()
         self.feed(self._take(), self.is_complete)
-        self.raise_if_failed()
+        if self.error is not None:
+            raise self.error
         if self.is_complete:
             return
         self.deadlines.watch(self)
@@ -306,15 +308,14 @@ class EngineAnswer:
         self.raise_if_failed()
 
     @property
-    def tail(self) -> bytes:
-        """The last few kilobytes that were relayed."""
-        return b"".join(self._recent or ())
-
-    @property
     def is_delivered(self) -> bool:
         """A stream's last event was passed on to a reader that keeps up. Clients disconnect once
         they have it, without waiting for the end of the body."""
-        return self.is_event_stream and not self._stalled and says_done(self.tail, True)
+        return (
+            self.is_event_stream
+            and not self._stalled
+            and says_done(b"".join(self.recent or ()), True)
+        )
 
     def pause(self) -> None:
         """Stop reading from the engine, because the reader's buffers are full."""

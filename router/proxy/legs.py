@@ -292,7 +292,7 @@ async def _decode_leg(
     is_passed = request.decode_only_reason == PASSED
     place: Place = engine
     rank_line = b""
-    if engine.ranks or reuse is not None:
+    if engine.ranks or (reuse is not None and reuse.rank is not None):
         place, rank_line = rank_of_leg(run, engine, DECODE)
     if accept is None:
         _note_decoder(run, engine, place, started)
@@ -333,6 +333,7 @@ async def _decode_leg(
             watch = _watch_for_load_failure(run, engine, answer)
         validator: StreamValidator | None = None
         content: Json | None = None
+        held = answer.peek()
         if answer.is_event_stream:
             validator = StreamValidator(
                 engine.role,
@@ -340,12 +341,13 @@ async def _decode_leg(
                 not is_passed,
                 request.is_several or request.decode_only_reason in SEVERAL_ANSWERS,
             )
-            if not validator.accepts(answer.peek()):
+            if not validator.accepts(held):
                 content = await _first_output(run, answer, validator)
         elif run.may_return or request.exchange.started or is_passed:
             content = await _partial_content(run, answer)
         else:
-            content = generation_content(answer, answer.peek())
+            content = generation_content(answer, held)
+        held = b""
         is_rejected = content is not None and _is_rejected(run, engine, answer, content, threshold)
         if queued is not None:
             queued.end()

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from router.common.exact_json import dumps
+from router.common.exact_json import dumps, loads
 from router.conversations.conversations import Turn
 from router.fleet.engine import DECODE, Engine
 from router.http_client.answer_limits import UNCOUNTED_BYTES, Reservation
@@ -106,7 +106,7 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
             record.stage, record.outcome = DONE, "ok"
         raise
     finally:
-        end = answer.tail
+        end = b"".join(answer.recent or ())
         if end.rfind(b'"usage"') >= 0:
             record.usage = stream_usage(end) if answer.is_event_stream else usage_in(end)
     if buffer is not None:
@@ -156,8 +156,11 @@ async def deliver_turn(
         return
     raw, given = answer.checked or await answer.read(limits.max_answer_size), answer.headers
     record.answer_end = raw[-USAGE_SEARCH_BYTES:]
-    content = parse_object(raw)
-    if content is None:
+    try:
+        content = loads(raw)
+    except orjson.JSONDecodeError:
+        content = None
+    if not isinstance(content, dict):
         raise BrokenAnswerError("an answer that is not a JSON object")
     if not answer.checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
