@@ -86,17 +86,17 @@ def number(value: object) -> Any:
     """Return a value inside an object or a list as a float, if it is a number that stayed text."""
     if type(value) is not Fragment:
         return value
-    return _number(orjson.dumps(value).decode())
+    return read_number(orjson.dumps(value).decode())
 
 
-def _number(text: str) -> float:
-    """`text` has a fraction or an exponent, or too many digits."""
+def read_number(text: str) -> float:
+    """Return a number that is written with a fraction or an exponent, or has too many digits."""
     as_float = float(text)
     # Python and orjson write a float alike, except for the form of an exponent.
     return as_float if repr(as_float) == text and "e" not in text else WrittenNumber(text)
 
 
-_decode = msgspec.json.Decoder(float_hook=_number).decode
+_decode = msgspec.json.Decoder(float_hook=read_number).decode
 _decode_large = msgspec.json.Decoder(float_hook=Fragment).decode
 
 
@@ -106,7 +106,7 @@ def _loads_slowly(raw: bytes) -> Any:
         raise orjson.JSONDecodeError("an integer has too many digits", "", 0)
     try:
         return json.loads(
-            raw.decode(), parse_float=_number, parse_int=_integer, parse_constant=_refuse
+            raw.decode(), parse_float=read_number, parse_int=_integer, parse_constant=_refuse
         )
     except (ValueError, RecursionError) as error:
         raise orjson.JSONDecodeError(str(error), "", 0) from None

@@ -44,6 +44,8 @@ from router.conversations.entry import (
     Entry,
     Prompt,
     PromptPrefix,
+    ReuseDecision,
+    decide_reuse,
     digest_answer,
     prompt_of,
 )
@@ -93,8 +95,8 @@ class Turn(Struct, eq=False):
     `session` identifies the conversation in all of its turns. `take_key` is the store key of the
     last turn's entry, None for a first turn; `other_key` is that of a turn that this one changes,
     where it extends none. `keep_key` is the key for this turn's entry, to which the answer is added
-    unless the request `is_named`. `recall` sets `recalled`, and `entry` to what the last turn left
-    for this one.
+    unless the request `is_named`. `recall` sets `recalled`, `entry` to what the last turn left for
+    this one, and `decision` to how much of it the prompt may use.
 
     `is_implicit`: the client sent no id, so only verified KV may be reused. `retains`: a next turn
     is expected. `sources` are the keys of this conversation in `ReturnTracker`.
@@ -111,6 +113,7 @@ class Turn(Struct, eq=False):
     retains: bool = True
     recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
+    decision: ReuseDecision | None = None
 
 
 class KeepOutcome(Struct, frozen=True):
@@ -293,12 +296,13 @@ class Conversations:
         if raw is None:
             return
         entry = Entry.from_bytes(raw)
+        decision = None if entry is None else decide_reuse(entry, turn.prompt)
         if entry is None:  # written by another version of the router
             turn.recalled = RecallOutcome.UNREADABLE
         elif entry.expires_at <= self._clock():
             turn.recalled = RecallOutcome.EXPIRED
         else:
-            turn.recalled, turn.entry = RecallOutcome.ENTRY, entry
+            turn.recalled, turn.entry, turn.decision = RecallOutcome.ENTRY, entry, decision
             turn.retains = True
             self._returns_in.note_return(turn.session)
             for source in turn.sources:

@@ -1,4 +1,11 @@
-"""Prompts as digests of their prefixes, and the entry that one turn leaves for the next.
+"""Prompts as digests of their prefixes, the entry that one turn leaves for the next, and how much
+of its KV the next prompt may use.
+
+Stock engines match KV by position and never compare tokens. A history that was edited, shortened or
+stripped of its reasoning would be answered from KV of other tokens, with status 200. So the router
+compares the messages with those of the last turn (`decide_reuse`). A prompt that does not extend
+them may only use the longest prefix that was a whole prompt before, never tokens that the last turn
+*generated*.
 
 A chat is counted in messages, a text in characters, a list of token ids in ids. Two prompts of the
 same kind with the same digest at `count` are equal up to there.
@@ -18,6 +25,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
+from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,10 +34,12 @@ import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from router.common.exact_json import dumps, loads
+from router.common.exact_json import NEGATIVE_ZERO, SLOW_LIMIT, dumps, loads, read_number
 from router.openai.answers import AnswerChoice, Json
 
 VERSION = 1
+# How a router writes an entry. Any other JSON is read with more care.
+ENTRY_START = b'{"v":%d,' % VERSION
 DIGEST_BYTES = 16
 SCOPE_DIGEST_BYTES = 8
 MAX_COUNT = 2**53
@@ -44,6 +54,9 @@ Digest = Annotated[str, Meta(max_length=2 * DIGEST_BYTES)]
 ScopeDigest = Annotated[str, Meta(max_length=2 * SCOPE_DIGEST_BYTES)]
 S = TypeVar("S", bound=Struct)
 
+# A prompt ends with the start of an answer, which templates write differently once the answer is
+# there; and text at its end may be tokenized differently. So the last tokens are never safe.
+UNSAFE_TAIL_TOKENS = 16
 MAX_REMEMBERED_MODEL_CHARS = 256
 ASSISTANT = "assistant"
 CACHE_MARK = "cache_control"
@@ -201,7 +214,7 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
-        fields = asdict(self) | {"v": VERSION, "scope": asdict(self.scope)}
+        fields = {"v": VERSION, **asdict(self), "scope": asdict(self.scope)}
         fields["prompts"] = [asdict(one) for one in self.prompts]
         fields["whole"] = None if self.whole is None else asdict(self.whole)
         try:
@@ -212,7 +225,61 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
         """Return None for anything that this version did not write; never raises."""
+        if raw.startswith(ENTRY_START) and len(raw) <= SLOW_LIMIT and not NEGATIVE_ZERO.search(raw):
+            try:
+                return _decode_entry(raw)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                pass
         return decode_versioned(raw, cls)
+
+
+_decode_entry = msgspec.json.Decoder(Entry, float_hook=read_number).decode
+
+
+class ReuseMatch(StrEnum):
+    """How a prompt relates to the retained KV: extends all of it, a prefix of it, or none."""
+
+    HIT = "hit"
+    CUT = "cut"
+    MISMATCH = "mismatch"
+
+
+class ReuseDecision(Struct, frozen=True):
+    """How much KV a prompt may use, and why not more.
+
+    `reason` is model, tools, template, reasoning, rendering or history; empty for a hit. `tokens`
+    is the number of leading tokens, all of them prompt before, that are certainly the same.
+    """
+
+    match: ReuseMatch
+    reason: str = ""
+    tokens: int = 0
+
+
+def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
+    """Decide how much of the entry's KV a request with this prompt may use."""
+    scope = prompt.scope
+    if scope.model != entry.scope.model:
+        return ReuseDecision(ReuseMatch.MISMATCH, "model")
+    if prompt.kind != entry.kind:
+        return ReuseDecision(ReuseMatch.MISMATCH, "history")
+    if scope.tools != entry.scope.tools:
+        return ReuseDecision(ReuseMatch.MISMATCH, "tools")
+    if scope.template != entry.scope.template:
+        return ReuseDecision(ReuseMatch.MISMATCH, "template")
+    tokens = 0
+    for prefix in entry.prompts:
+        if prefix.count <= prompt.traceless and prompt.extends(prefix):
+            tokens = max(tokens, (prefix.tokens or 0) - UNSAFE_TAIL_TOKENS)
+    if entry.whole is None or not prompt.extends(entry.whole):
+        reason = "history"
+    elif entry.inexact:
+        reason = entry.inexact
+    elif prompt.traceless < entry.whole.count:
+        reason = "reasoning"
+    else:
+        return ReuseDecision(ReuseMatch.HIT, "", tokens)
+    return ReuseDecision(ReuseMatch.CUT if tokens else ReuseMatch.MISMATCH, reason, tokens)
 
 
 def decode_versioned(raw: bytes, kind: type[S]) -> S | None:

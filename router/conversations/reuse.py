@@ -1,52 +1,24 @@
-"""How much of the KV that a conversation's last turn has left a request may use. No I/O.
+"""What a prefill engine may read of the KV that a conversation's last turn has left. No I/O.
 
-Stock engines match KV by position and never compare tokens. A history that was edited, shortened or
-stripped of its reasoning would be answered from KV of other tokens, with status 200. So the router
-compares the messages with those of the last turn (`decide_reuse`). A prompt that does not extend
-them may only use the longest prefix that was a whole prompt before, never tokens that the last turn
-*generated*. What a certain prefill engine may read of it depends on the engine (`TurnReuse.offer`).
+How much of it the prompt may use is decided by the messages (`entry.decide_reuse`). What a certain
+prefill engine may read depends on that engine (`TurnReuse.offer`).
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from msgspec import Struct
 
 from router.conversations.conversations import Turn
-from router.conversations.entry import MAX_COUNT, Entry, Prompt
+from router.conversations.entry import MAX_COUNT, Entry, ReuseDecision, ReuseMatch
 from router.fleet.capabilities import dp_rank_of, strip_dp_rank
 from router.fleet.engine import DECODE, PREFILL, Engine, Intent
 from router.fleet.fleet import Fleet
 from router.openai.answers import Json
 from router.routing.policy import LoadBound
 
-# A prompt ends with the start of an answer, which templates write differently once the answer is
-# there; and text at its end may be tokenized differently. So the last tokens are never safe.
-UNSAFE_TAIL_TOKENS = 16
 BLOCK_SIZES = tuple(2**power for power in range(11))
 # Reasons of a ReuseDecision that a prefill engine detects when it compares prefix hashes.
 FOUND_BY_PREFIX_HASHES = ("history", "reasoning", "rendering")
-
-
-class ReuseMatch(StrEnum):
-    """How a prompt relates to the retained KV: extends all of it, a prefix of it, or none."""
-
-    HIT = "hit"
-    CUT = "cut"
-    MISMATCH = "mismatch"
-
-
-class ReuseDecision(Struct, frozen=True):
-    """How much KV a prompt may use, and why not more.
-
-    `reason` is model, tools, template, reasoning, rendering or history; empty for a hit. `tokens`
-    is the number of leading tokens, all of them prompt before, that are certainly the same.
-    """
-
-    match: ReuseMatch
-    reason: str = ""
-    tokens: int = 0
 
 
 class TurnOffer(Struct, frozen=True):
@@ -127,10 +99,10 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
 
     `bound` limits the load up to which the decode engine of the last turn is preferred.
     """
-    entry = turn.entry
-    if entry is None:
+    entry, decision = turn.entry, turn.decision
+    if entry is None or decision is None:
         return TurnReuse(turn, unproven, turn.recalled)
-    decision, engine_id = decide_reuse(entry, turn.prompt), entry.params.get("remote_engine_id")
+    engine_id = entry.params.get("remote_engine_id")
     decoder = fleet.find_alive(entry.decoder)
     if decoder is None or decoder.role is PREFILL or decoder.lost_at >= entry.created_at:
         return TurnReuse(turn, unproven, "decoder_gone")
@@ -158,32 +130,6 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
         cached_share=entry.size / max(1, turn.prompt.size) if extends else 0.0,
         rank=_rank_in(engine_id, decoder) if len(decoder.capabilities.rank_endpoints) > 1 else None,
     )
-
-
-def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
-    """Decide how much of the entry's KV a request with this prompt may use."""
-    scope = prompt.scope
-    if scope.model != entry.scope.model:
-        return ReuseDecision(ReuseMatch.MISMATCH, "model")
-    if prompt.kind != entry.kind:
-        return ReuseDecision(ReuseMatch.MISMATCH, "history")
-    if scope.tools != entry.scope.tools:
-        return ReuseDecision(ReuseMatch.MISMATCH, "tools")
-    if scope.template != entry.scope.template:
-        return ReuseDecision(ReuseMatch.MISMATCH, "template")
-    tokens = 0
-    for prefix in entry.prompts:
-        if prefix.count <= prompt.traceless and prompt.extends(prefix):
-            tokens = max(tokens, (prefix.tokens or 0) - UNSAFE_TAIL_TOKENS)
-    if entry.whole is None or not prompt.extends(entry.whole):
-        reason = "history"
-    elif entry.inexact:
-        reason = entry.inexact
-    elif prompt.traceless < entry.whole.count:
-        reason = "reasoning"
-    else:
-        return ReuseDecision(ReuseMatch.HIT, "", tokens)
-    return ReuseDecision(ReuseMatch.CUT if tokens else ReuseMatch.MISMATCH, reason, tokens)
 
 
 def truncate_params(params: Json, tokens: int) -> Json | None:

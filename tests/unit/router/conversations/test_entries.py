@@ -16,8 +16,14 @@ from router.conversations.conversations import (
     RecallOutcome,
     Turn,
 )
-from router.conversations.entry import Entry, PromptPrefix, ReuseScope, prompt_of
-from router.conversations.reuse import decide_reuse, truncate_params
+from router.conversations.entry import (
+    Entry,
+    PromptPrefix,
+    ReuseScope,
+    decide_reuse,
+    prompt_of,
+)
+from router.conversations.reuse import truncate_params
 from router.conversations.store import MemoryStore
 from router.openai.answers import read_choice
 from tests.unit.router.conversations.store_wrapper import StoreWrapper

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from router.conversations.conversations import Conversations
-from router.conversations.entry import Entry, prompt_of
-from router.conversations.reuse import (
+from router.conversations.entry import (
     UNSAFE_TAIL_TOKENS,
+    Entry,
     ReuseMatch,
     decide_reuse,
-    truncate_params,
+    prompt_of,
 )
+from router.conversations.reuse import truncate_params
 from router.conversations.store import MemoryStore
 from router.openai.answers import AnswerChoice, read_choice, read_streamed_choice
 
