@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from random import getrandbits
 from time import monotonic as now
 
-from router.auth.api_keys import without_credentials
 from router.auth.authenticator import QuotaPermit
 from router.conversations.conversations import Conversations, Turn
 from router.conversations.reuse import find_reuse
@@ -15,10 +16,10 @@ from router.http_client.errors import AnswersFullError, ReaderStalledError
 from router.openai import errors
 from router.proxy import key_limits, messages, strategies
 from router.proxy.admission import EngineSlot
-from router.proxy.exchange import CorsExchange, Exchange, cors_headers
+from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
-from router.proxy.messages import LegBodies, RawBody
+from router.proxy.messages import REQUEST_ID, LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
 from router.proxy.request import (
@@ -33,10 +34,10 @@ from router.proxy.resume import ResumeState
 from router.proxy.run import AnswersHeld, Run
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
-from router.telemetry.tracing import without_trace_headers
 
 logger = logging.getLogger("disagg_router.proxy")
 BodyReader = Callable[[Request, Gateway], Awaitable[None]]
+VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
 CLIENT_CLOSED_REQUEST = 499  # never sent: nginx's status for access logs and metrics
 
 
@@ -71,6 +72,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
         if limits.stream_heartbeat and request.body.get("stream"):
             request.exchange = HeartbeatExchange(request, limits)
+        request.shared_headers += messages.header_lines(exchange.headers, gateway.not_to_engine)
         bodies = RawBody(request.form_body) if request.form else LegBodies(request.body)
 
         # Plan, after a wait for a place at engines that have limits.
@@ -112,40 +114,47 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             request.exchange.close()
         if permit is not None and gateway.authenticator is not None:
             key_limits.release_permit(request, permit, gateway.authenticator)
-        _close_record(request.record, gateway)
+        request.record.ended = now()
+        gateway.records.add(request.record)
+        if gateway.watch is not None:
+            gateway.watch.closed(request.record)
 
 
 async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
     """Answer with `error` a request that was not received completely."""
     request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
-    _close_record(request.record, gateway)
+    request.record.ended = now()
+    gateway.records.add(request.record)
+    if gateway.watch is not None:
+        gateway.watch.closed(request.record)
+
+
+def read_request_id(headers: Sequence[Header]) -> str:
+    """Return the client's first valid X-Request-Id, or else a new id."""
+    if REQUEST_ID in dict(headers):
+        for name, value in headers:
+            if name == REQUEST_ID and VALID_REQUEST_ID.fullmatch(value):
+                return value.decode()
+    return getrandbits(128).to_bytes(16, "big").hex()
 
 
 def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     latest = exchange.arrived + gateway.limits.request_timeout
     if gateway.limits.cors_origins:
-        lines = cors_headers(exchange.headers, gateway.limits.cors_origins)
-        exchange = CorsExchange(exchange, lines) if lines else exchange
-    given = exchange.headers
-    if gateway.hides_credentials:
-        given = without_credentials(given)
-    if gateway.tracer is None:
-        request_id, shared_headers = messages.read_client_headers(given)
-        record = Record(exchange.endpoint, exchange.arrived, request_id)
-    else:
-        request_id, shared_headers = messages.read_client_headers(without_trace_headers(given))
-        record = Record(exchange.endpoint, exchange.arrived, request_id)
+        added = cors_headers(exchange.headers, gateway.limits.cors_origins)
+        exchange = CorsExchange(exchange, added) if added else exchange
+    record = Record(exchange.endpoint, exchange.arrived, read_request_id(exchange.headers))
+    lines = gateway.engine_line
+    if gateway.tracer is not None:
         trace = gateway.tracer.begin(exchange.headers, exchange.endpoint, now())
         if trace.is_sampled:
             record.trace = trace
         else:  # all legs share the request's span
-            shared_headers = trace.header_lines(trace.span_id) + shared_headers
-    if gateway.engine_line:
-        shared_headers += gateway.engine_line
+            lines = trace.header_lines(trace.span_id) + lines
     if gateway.watch is not None:
         gateway.watch.opened(record)
-    return Request(exchange, record, shared_headers, latest, next_number())
+    return Request(exchange, record, lines, latest, next_number())
 
 
 def _note_disconnect(record: Record, metrics: Metrics) -> None:
@@ -239,16 +248,3 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
     else:
         record.outcome = "broken_stream"
         exchange.abort()
-
-
-def _close_record(record: Record, gateway: Gateway) -> None:
-    record.ended, metrics = now(), gateway.metrics
-    metrics.requests.count(record)
-    if record.conversation:
-        metrics.conversation_turns.add((record.conversation, record.conversation_reason))
-        metrics.conversation_tokens.add((), record.offered_tokens)
-    if record.kept:
-        metrics.conversation_kept.add((record.kept,))
-    gateway.records.add(record)
-    if gateway.watch is not None:
-        gateway.watch.closed(record)

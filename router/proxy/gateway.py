@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from router.auth.api_keys import ApiKey
+from router.auth.api_keys import CREDENTIALS, ApiKey
 from router.auth.authenticator import Authenticator
 from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, EngineRole
@@ -24,6 +24,7 @@ from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
+from router.proxy.messages import NOT_TO_ENGINE
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.release import KvReleaser
 from router.proxy.request import Request
@@ -38,7 +39,7 @@ from router.settings import Settings, read_secret
 from router.telemetry.logs import LogOnce, LogThrottle, is_short, write_lines
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record, RecordBatches, RecordReader
-from router.telemetry.tracing import FLUSH_TIMEOUT_S, Tracer
+from router.telemetry.tracing import FLUSH_TIMEOUT_S, TRACE_HEADERS, Tracer
 
 # A prefill engine works on one prompt at a time, so a second request there has to wait already.
 PREFILL_LOAD_FLOOR = 2
@@ -134,7 +135,9 @@ class RouteFinder:
     def pools(self, request: Request) -> Sequence[GroupPool]:
         """Return the groups that serve the request's model. Raises UnknownModelError,
         NoEngineError."""
-        pools = self._fleet.snapshot.pools(request.model)
+        snapshot, model = self._fleet.snapshot, request.model
+        pools = snapshot.by_model.get(model) if type(model) is str else None
+        pools = pools or snapshot.pools(model)
         if pools:
             return pools
         if self._fleet.may_serve(request.model):
@@ -328,6 +331,12 @@ class Gateway:
         shown = b"" if secret is None else secret.encode()
         self.engine_line = b"authorization: Bearer %b\r\n" % shown if shown else b""
         self.hides_credentials = authenticator is not None or secret is not None
+        # With a tracer, each leg has trace headers of its own.
+        self.not_to_engine = NOT_TO_ENGINE
+        if self.hides_credentials:
+            self.not_to_engine |= CREDENTIALS
+        if tracer is not None:
+            self.not_to_engine |= TRACE_HEADERS
         self.tasks = RequestTasks()
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         # What other dialects than chat completions cannot translate and leave out.
@@ -363,7 +372,7 @@ class Gateway:
         # The short access log reports how much KV was moved, from the params of each request.
         self.logs_moved_blocks = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
-        self.records = RecordBatches(readers)
+        self.records = RecordBatches(readers, on_ended=metrics.requests.count)
 
     def tune(self, settings: Settings) -> None:
         """Apply the settings that may change while requests run. They hold for new requests."""

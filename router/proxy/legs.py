@@ -187,6 +187,7 @@ async def _prefill_leg(
         if raw is None:
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
+        answer = None  # it is complete
 
         # The engine has answered: take its params, and learn from what it reports.
         prefilled = PrefillAnswer(raw)

@@ -15,7 +15,7 @@ traceparent of its own, below the client's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import count
 from operator import itemgetter
 from random import getrandbits
@@ -219,7 +219,6 @@ def error_text(answer: bytes) -> str:
 
 
 REQUEST_ID = b"x-request-id"
-VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
 # Hop-by-hop headers. The Connection header may name further ones.
 HOP_BY_HOP = frozenset(
     (
@@ -267,20 +266,14 @@ NOT_TO_CLIENT = (
 )
 
 
-def read_client_headers(headers: Sequence[Header]) -> tuple[str, bytes]:
-    """Return the request's id and the header lines that both legs share.
-
-    The id is the client's first valid X-Request-Id, or else a new one.
-    """
-    names, request_id = dict(headers), ""
-    if REQUEST_ID in names:
-        ids = [value for name, value in headers if name == REQUEST_ID]
-        request_id = next((one.decode() for one in ids if VALID_REQUEST_ID.fullmatch(one)), "")
+def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_ENGINE) -> bytes:
+    """Return the lines of the client's headers that both legs share, without those `dropped`."""
+    names = dict(headers)
     if b"connection" in names:
         headers = _without_connection_headers(headers)
-    lines = [b": ".join(header) for header in headers if header[0] not in NOT_TO_ENGINE]
+    lines = [b": ".join(header) for header in headers if header[0] not in dropped]
     lines.append(b"")
-    return request_id or getrandbits(128).to_bytes(16, "big").hex(), b"\r\n".join(lines)
+    return b"\r\n".join(lines)
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
@@ -324,7 +317,7 @@ def leg_message(
 ) -> bytes:
     """Return a complete HTTP request for an engine.
 
-    `shared` are the header lines of `read_client_headers`, `content` the halves of the body. `form`
+    `shared` are the lines of `header_lines`, `content` the halves of the body. `form`
     is the Content-Type of a body that is not JSON.
     """
     start, end = content

@@ -258,7 +258,7 @@ async def _keep(
     if request.record.ended is None:
         request.record.kept = kept
     else:  # its client left before the end
-        gateway.metrics.conversation_kept.add((kept,))
+        gateway.metrics.requests.conversation_kept.add((kept,))
 
 
 def note_first_byte(run: Run, answer: EngineAnswer) -> None:

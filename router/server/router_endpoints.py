@@ -36,6 +36,7 @@ from router.openai.errors import (
 )
 from router.openai.responses import RESPONSES_PATH
 from router.proxy import messages
+from router.proxy.dispatch import read_request_id
 from router.proxy.gateway import Gateway
 from router.proxy.key_limits import acquire_permit
 from router.proxy.model_aliases import ModelAliases
@@ -201,7 +202,7 @@ async def update_adapters(request: Request) -> Response:
     given = request.scope["headers"]
     if gateway.hides_credentials:
         given = without_credentials(given)
-    request_id, shared = messages.read_client_headers(given)
+    request_id, shared = read_request_id(given), messages.header_lines(given)
     record = Record(request.scope["path"], now(), request_id, flow="adapters")
     key: ApiKey | None = request.scope.get(CALLER)
     record.key = "" if key is None else key.name

@@ -117,19 +117,6 @@ class Metrics:
         self.decode_only = made.counter(
             "decode_only{reason}", "Requests that a decode engine served alone."
         )
-        self.conversation_turns = made.local_counter(
-            "conversation_turns{outcome,reason}",
-            "Turns of conversations, by whether the last turn's KV was reused, and why not.",
-        )
-        self.conversation_tokens = made.local_counter(
-            "conversation_tokens_offered",
-            "Tokens of last turns that prefill engines could pull from decode engines.",
-        )
-        self.conversation_tokens.add((), 0)  # the sample exists from the start
-        self.conversation_kept = made.local_counter(
-            "conversation_kept{outcome}",
-            "Finished turns, by whether they left KV for the next turn.",
-        )
         self.conversation_entries = made.gauge("conversation_entries", "Turns in the memory store.")
         self.conversation_store_errors = made.counter(
             "conversation_store_errors{operation,result}",

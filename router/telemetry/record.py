@@ -243,16 +243,21 @@ RecordReader = Callable[[Sequence[Record]], None]
 
 
 class RecordBatches:
-    """Passes the records of ended requests to `readers`, many together.
+    """Passes the records of ended requests to `readers`, many together, and each record to
+    `on_ended` at once.
 
     Batches make each record cheaper, and the work happens when no client waits for it. An exception
     in one reader does not affect the others.
     """
 
     def __init__(
-        self, readers: Sequence[RecordReader], max_delay_s: float = MAX_BATCH_DELAY_S
+        self,
+        readers: Sequence[RecordReader],
+        max_delay_s: float = MAX_BATCH_DELAY_S,
+        on_ended: Callable[[Record], None] | None = None,
     ) -> None:
         self._readers = [*readers]
+        self.on_ended = on_ended
         self._max_delay_s = max_delay_s
         self._ended: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -262,6 +267,8 @@ class RecordBatches:
         self._readers.append(reader)
 
     def add(self, record: Record) -> None:
+        if self.on_ended is not None:
+            self.on_ended(record)
         self._ended.append(record)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.flush)

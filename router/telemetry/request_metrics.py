@@ -246,6 +246,19 @@ class RequestMetrics:
             "queue_seconds",
             "Time that queued requests waited for a slot, whether they got one or not.",
         ).series()
+        self.conversation_turns = registry.local_counter(
+            "conversation_turns{outcome,reason}",
+            "Turns of conversations, by whether the last turn's KV was reused, and why not.",
+        )
+        self.conversation_tokens = registry.local_counter(
+            "conversation_tokens_offered",
+            "Tokens of last turns that prefill engines could pull from decode engines.",
+        )
+        self.conversation_tokens.add((), 0)  # the sample exists from the start
+        self.conversation_kept = registry.local_counter(
+            "conversation_kept{outcome}",
+            "Finished turns, by whether they left KV for the next turn.",
+        )
         self._model_requests = registry.local_counter(
             "model_requests{model,group,outcome}", "Finished requests, by outcome."
         )
@@ -287,6 +300,11 @@ class RequestMetrics:
             self.ttft_seconds.observe(record.first_byte - record.started)
             if record.decode_started is not None:
                 self.decode_first_byte_seconds.observe(record.first_byte - record.decode_started)
+        if record.conversation:
+            self.conversation_turns.add((record.conversation, record.conversation_reason))
+            self.conversation_tokens.add((), record.offered_tokens)
+        if record.kept:
+            self.conversation_kept.add((record.kept,))
 
     def add_records(self, ended: Sequence[Record]) -> None:
         """Count requests that have ended by model and group."""

@@ -35,7 +35,7 @@ FLUSH_TIMEOUT_S = 2.0
 # Each waiting batch has at most some hundreds of records.
 MAX_WAITING_BATCHES = 16
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
-NAMES = frozenset((TRACEPARENT, TRACESTATE))
+TRACE_HEADERS = frozenset((TRACEPARENT, TRACESTATE))
 SHAPE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{1,256}")
 RANDOM = 0x02
@@ -140,7 +140,7 @@ def is_missing() -> bool:
 
 def parent_in(headers: Iterable[Header]) -> ParentSpan | None:
     """Return the client's span, or None if its traceparent is missing or invalid."""
-    found_headers = [header for header in headers if header[0] in NAMES]
+    found_headers = [header for header in headers if header[0] in TRACE_HEADERS]
     if not found_headers:
         return None
     given = [value for name, value in found_headers if name == TRACEPARENT]
@@ -155,13 +155,6 @@ def parent_in(headers: Iterable[Header]) -> ParentSpan | None:
     state = b",".join(value.strip() for name, value in found_headers if name == TRACESTATE)
     known = int(flags, 16) & (SAMPLED | RANDOM)
     return ParentSpan(int(trace_id, 16), int(span_id, 16), known, _valid_state(state))
-
-
-def without_trace_headers(headers: Sequence[Header]) -> Sequence[Header]:
-    """Return `headers` without traceparent and tracestate."""
-    if NAMES.isdisjoint([name for name, _ in headers]):
-        return headers
-    return [header for header in headers if header[0] not in NAMES]
 
 
 def _valid_state(state: bytes) -> str:

@@ -171,8 +171,8 @@ class SnapshotSource:
             refusals=list(feed.refusals(now())),
             checks=run_checks(gateway.fleet, registry, self._files, self._certificates),
             outcomes=outcomes,
-            turns=_by_name(metrics.conversation_turns.counts()),
-            kept=_by_name(metrics.conversation_kept.counts()),
+            turns=_by_name(metrics.requests.conversation_turns.counts()),
+            kept=_by_name(metrics.requests.conversation_kept.counts()),
             entries=entries,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import Mock
 
@@ -144,6 +145,7 @@ async def test_a_turn_that_was_taken_and_cannot_be_planned_is_given_back(
 
         pools = Mock(side_effect=[known.pools("m"), ()])
         any_model, context_lengths = known.any_model, known.context_lengths
+        by_model: Mapping[str, object] = {}
 
     monkeypatch.setattr(router.gateway.fleet, "snapshot", Going())
     await next_turn(router, 503)
