@@ -301,7 +301,6 @@ class EngineAnswer:
             raise self.error
         if self.is_complete:
             return
-        self.deadlines.watch(self)
         if not self._stalled:
             self._connection.resume()
         await self._new_waiter()

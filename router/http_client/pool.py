@@ -225,6 +225,7 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop, limits = asyncio.get_running_loop(), self._limits
+        self._deadlines.start(loop)
         attempt = ConnectAttempt(
             self._host, self._port, deadline, limits.connect_timeout_s, self._tls
         )

@@ -242,6 +242,7 @@ class Admission:
             self.admit_waiting()
         self._shed(queued)
         if not queued.outcome.done():
+            self._deadlines.start(request.exchange.loop)
             self._deadlines.watch(queued)
         try:
             outcome = await queued.outcome

@@ -143,6 +143,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
+        deadlines.start(loop)
         tasks = [loop.create_task(registry.run()), loop.create_task(prober.run())]
         tasks += [loop.create_task(file.run()) for file in watched.values()]
         if authenticator is not None:

@@ -197,18 +197,17 @@ class RequestReader:
 
     def on_body(self, piece: bytes) -> None:
         self._overhead = 0
-        current, held = self._current, self._gateway.memory.bodies
+        current = self._current
         if current is None or self.is_closed:
             return
-        size = current.size + len(piece)
-        if size > self._gateway.limits.max_body_size:
-            self.refuse(self._body_too_large())
-        elif not held.has_room(len(piece)):
-            self.refuse(too_many_held_bodies())
-        else:
-            current.size = size
-            held.size += len(piece)
-            current.pieces.append(piece)
+        size, more = current.size + len(piece), len(piece)
+        error = self._size_error(size, more)
+        if error is not None:
+            self.refuse(error)
+            return
+        current.size = size
+        self._gateway.memory.bodies.size += more
+        current.pieces.append(piece)
 
     def on_message_complete(self) -> None:
         current = self._current
@@ -231,10 +230,10 @@ class RequestReader:
     ) -> bool:
         """Accept a request with the same head as the one before, if its body fits the limits."""
         endpoint, target = line
-        size, held = len(body), self._gateway.memory.bodies
-        if size > self._gateway.limits.max_body_size or not held.has_room(size):
+        size = len(body)
+        if self._size_error(size, size) is not None:
             return False
-        held.size += size
+        self._gateway.memory.bodies.size += size
         self.requests.append(
             IncomingRequest(endpoint, b"POST", target, headers, True, True, body, size, True)
         )
@@ -276,18 +275,21 @@ class RequestReader:
         size = int(current.header(b"content-length") or b"0")
         if isinstance(current.caller, str):
             self.refuse(UnauthorizedError(current.caller))
-        elif size > gateway.limits.max_body_size:
-            self.refuse(self._body_too_large())
-        elif not gateway.memory.bodies.has_room(size - current.size):
-            self.refuse(too_many_held_bodies())
+        elif (error := self._size_error(size, size - current.size)) is not None:
+            self.refuse(error)
 
     def _head_too_large(self) -> HeadTooLargeError:
         limit = self._gateway.limits.max_header_size
         return HeadTooLargeError(f"the head is larger than {limit:d} bytes")
 
-    def _body_too_large(self) -> BodyTooLargeError:
-        limit = self._gateway.limits.max_body_size
-        return BodyTooLargeError(f"the body is larger than {limit:d} bytes")
+    def _size_error(self, size: int, more: int) -> RequestError | None:
+        """Return why a body of `size` bytes is refused, of which `more` are not held yet."""
+        limit, held = self._gateway.limits.max_body_size, self._gateway.memory.bodies
+        if size > limit:
+            return BodyTooLargeError(f"the body is larger than {limit:d} bytes")
+        if held.limit and held.size + more > held.limit:
+            return too_many_held_bodies()
+        return None
 
 
 def _proxied_endpoint(target: bytes) -> str | None:
