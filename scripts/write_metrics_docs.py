@@ -10,8 +10,9 @@ import re
 import textwrap
 from pathlib import Path
 
+from router.telemetry.metric_types import MetricDescription
 from router.telemetry.metrics import Metrics
-from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER, MetricDescription
+from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
 ADVICE = re.compile(r"^### `(\w+)`\n\n[^#]*\n\n([^#]+?)\n(?=\n#|\Z)", re.MULTILINE)

@@ -32,8 +32,8 @@ class Expiring(Protocol):
 class Deadlines:
     """Watch deadlines to within `tick` seconds, or longer for thousands of objects.
 
-    Nearly all deadlines are met. So watching an object costs next to nothing, and a timer that always
-    runs looks at all objects.
+    Nearly all deadlines are met. So watching an object costs next to nothing, and a timer that
+    always runs looks at all objects.
     """
 
     def __init__(self, tick: float = TICK_S) -> None:

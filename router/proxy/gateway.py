@@ -38,7 +38,8 @@ from router.routing.route import POLICIES, PREFILL_POLICIES, GroupPolicies, Rout
 from router.settings import Settings, read_secret
 from router.telemetry.logs import LogOnce, LogThrottle, is_short, write_lines
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record, RecordBatches, RecordReader
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import RecordBatches, RecordReader
 from router.telemetry.tracing import FLUSH_TIMEOUT_S, TRACE_HEADERS, Tracer
 
 # A prefill engine works on one prompt at a time, so a second request there has to wait already.
@@ -372,7 +373,7 @@ class Gateway:
         # The short access log reports how much KV was moved, from the params of each request.
         self.logs_moved_blocks = settings.access_log and is_short(settings.log_format)
         self.tracer = tracer
-        self.records = RecordBatches(readers, on_ended=metrics.requests.count)
+        self.records = RecordBatches(readers)
 
     def tune(self, settings: Settings) -> None:
         """Apply the settings that may change while requests run. They hold for new requests."""

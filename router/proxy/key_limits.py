@@ -18,7 +18,8 @@ from router.proxy.exchange import (
 )
 from router.proxy.request import Request
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record, tokens_of
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import tokens_of
 
 LIMIT_PREFIX = b"x-ratelimit-"
 # Fields for the length of an answer, and the largest length that counts as valid.

@@ -56,7 +56,8 @@ from router.proxy.retry import LegError
 from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
 from router.routing.local_prefill import QueuedPrefill
-from router.telemetry.record import Record, TracedLeg, tokens_in, usage_in
+from router.telemetry.record import Record, TracedLeg
+from router.telemetry.request_metrics import tokens_in, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers

@@ -55,7 +55,7 @@ from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 from router.telemetry.logs import LogThrottle
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import USAGE_SEARCH_BYTES, usage_in
+from router.telemetry.request_metrics import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
 PARAMS_KEY = b'"kv_transfer_params"'

@@ -51,8 +51,8 @@ from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
 from router.settings import BrokenFileError, Settings, SettingsError, read_secret
+from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
-from router.telemetry.request_metrics import Reading
 from router.telemetry.tracing import tracer_of
 from router.ui.hub import DashboardHub
 from router.ui.site import dashboard_routes

@@ -225,7 +225,6 @@ async def update_adapters(request: Request) -> Response:
         raise
     finally:
         record.ended = now()
-        gateway.metrics.requests.count(record)
         gateway.records.add(record)
     answer.headers["x-request-id"] = request_id
     return answer
@@ -339,7 +338,9 @@ async def ready(request: Request) -> Response:
     "/metrics", summary="Prometheus metrics", tags=["Operations"], response_class=Response
 )
 async def metrics(request: Request) -> Response:
-    content = await asyncio.to_thread(state_of(request.app).exposition)
+    state = state_of(request.app)
+    state.gateway.records.flush()
+    content = await asyncio.to_thread(state.exposition)
     return Response(content, headers={"content-type": CONTENT_TYPE})
 
 

@@ -253,6 +253,7 @@ class AccessLine(Struct, frozen=True):
 
     def _fields(self) -> AccessFields:
         r = self._record
+        started, prefilled, first, end = r.started, r.prefill_done, r.first_byte, r.ended
         return AccessFields(
             REQUEST_ENDED,
             r.request_id,
@@ -269,17 +270,13 @@ class AccessLine(Struct, frozen=True):
             r.borrowed_tokens,
             r.retries,
             r.resumes,
-            _milliseconds(r, r.prefill_done),
-            _milliseconds(r, r.first_byte),
-            _milliseconds(r, r.ended),
+            None if prefilled is None else int((prefilled - started) * 1000 + 0.5),
+            None if first is None else int((first - started) * 1000 + 0.5),
+            None if end is None else int((end - started) * 1000 + 0.5),
             *r.tokens,
             r.stage,
             r.error,
         )
-
-
-def _milliseconds(record: Record, moment: float | None) -> int | None:
-    return None if moment is None else int((moment - record.started) * 1000 + 0.5)
 
 
 def _engines(r: Record) -> str:

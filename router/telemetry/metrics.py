@@ -9,7 +9,8 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from router.telemetry.request_metrics import MetricRegistry, RequestMetrics
+from router.telemetry.metric_types import MetricRegistry
+from router.telemetry.request_metrics import RequestMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -1,219 +1,143 @@
-"""Metrics of ended requests, and types of metrics that cost little on a request's path.
+"""What is made of requests' records: token counts, and metrics of requests that have ended.
 
-`LocalCounter` and the histograms are incremented by the event loop's thread alone, without a lock,
-and are read by any thread. They become Prometheus samples only when they are read.
+Token counts are those that engines report. The router does not parse an answer for them: it
+searches for the usage object by name near the end. A model's text cannot be mistaken for it,
+because quotes inside of JSON strings are escaped.
 
-Metrics by model and group are counted in batches after requests have ended. A model's name comes
-from the client, so only names that the fleet serves become labels, and only a bounded number of
-pairs of a model and a group; everything else is counted as "other".
+A model's name comes from the client, so only names that the fleet serves become labels, and only a
+bounded number of pairs of a model and a group; everything else is counted as "other".
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import NamedTuple, TypeVar
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
+from typing import Annotated
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.registry import Collector
+import msgspec
 
-from router.telemetry.record import Record
+from router.telemetry.metric_types import MetricRegistry
+from router.telemetry.record import UNKNOWN, Record, Tokens
 
-PREFIX = "disagg_router_"
+logger = logging.getLogger("disagg_router")
+MAX_BATCH_DELAY_S = 0.1
+MAX_BATCH_RECORDS = 512
+USAGE_NAME = b'"usage":'
+# The usage object begins at most this far from the answer's end.
+USAGE_SEARCH_BYTES = 8192
+MAX_USAGE_BYTES = 512
+MAX_SPACES = 1
 MAX_LABEL_PAIRS = 64
 MAX_UNSORTED = 1024
 OTHER = "other"
-LATENCY_BUCKETS_S = (
-    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1, 2.5, 5, 10, 30, 60, 120, 300, 600),
-)
 ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03),
     *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1),
 )
-Labels = tuple[str | int, ...]
-Reading = tuple[Labels, float]
-T = TypeVar("T", bound=Collector)
+Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
+RecordReader = Callable[[Sequence[Record]], None]
 
 
-class CallbackMetric(Collector):
-    """A gauge or counter whose samples `read` returns whenever the metric is collected.
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: Count | None = None
 
-    `read` yields the labels' values, in the order of the labels, and the sample's value. Use it for
-    things that come and go, such as engines: a removed engine leaves no sample behind.
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+_decode = msgspec.json.Decoder(_Usage).decode
+
+
+def usage_in(answer: bytes) -> bytes:
+    """Return the last usage object of an answer as bytes, or b"" if there is none."""
+    at = answer.rfind(USAGE_NAME, -USAGE_SEARCH_BYTES)
+    if at < 0:
+        return b""
+    start = answer.find(b"{", at, at + len(USAGE_NAME) + MAX_SPACES + 1)
+    if start < 0:
+        return b""
+    latest = start + MAX_USAGE_BYTES
+    end = answer.find(b"}", start, latest) + 1
+    if answer.find(b"{", start + 1, end) >= 0:
+        end = _end_of(answer, start, end, latest)
+    return answer[start:end] if end else b""
+
+
+def tokens_of(record: Record) -> Tokens:
+    """Return the tokens by the decode engine, else by the prefill engine; the request may run."""
+    usage = record.usage or usage_in(record.answer_end)
+    tokens = tokens_in(usage) if usage else UNKNOWN
+    if tokens.prompt is None and record.prefill_usage:
+        prefilled = tokens_in(record.prefill_usage)
+        tokens = Tokens(prefilled.prompt, tokens.completion, prefilled.cached)
+    return tokens
+
+
+def tokens_in(usage: bytes) -> Tokens:
+    """Parse one usage object; an invalid one has no known tokens."""
+    try:
+        reported = _decode(usage)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return UNKNOWN
+    details = reported.prompt_tokens_details
+    cached = reported.cached_tokens if details is None else details.cached_tokens
+    return Tokens(reported.prompt_tokens, reported.completion_tokens, cached)
+
+
+def _end_of(answer: bytes, start: int, end: int, latest: int) -> int:
+    """Return the end of an object that contains objects but no braces in text, or 0."""
+    while end and answer.count(b"{", start, end) != answer.count(b"}", start, end):
+        end = answer.find(b"}", end, latest) + 1
+    return end
+
+
+class RecordBatches:
+    """Passes the records of ended requests to `readers`, many together.
+
+    Batches make each record cheaper, and the work happens when no client waits for it. An exception
+    in one reader does not affect the others.
     """
 
     def __init__(
-        self,
-        family: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        labels: Sequence[str],
+        self, readers: Sequence[RecordReader], max_delay_s: float = MAX_BATCH_DELAY_S
     ) -> None:
-        self._family, self._name, self._text, self._labels = family, name, text, labels
-        self.read: Callable[[], Iterable[Reading]] = lambda: ()
+        self._readers = [*readers]
+        self._max_delay_s = max_delay_s
+        self._ended: list[Record] = []
+        self._timer: asyncio.TimerHandle | None = None
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        family = self._family(self._name, self._text, labels=self._labels)
-        for values, value in self.read():
-            family.add_metric([str(one) for one in values], value)
-        yield family
+    def add_reader(self, reader: RecordReader) -> None:
+        """Also pass records to `reader`, after the others."""
+        self._readers.append(reader)
 
+    def add(self, record: Record) -> None:
+        self._ended.append(record)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.flush)
+        elif len(self._ended) >= MAX_BATCH_RECORDS:
+            self.flush()
 
-class LocalCounter(CallbackMetric):
-    """A counter that one thread increments."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        super().__init__(CounterMetricFamily, name, text, labels)
-        self._counts: dict[Labels, int] = {}
-        self.read = lambda: self.counts().items()
-
-    def add(self, values: Labels, count: int = 1) -> None:
-        """Add `count` for the labels' `values`, in the order of the labels."""
-        self._counts[values] = self._counts.get(values, 0) + count
-
-    def counts(self) -> Mapping[Labels, int]:
-        return dict(self._counts)
-
-
-class HistogramSeries:
-    """One series of a histogram; `bounds` ascend.
-
-    `observe` appends to a list. The values are sorted into buckets when there are many or when the
-    series is read, which costs much less than sorting each value at once.
-    """
-
-    __slots__ = ("_bounds", "_counts", "_folding", "_sum", "observe", "unsorted")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        # Comparing a float with an int takes three times as long.
-        self._bounds = tuple(map(float, bounds))
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._folding = threading.Lock()
-        self.unsorted: list[float] = []
-        self.observe: Callable[[float], None] = self.unsorted.append
-
-    def fold(self) -> None:
-        """Sort the observed values into buckets. The observing thread calls this now and then;
-        a reading thread may do so at the same moment."""
-        with self._folding:
-            count = len(self.unsorted)
-            values = sorted(self.unsorted[:count])
-            del self.unsorted[:count]
-            below = 0
-            for index, bound in enumerate(self._bounds):
-                reach = bisect_right(values, bound)
-                self._counts[index] += reach - below
-                below = reach
-            self._counts[-1] += count - below
-            self._sum += sum(values)
-
-    def add_samples(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        self.fold()
-        names = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric(labels, buckets, self._sum)
-
-
-class LocalHistogram(Collector):
-    """A histogram; its caller sees to it that the labels have few values."""
-
-    def __init__(
-        self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
-    ) -> None:
-        self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
-        self._series: dict[Labels, HistogramSeries] = {}
-
-    def series(self, values: Labels = ()) -> HistogramSeries:
-        """Return the series of the labels' `values`, in the order of the labels."""
-        known = self._series.get(values)
-        if known is None:
-            known = self._series[values] = HistogramSeries(self._bounds)
-        return known
-
-    def fold_beyond(self, count: int) -> None:
-        """Fold the series that have at least `count` unsorted values."""
-        for series in self._series.values():
-            if len(series.unsorted) >= count:
-                series.fold()
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, series in list(self._series.items()):
-            series.add_samples(family, [str(value) for value in values])
-        yield family
-
-
-class MetricDescription(NamedTuple):
-    """The description of a metric in docs/metrics.md, which adds advice for operators.
-
-    `name` is the scraped name, for a histogram without _bucket, _sum and _count.
-    """
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-
-
-class MetricRegistry:
-    """Makes metrics and describes them, in their order, in `described`.
-
-    A metric is declared as in Prometheus' notation: "retries{role,kind}".
-    """
-
-    def __init__(self) -> None:
-        self.collectors = CollectorRegistry()
-        self.described: list[MetricDescription] = []
-        self.histograms: list[LocalHistogram] = []
-
-    def counter(self, declaration: str, text: str) -> prometheus_client.Counter:
-        described = self._describe(declaration, "counter", text)
-        return prometheus_client.Counter(*described, registry=self.collectors)
-
-    def gauge(self, declaration: str, text: str) -> Gauge:
-        described = self._describe(declaration, "gauge", text)
-        return Gauge(*described, registry=self.collectors)
-
-    def local_counter(self, declaration: str, text: str) -> LocalCounter:
-        return self._add(LocalCounter(*self._describe(declaration, "counter", text)))
-
-    def callback_gauge(self, declaration: str, text: str) -> CallbackMetric:
-        described = self._describe(declaration, "gauge", text)
-        return self._add(CallbackMetric(GaugeMetricFamily, *described))
-
-    def callback_counter(self, declaration: str, text: str) -> CallbackMetric:
-        described = self._describe(declaration, "counter", text)
-        return self._add(CallbackMetric(CounterMetricFamily, *described))
-
-    def histogram(
-        self, declaration: str, text: str, bounds: Sequence[float] = LATENCY_BUCKETS_S
-    ) -> LocalHistogram:
-        described = self._describe(declaration, "histogram", text)
-        self.histograms.append(self._add(LocalHistogram(*described, bounds)))
-        return self.histograms[-1]
-
-    def _add(self, made: T) -> T:
-        self.collectors.register(made)
-        return made
-
-    def _describe(self, declaration: str, kind: str, text: str) -> tuple[str, str, tuple[str, ...]]:
-        """Return the metric's full name, its help text and its labels."""
-        name, _, names = declaration.rstrip("}").partition("{")
-        labels = tuple(filter(None, names.split(",")))
-        ending = "_total" if kind == "counter" else ""
-        self.described.append(MetricDescription(f"{PREFIX}{name}{ending}", kind, labels, text))
-        return PREFIX + name, text, labels
+    def flush(self) -> None:
+        """Pass on all records now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        for record in ended:
+            record.tokens = tokens_of(record)
+        for read in self._readers:
+            try:
+                read(ended)
+            except Exception:
+                logger.exception("%d records of requests could not be processed", len(ended))
 
 
 class RequestMetrics:
@@ -221,7 +145,7 @@ class RequestMetrics:
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.known_models: Callable[[], Container[str]] = tuple
-        self._histograms = registry.histograms
+        self._histograms, self._unsorted = registry.histograms, 0
         self._pairs: dict[tuple[str, str], tuple[str, str]] = {}
         self.by_outcome = registry.local_counter(
             "requests{endpoint,flow,status,outcome}",
@@ -229,23 +153,23 @@ class RequestMetrics:
         )
         self.prefill_seconds = registry.histogram(
             "prefill_seconds", "Time from sending a prefill leg to its complete answer."
-        ).series()
+        ).series[()]
         self.ttft_seconds = registry.histogram(
             "time_to_first_byte_seconds",
             "Time from the arrival of a request to the first byte of the decode engine's body.",
-        ).series()
+        ).series[()]
         self.decode_first_byte_seconds = registry.histogram(
             "decode_first_byte_seconds",
             "Time from sending a decode leg to the first byte of its body.",
-        ).series()
+        ).series[()]
         self.request_seconds = registry.histogram(
             "request_seconds",
             "End-to-end latency: time from the arrival of a request to the end of its answer.",
-        ).series()
+        ).series[()]
         self.queue_seconds = registry.histogram(
             "queue_seconds",
             "Time that queued requests waited for a slot, whether they got one or not.",
-        ).series()
+        ).series[()]
         self.conversation_turns = registry.local_counter(
             "conversation_turns{outcome,reason}",
             "Turns of conversations, by whether the last turn's KV was reused, and why not.",
@@ -278,96 +202,80 @@ class RequestMetrics:
             "model_queue_seconds{model,group}",
             "Time that queued requests waited for a slot at an engine.",
         )
-        self._model_prompt = registry.local_counter(
+        model_prompt = registry.local_counter(
             "model_prompt_tokens{model,group}", "Prompt tokens, as reported by engines."
         )
-        self._model_completion = registry.local_counter(
+        model_completion = registry.local_counter(
             "model_completion_tokens{model,group}",
             "Completion tokens, as reported by engines. A stream reports them only if its client "
             "sets stream_options.include_usage.",
         )
-        self._model_cached = registry.local_counter(
+        model_cached = registry.local_counter(
             "model_cached_tokens{model,group}",
             "Prompt tokens that were served from a cache, as reported by engines.",
         )
-
-    def count(self, record: Record) -> None:
-        """Count a request that has ended, at once. `add_records` counts it by model later."""
-        self.by_outcome.add((record.endpoint, record.flow, record.status, record.outcome))
-        if record.ended is not None:
-            self.request_seconds.observe(record.ended - record.started)
-        if record.first_byte is not None:
-            self.ttft_seconds.observe(record.first_byte - record.started)
-            if record.decode_started is not None:
-                self.decode_first_byte_seconds.observe(record.first_byte - record.decode_started)
-        if record.conversation:
-            self.conversation_turns.add((record.conversation, record.conversation_reason))
-            self.conversation_tokens.add((), record.offered_tokens)
-        if record.kept:
-            self.conversation_kept.add((record.kept,))
+        self._token_counters = model_prompt, model_completion, model_cached
 
     def add_records(self, ended: Sequence[Record]) -> None:
-        """Count requests that have ended by model and group."""
-        by_pair: defaultdict[tuple[str, str], list[Record]] = defaultdict(list)
-        for record in ended:
-            by_pair[record.model, record.group].append(record)
-        for (model, group), records in by_pair.items():
-            labels = self._labels(model, group)
-            for outcome, count in Counter([record.outcome for record in records]).items():
-                self._model_requests.add((*labels, outcome), count)
-            self._count_tokens(labels, records)
-            self._observe_times(labels, records)
-        for histogram in self._histograms:
-            histogram.fold_beyond(MAX_UNSORTED)
+        """Count requests that have ended."""
+        alike: defaultdict[tuple[str, str, int, str, str, str], list[Record]] = defaultdict(list)
+        for r in ended:
+            alike[r.endpoint, r.flow, r.status, r.outcome, r.model, r.group].append(r)
+            if r.conversation:
+                self.conversation_turns.totals[r.conversation, r.conversation_reason] += 1
+                self.conversation_tokens.totals[()] += r.offered_tokens
+            if r.kept:
+                self.conversation_kept.totals[r.kept,] += 1
+        for (endpoint, flow, status, outcome, model, group), records in alike.items():
+            labels = self._pairs.get((model, group)) or self._labels_of(model, group)
+            self.by_outcome.totals[endpoint, flow, status, outcome] += len(records)
+            self._model_requests.totals[*labels, outcome] += len(records)
+            reported = zip(*[r.tokens for r in records], strict=True)
+            for counter, counts in zip(self._token_counters, reported, strict=True):
+                if total := sum(filter(None, counts)):
+                    counter.totals[labels] += total
+            self._observe_times(labels, outcome == "ok", records)
+        self._unsorted += len(ended)
+        if self._unsorted >= MAX_UNSORTED:
+            self._unsorted = 0
+            for histogram in self._histograms:
+                histogram.fold()
 
-    def _count_tokens(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
-        prompts, completions, cached = zip(*[record.tokens for record in records], strict=True)
-        for counter, reported in (
-            (self._model_prompt, prompts),
-            (self._model_completion, completions),
-            (self._model_cached, cached),
-        ):
-            if count := sum(filter(None, reported)):
-                counter.add(labels, count)
+    def _observe_times(
+        self, labels: tuple[str, str], are_ok: bool, records: Sequence[Record]
+    ) -> None:
+        self.request_seconds.extend([r.ended - r.started for r in records if r.ended is not None])
+        queued = [
+            r.admitted - r.queued
+            for r in records
+            if r.admitted is not None and r.queued is not None
+        ]
+        if queued:
+            self._model_queue.series[labels].extend(queued)
+        begun = [(r, r.first_byte) for r in records if r.first_byte is not None]
+        if not begun:
+            return
+        first_byte = [first - r.started for r, first in begun]
+        self.ttft_seconds.extend(first_byte)
+        self._model_first_byte.series[labels].extend(first_byte)
+        self.decode_first_byte_seconds.extend(
+            [first - r.decode_started for r, first in begun if r.decode_started is not None]
+        )
+        if are_ok:
+            whole = [(r, first, r.ended) for r, first in begun if r.ended is not None]
+            self._model_whole.series[labels].extend([end - r.started for r, _, end in whole])
+            between = [
+                (end - first) / (count - 1)
+                for r, first, end in whole
+                if r.streamed and (count := r.tokens.completion or 0) > 1
+            ]
+            if between:
+                self._model_between.series[labels].extend(between)
 
-    def _observe_times(self, labels: tuple[str, str], records: Sequence[Record]) -> None:
-        begun: list[float] = []
-        whole: list[float] = []
-        between: list[float] = []
-        queued: list[float] = []
-        for record in records:
-            began, ended = record.first_byte, record.ended
-            if record.admitted is not None and record.queued is not None:
-                queued.append(record.admitted - record.queued)
-            if began is None:
-                continue
-            begun.append(began - record.started)
-            if record.outcome == "ok" and ended is not None:
-                whole.append(ended - record.started)
-                if record.streamed:
-                    between += _between(record, ended - began)
-        for histogram, seconds in (
-            (self._model_first_byte, begun),
-            (self._model_whole, whole),
-            (self._model_between, between),
-            (self._model_queue, queued),
-        ):
-            if seconds:
-                histogram.series(labels).unsorted.extend(seconds)
-
-    def _labels(self, model: str, group: str) -> tuple[str, str]:
-        known = self._pairs.get((model, group))
-        if known is not None:
-            return known
+    def _labels_of(self, model: str, group: str) -> tuple[str, str]:
         pair = (model if model in self.known_models() else OTHER, group)
         if pair not in self._pairs:
             if len(self._pairs) >= MAX_LABEL_PAIRS:
                 return OTHER, OTHER
             self._pairs[pair] = pair
         return pair
-
-
-def _between(record: Record, seconds: float) -> tuple[float, ...]:
-    """Return the mean time between two tokens of a stream, or nothing if it is unknown."""
-    tokens = record.tokens.completion
-    return () if tokens is None or tokens < 2 else (seconds / (tokens - 1),)

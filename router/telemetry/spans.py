@@ -40,8 +40,8 @@ from router.telemetry.record import (
     Trace,
     TracedLeg,
     new_id,
-    tokens_in,
 )
+from router.telemetry.request_metrics import tokens_in
 
 logger = logging.getLogger("disagg_router.traces")
 NAME = "disagg-router"

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 
 from router.proxy.recovery import CONSEQUENCES
 from router.proxy.retry import Next
-from router.telemetry.record import Record, tokens_of
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import tokens_of
 
 MAX_RUNNING = 512
 MAX_ENDED = 256

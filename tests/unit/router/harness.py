@@ -74,6 +74,7 @@ class Router:
         return await self.complete(stream=True, **fields)
 
     def metric(self, name: str, **labels: str) -> float:
+        self.gateway.records.flush()
         registry = self.gateway.metrics.registry
         return registry.get_sample_value(f"disagg_router_{name}", labels) or 0.0
 

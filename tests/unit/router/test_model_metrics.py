@@ -9,8 +9,14 @@ import pytest
 
 from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import MAX_BATCH_RECORDS, Record, RecordBatches, tokens_of
-from router.telemetry.request_metrics import MAX_LABEL_PAIRS, MAX_UNSORTED
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import (
+    MAX_BATCH_RECORDS,
+    MAX_LABEL_PAIRS,
+    MAX_UNSORTED,
+    RecordBatches,
+    tokens_of,
+)
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
@@ -92,7 +98,7 @@ def test_what_waits_to_be_sorted_is_bounded() -> None:
     metrics = knowing("m")
     for _ in range(5):
         metrics.requests.add_records([ended()] * MAX_BATCH_RECORDS)
-        waiting = metrics.requests._model_whole.series(("m", "g")).unsorted
+        waiting = metrics.requests._model_whole.series["m", "g"].unsorted
         assert len(waiting) < MAX_UNSORTED + MAX_BATCH_RECORDS
     assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MAX_BATCH_RECORDS
 

@@ -35,7 +35,8 @@ from router.telemetry.logs import (
     TextFormatter,
     formatter_for,
 )
-from router.telemetry.record import Record, tokens_in, tokens_of, usage_in
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import tokens_in, tokens_of, usage_in
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.telemetry.record import UNKNOWN, Tokens, tokens_in, usage_in
+from router.telemetry.record import UNKNOWN, Tokens
+from router.telemetry.request_metrics import tokens_in, usage_in
 
 
 @pytest.mark.parametrize(

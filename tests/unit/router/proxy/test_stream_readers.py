@@ -12,7 +12,8 @@ from router.openai.answers import chunks_in
 from router.proxy.key_limits import num_chunks
 from router.proxy.load_failure import LoadFailure, LoadFailureWatch
 from router.proxy.relay import TurnTail, stream_usage
-from router.telemetry.record import Tokens, tokens_in
+from router.telemetry.record import Tokens
+from router.telemetry.request_metrics import tokens_in
 from tests.unit.router.mock_engine import DONE, event
 
 REPORT = {

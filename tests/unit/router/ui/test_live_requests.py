@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.telemetry.record import Record, tokens_of
+from router.telemetry.record import Record
+from router.telemetry.request_metrics import tokens_of
 from router.ui.live_requests import (
     MAX_ENDED,
     MAX_RUNNING,
