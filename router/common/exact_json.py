@@ -56,18 +56,16 @@ class WrittenNumber(float):
 
 def loads(raw: bytes) -> Any:
     """Read a JSON text. Raises orjson.JSONDecodeError."""
+    if len(raw) > SLOW_LIMIT:
+        return _loads_large(raw)
     try:
-        content = _decode(raw) if len(raw) <= SLOW_LIMIT else _decode_large(raw)
-        if raw.find(b"-") >= 0 and len(raw) <= SLOW_LIMIT and NEGATIVE_ZERO.search(raw):
-            content = _loads_slowly(raw)
+        content = _decode(raw)
     except msgspec.ValidationError:  # an integer with more digits than Python converts
-        content = _loads_slowly(raw)
+        return _loads_slowly(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return orjson.loads(raw)  # which says what is wrong, and where
-    if len(raw) > SLOW_LIMIT and type(content) is dict and len(content) <= MAX_OUTER_FIELDS:
-        for name, value in content.items():
-            if type(value) is Fragment:
-                content[name] = number(value)
+    if b"-" in raw and NEGATIVE_ZERO.search(raw):
+        return _loads_slowly(raw)
     return content
 
 
@@ -100,10 +98,22 @@ _decode = msgspec.json.Decoder(float_hook=read_number).decode
 _decode_large = msgspec.json.Decoder(float_hook=Fragment).decode
 
 
+def _loads_large(raw: bytes) -> Any:
+    try:
+        content = _decode_large(raw)
+    except msgspec.ValidationError:
+        raise orjson.JSONDecodeError("an integer has too many digits", "", 0) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return orjson.loads(raw)
+    if type(content) is dict and len(content) <= MAX_OUTER_FIELDS:
+        for name, value in content.items():
+            if type(value) is Fragment:
+                content[name] = number(value)
+    return content
+
+
 def _loads_slowly(raw: bytes) -> Any:
     """Read by Python's own reader, which can hand over every number as text."""
-    if len(raw) > SLOW_LIMIT:
-        raise orjson.JSONDecodeError("an integer has too many digits", "", 0)
     try:
         return json.loads(
             raw.decode(), parse_float=read_number, parse_int=_integer, parse_constant=_refuse

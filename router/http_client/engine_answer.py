@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic as now
 from typing import Protocol
 
@@ -32,9 +32,9 @@ from router.http_client.errors import (
     SilenceError,
     UpstreamError,
 )
+from router.http_client.head_cache import Headers
 from router.http_client.sse import EVENT_ENDS, SseReader, end_of_last_event, says_done
 
-Headers = Sequence[tuple[bytes, bytes]]
 HIGH_WATER = 256 * 1024
 NO_ROOM = "large answers take all of --max-held-answers"
 # How much of a relayed body is kept as `recent`: the ends of its last blocks.
@@ -90,8 +90,8 @@ class EngineAnswer:
     """
 
     # No Struct, of which each assignment costs more: a stream's deadline is set with each chunk.
-    __slots__ = ("_connection", "_held", "_held_size", "_idle", "_latest", "_reader", "_sink",
-                 "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "deadlines", "error",
+    __slots__ = ("_connection", "_deadlines", "_held", "_held_size", "_idle", "_latest", "_reader",
+                 "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "error",
                  "first_body_at", "headers", "is_complete", "is_event_stream", "length", "memory",
                  "recent", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
 
@@ -103,8 +103,9 @@ class EngineAnswer:
         memory: MemoryBudget | None = None,
     ) -> None:
         self._connection = connection
-        self.deadlines = deadlines
+        self._deadlines = deadlines
         self.deadline = deadline
+        deadlines.watch(self)
         self.memory = memory
         self.status = 0
         self.headers: Headers = ()
@@ -146,7 +147,7 @@ class EngineAnswer:
             self.first_body_at = now()
             self._held = [body]
         self.is_complete = True
-        self.deadlines.drop(self)
+        self._deadlines.drop(self)
         if self._whole_limit is not None:
             self._limit_held()
         waiter = self._waiter
@@ -157,7 +158,7 @@ class EngineAnswer:
         """Take the body bytes of one read; `done` marks the end of the body."""
         if done:
             self.is_complete = True
-            self.deadlines.drop(self)
+            self._deadlines.drop(self)
         sink = self._sink
         if sink is None:
             self._hold(block)
@@ -193,7 +194,7 @@ class EngineAnswer:
         """Set the error. Later failures are ignored, and so are all of a complete answer."""
         if not self.is_complete and self.error is None:
             self.error = error
-            self.deadlines.drop(self)
+            self._deadlines.drop(self)
             self._wake()
 
     def expire(self) -> None:
@@ -333,7 +334,7 @@ class EngineAnswer:
         if self.reservation is not None:
             self.reservation.release()
         if not self.is_complete:
-            self.deadlines.drop(self)
+            self._deadlines.drop(self)
             self._connection.abort()
 
     def half_close(self) -> None:

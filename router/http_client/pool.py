@@ -1,4 +1,9 @@
-"""The connections to one engine, kept alive between requests.
+"""The connections to one engine: kept alive between requests, and each parsed strictly.
+
+A connection is *idle* (kept by its pool), *busy* (it has an answer to feed) or *closed*. It returns
+to its pool only after an answer that ended by its own framing, if the engine keeps the connection
+open, everything was sent and nothing unexpected was received. In all other cases it is aborted. It
+is never closed gracefully: that would wait until the engine has read everything, maybe for ever.
 
 Idle connections form a stack: the youngest one is the likeliest to be still open, and the oldest
 ones expire when there is less to do. The engine may close an idle connection at the very moment
@@ -10,73 +15,30 @@ which is for requests without side effects, does.
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
-import ssl
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from time import monotonic as now
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, cast
+
+import httptools
 
 from router.http_client.answer_limits import Deadlines, MemoryBudget
-from router.http_client.connection import EngineConnection
-from router.http_client.engine_answer import EngineAnswer, Headers
+from router.http_client.connecting import ConnectAttempt, EngineTls
+from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
-    ConnectError,
-    ConnectRefusedError,
-    ConnectTimeoutError,
-    LocalError,
-    SilenceError,
+    BrokenAnswerError,
+    DisconnectedError,
     StaleConnectionError,
-    TlsError,
-    UnresolvedError,
     UpstreamError,
 )
+from router.http_client.head_cache import HeadCache, Header, Headers
 
-LOCAL_ERRNOS = frozenset(
-    (
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ENOBUFS,
-        errno.EADDRNOTAVAIL,  # no port is left, or the host has no address of that family
-        errno.EAFNOSUPPORT,
-        errno.EAGAIN,
-        errno.EPERM,
-        errno.EACCES,
-    )
-)
-# The receive buffer: about the size of one read, and so the most that a client which does not read
-# makes the router hold beyond its write buffer. The kernel would let it grow to megabytes.
-RECEIVE_BUFFER_BYTES = 64 * 1024
-# A vanished host is noticed in about ten seconds, whichever side is waiting. A wait for an engine
-# that is alive but reads nothing of a long request ends after the same time.
-SOCKET_OPTIONS = tuple(
-    (getattr(socket, level), getattr(socket, name), value)
-    for level, name, value in (
-        ("SOL_SOCKET", "SO_RCVBUF", RECEIVE_BUFFER_BYTES),
-        ("SOL_SOCKET", "SO_KEEPALIVE", 1),
-        ("IPPROTO_TCP", "TCP_NODELAY", 1),
-        ("IPPROTO_TCP", "TCP_KEEPIDLE", 5),
-        ("IPPROTO_TCP", "TCP_KEEPINTVL", 2),
-        ("IPPROTO_TCP", "TCP_KEEPCNT", 3),
-        ("IPPROTO_TCP", "TCP_USER_TIMEOUT", 20_000),
-    )
-    if hasattr(socket, name)  # the platform decides which ones exist
-)
-# Failures of a handshake once the connection stands: the peer speaks no TLS or hangs up.
-HANDSHAKE_ERRORS = (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)
-# A loop's timer may fire this much early; the deadline must be over when it has fired.
-TIMER_SLACK_S = 0.001
-P = TypeVar("P", bound=asyncio.Protocol)
-
-
-class EngineTls(NamedTuple):
-    """TLS towards an engine. `name` is the name in the engine's certificate; empty: the host."""
-
-    context: ssl.SSLContext
-    name: str = ""
+NO_BODY_STATUSES = frozenset((204, 304))
+# If a reused connection is lost within this time after a request was sent, the engine had closed it
+# before: its FIN needs one way through the network, and this process a moment to read it. If the
+# connection is lost later, the engine may have worked on the request.
+STALE_WITHIN_S = 0.25
+LENGTH = b"content-length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +76,12 @@ class EnginePool:
         memory: MemoryBudget | None = None,
     ) -> None:
         self.reads = 0
-        self._memory = memory
+        self.memory = memory
         self._tls = tls
         self._host = host
         self._port = port
         self._limits = limits
-        self._deadlines = deadlines
+        self.deadlines = deadlines
         self._attempts: set[ConnectAttempt] = set()
         self._open: set[EngineConnection] = set()
         self._idle: list[EngineConnection] = []
@@ -154,8 +116,7 @@ class EnginePool:
         answer = None if fresh else self.send_on_idle(request, deadline)
         if answer is None:
             connection = await self._connect(deadline)
-            answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
-            connection.send(request, answer)
+            answer = connection.send(request, deadline, self.deadlines, self.memory)
         return answer
 
     def send_on_idle(
@@ -172,9 +133,7 @@ class EnginePool:
             connection = idle.pop()
             transport = connection.transport
             if connection.idle_since >= oldest and transport and not transport.is_closing():
-                answer = EngineAnswer(connection, self._deadlines, deadline, self._memory)
-                connection.send(request, answer)
-                return answer
+                return connection.send(request, deadline, self.deadlines, self.memory)
             connection.abort()
         return None
 
@@ -225,7 +184,7 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop, limits = asyncio.get_running_loop(), self._limits
-        self._deadlines.start(loop)
+        self.deadlines.start(loop)
         attempt = ConnectAttempt(
             self._host, self._port, deadline, limits.connect_timeout_s, self._tls
         )
@@ -270,110 +229,233 @@ class EnginePool:
             self._reaper = loop.call_later(delay, self._reap, loop)
 
 
-class ConnectAttempt:
-    """One attempt to connect. `deadline` is the request's, a time of `now`. Connecting, with the
-    handshake if `tls` is given, may take `timeout_s` seconds.
+class ConnectionOwner(Protocol):
+    """The pool that a connection reports to. `reads` counts the reads on all its connections."""
 
-    Only failures caused by the engine are a ConnectError. The router's own limits are a LocalError,
-    and so is a host name that cannot be resolved in time. If the request's own deadline is over
-    first, the attempt raises SilenceError, whatever the engine does meanwhile.
-    """
+    reads: int
+
+    def released(self, connection: EngineConnection) -> None: ...
+    def lost(self, connection: EngineConnection) -> None: ...
+
+
+class EngineConnection(asyncio.Protocol):
+    """`transport` is None before the connection is made and after it is lost. `idle_since` and
+    `sent_at` are times of `now`; `idle_since` is 0.0 until the first answer has ended."""
+
+    __slots__ = ("_answer", "_complete", "_half_closed", "_head_cache", "_head_done", "_headers",
+                 "_max_head_bytes", "_may_stay", "_overhead", "_owner", "_parser", "_pieces",
+                 "_started", "_until_close", "idle_since", "loop", "on_body", "sent_at",
+                 "transport")  # fmt: skip
 
     def __init__(
-        self, host: str, port: int, deadline: float, timeout_s: float, tls: EngineTls | None = None
+        self, owner: ConnectionOwner, max_head_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._host = host
-        self._port = port
-        self._tls_options: dict[str, Any] = {}
-        if tls is not None:
-            self._tls_options = {"ssl": tls.context, "server_hostname": tls.name or host}
-        latest = now() + timeout_s
-        self._is_deadline_first = deadline <= latest
-        self._limit = asyncio.timeout_at(min(deadline, latest) + TIMER_SLACK_S)
-        self._is_resolved = False
-        self._failure: UpstreamError | None = None
+        self.loop = loop
+        self.sent_at = self.idle_since = 0.0
+        self.transport: asyncio.Transport | None = None
+        self._owner = owner
+        self._max_head_bytes = max_head_bytes
+        self._pieces: list[bytes] = []
+        # A callback of the parser; as a bound method of the list it costs no Python frame.
+        self.on_body = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
+        # The head of the last answer, if that was a complete 200 on a kept connection.
+        self._head_cache = HeadCache(200)
+        self._answer: EngineAnswer | None = None
+        self._until_close = False
+        self._may_stay = False
+        self._half_closed = False
+        self._headers: list[Header] = []
+        self._started = False
+        # Bytes received since the last piece of body: heads and trailers.
+        self._overhead = 0
+        self._head_done = False
+        self._complete = False
+
+    def send(
+        self, request: bytes, deadline: float, deadlines: Deadlines, memory: MemoryBudget | None
+    ) -> EngineAnswer:
+        """Send a request. Return its answer, which has failed if the connection is lost already."""
+        assert self._answer is None, "one request at a time"
+        self._started = False
+        self.sent_at = now()
+        if self.transport is not None:
+            self.transport.write(request)
+        answer = EngineAnswer(self, deadlines, deadline, memory)
+        if self.transport is None:
+            answer.fail(self._no_answer_error(None))
+        else:
+            self._answer = answer
+        return answer
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return True if another engine can continue the stream that is running here."""
+        buffer = None if self._answer is None else self._answer.resume_buffer
+        return buffer is not None and buffer.can_resume
 
     def fail(self, error: UpstreamError) -> None:
-        """End the attempt at once, or the connection it has just made. `run` then raises
-        ConnectError with the text of `error`, since nothing was sent."""
-        self._failure = ConnectError(self._describe(error))
-        if not self._limit.expired():
-            self._limit.reschedule(0.0)
+        """Fail the running answer, if any, and abort the connection."""
+        answer = self._answer
+        self.abort()
+        if answer is not None:
+            answer.fail(error)
 
-    async def run(self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P]) -> P:
-        """Return the connected protocol. Raises ConnectError, LocalError, SilenceError."""
+    # AnswerConnection: called by the answer.
+
+    def half_close(self) -> None:
+        """Close the sending side, which a server takes for a disconnected client."""
+        self._half_closed = True
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def pause(self) -> None:
+        if self.transport is not None and self.transport.is_reading():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def abort(self) -> None:
+        self._answer = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._owner.lost(self)
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if self._until_close and exc is None:
+            answer.feed(b"", True)
+        elif self._started:
+            answer.fail(BrokenAnswerError("the answer ended early"))
+        else:
+            answer.fail(self._no_answer_error(exc))
+
+    def eof_received(self) -> None:
+        """Abort: a graceful close would wait for an engine that may not read."""
+        assert self.transport is not None
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._owner.reads += 1
+        answer = self._answer
+        if answer is None:
+            self.abort()
+            return
+        is_first = not self._started
+        if is_first:
+            cached = self._head_cache.match(data)
+            if cached is not None:
+                self._answer = None
+                self._release(not self._half_closed)
+                answer.feed_complete(*cached)
+                return
+            self._started = True
+            self._headers = []
+            self._head_done = self._complete = False
+            self._overhead = 0
+        self._overhead += len(data)
+        error = None
         try:
-            async with self._limit:
-                hosts = await self._resolve(loop)
-                self._is_resolved = True
-                transport, protocol = await self._connect_to_any(loop, factory, hosts)
-        except (OSError, UnicodeError) as error:
-            raise self._classify(error) from error
-        if self._failure is not None:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as failure:
+            error = BrokenAnswerError(str(failure.__context__ or failure))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as failure:
+            error = BrokenAnswerError(f"not an HTTP/1.1 answer: {failure}")
+        block = b"".join(self._pieces)
+        self._pieces.clear()
+        if self._complete:
+            self._answer = None
+            may_stay = self._may_stay and error is None
+            # The first answer of a connection is not cached: often there is no second one.
+            is_cacheable = is_first and may_stay and self.idle_since and answer.status == 200
+            if is_cacheable and not answer.is_event_stream:
+                self._head_cache.store(data, 200, answer.headers, answer.length or 0)
+            self._release(may_stay)
+            answer.feed(block, True)
+            return
+        if block:
+            self._overhead = 0
+            answer.feed(block, False)
+        elif self._overhead > self._max_head_bytes and error is None:
+            error = self._head_too_large()
+        if error is not None:
+            answer.fail(error)
+            self.abort()
+
+    def _release(self, may_stay: bool) -> None:
+        """Return to the pool, unless the engine closes or a part of the request is unsent."""
+        transport = self.transport
+        if transport is None:
+            return
+        if may_stay and not transport.get_write_buffer_size() and not transport.is_closing():
+            self._owner.released(self)
+        else:
             transport.abort()
-            raise self._failure
-        _set_options(transport)
-        return protocol
 
-    async def _resolve(self, loop: asyncio.AbstractEventLoop) -> list[str]:
-        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        return [_numeric_host(address) for _, _, _, _, address in found]
+    def _no_answer_error(self, exc: Exception | None) -> DisconnectedError:
+        is_stale = self.idle_since and now() - self.sent_at < STALE_WITHIN_S
+        kind = StaleConnectionError if is_stale else DisconnectedError
+        return kind(f"the connection was lost: {exc or 'closed'}")
 
-    async def _connect_to_any(
-        self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P], hosts: list[str]
-    ) -> tuple[asyncio.Transport, P]:
-        """Try the addresses in turn. An engine's failure outweighs a local one."""
-        failures: list[OSError] = []
-        for host in hosts:
-            try:
-                return await loop.create_connection(factory, host, self._port, **self._tls_options)
-            except OSError as error:
-                failures.append(error)
-        raise min(failures, key=lambda error: error.errno in LOCAL_ERRNOS)
+    # Callbacks of httptools.
 
-    def _classify(self, error: OSError | UnicodeError) -> UpstreamError:
-        if self._failure is not None:
-            return self._failure
-        if self._limit.expired():
-            if not self._is_resolved:
-                return UnresolvedError(self._describe("not resolved in time"))
-            if self._is_deadline_first:
-                text = "no connection before the request's deadline"
-                return SilenceError(self._describe(text))
-            return ConnectTimeoutError(self._describe("did not accept in time"))
-        text = self._describe(error)
-        if self._tls_options and isinstance(error, HANDSHAKE_ERRORS):
-            return TlsError(text)
-        if isinstance(error, socket.gaierror | UnicodeError):
-            return UnresolvedError(text)
-        if error.errno in LOCAL_ERRNOS:
-            return LocalError(text)
-        if not self._is_resolved:  # a resolver without file descriptors may raise anything
-            return UnresolvedError(text)
-        if isinstance(error, TimeoutError):
-            return ConnectTimeoutError(text)
-        return ConnectRefusedError(text)
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise BrokenAnswerError("an answer without a request")
 
-    def _describe(self, problem: object) -> str:
-        return f"{self._host}:{self._port}: {problem}"
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done:  # trailers are ignored
+            self._headers.append((name.lower(), value))
 
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if not 200 <= status <= 599:
+            if not 102 <= status < 200 and status != 100:
+                raise BrokenAnswerError(f"an answer with status {status}")
+            self._headers = []  # the head of an interim answer is ignored
+            return
+        headers = self._headers
+        if self._overhead > self._max_head_bytes and _size(headers) > self._max_head_bytes:
+            raise self._head_too_large()
+        by_name = dict(headers)  # llhttp rejects a second Content-Length
+        length = by_name.get(LENGTH)
+        if b"transfer-encoding" in by_name:
+            for name, value in headers:
+                if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                    raise BrokenAnswerError("an unknown transfer encoding")
+        elif length is None and status not in NO_BODY_STATUSES:
+            self._until_close = True
+        self._head_done = True
+        answer = self._answer
+        assert answer is not None
+        answer.status, answer.headers = status, headers
+        if length is not None:
+            answer.length = int(length)
+            # A tuple, which others may use as a key.
+            answer.headers = tuple([header for header in headers if header[0] != LENGTH])
+        content_type = by_name.get(b"content-type", b"")
+        answer.is_event_stream = content_type.lower().startswith(b"text/event-stream")
+        if status >= 500:
+            answer.note_server_error()
 
-def _set_options(transport: asyncio.Transport) -> None:
-    """Work on the descriptor: uvloop's socket object costs a dup and a close for each option."""
-    given = transport.get_extra_info("socket")
-    if given is None or given.fileno() < 0:
-        return  # the connection is lost already
-    connected = socket.socket(given.family, given.type, given.proto, given.fileno())
-    try:
-        for level, name, value in SOCKET_OPTIONS:
-            connected.setsockopt(level, name, value)
-    except OSError:
-        pass
-    finally:
-        connected.detach()
+    def on_message_complete(self) -> None:
+        if self._head_done:
+            self._complete = True
+            self._may_stay = self._parser.should_keep_alive() and not self._half_closed
+
+    def _head_too_large(self) -> BrokenAnswerError:
+        return BrokenAnswerError(f"headers of more than {self._max_head_bytes} bytes")
 
 
-def _numeric_host(address: tuple[object, ...]) -> str:
-    """Return getaddrinfo's address as a host that need not be resolved; IPv6 may have a scope."""
-    host, scope = str(address[0]), address[3] if len(address) == 4 else 0
-    return f"{host}%{scope}" if scope else host
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import orjson
 
 from router.http_client import errors as upstream
-from router.http_client.engine_answer import Headers
+from router.http_client.head_cache import Headers
 from router.openai.answers import GeneratedTokens
 
 # How many models an error lists, and how much of each name.

@@ -41,7 +41,8 @@ from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
 from router.fleet.sources.factory import make_sources
 from router.http_client.answer_limits import Deadlines, MemoryBudget
-from router.http_client.pool import EnginePool, EngineTls, PoolLimits
+from router.http_client.connecting import EngineTls
+from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer

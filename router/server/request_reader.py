@@ -16,7 +16,7 @@ import httptools
 from msgspec import Struct
 
 from router.auth.api_keys import ApiKey
-from router.http_client.connection import HeadCache
+from router.http_client.head_cache import HeadCache
 from router.openai.errors import (
     BodyTooLargeError,
     HeadTooLargeError,

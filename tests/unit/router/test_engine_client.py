@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http_client.answer_limits import NEVER, Deadlines
-from router.http_client.connection import EngineConnection
-from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
+from router.http_client.engine_answer import HIGH_WATER
 from router.http_client.errors import BrokenAnswerError, UpstreamError
+from router.http_client.pool import EngineConnection
 
 LIMIT = 4096
 EVENTS = b'data: {"a": 1}\n\n' + "data: é\n\n".encode() + b": comment\r\n\r\ndata: [DONE]\n\n"
@@ -104,8 +104,8 @@ class Leg:
         self.ask()
 
     def ask(self) -> None:
-        self.answer = EngineAnswer(self.connection, Deadlines(), NEVER)
-        self.connection.send(b"POST / HTTP/1.1\r\n\r\n", self.answer)
+        request = b"POST / HTTP/1.1\r\n\r\n"
+        self.answer = self.connection.send(request, NEVER, Deadlines(), None)
 
     def receive(self, *pieces: bytes) -> None:
         for piece in pieces:

@@ -15,7 +15,7 @@ import pytest
 from router.fleet import probes
 from router.fleet.engine import Health
 from router.fleet.probes import Prober
-from router.http_client.pool import ConnectAttempt
+from router.http_client.connecting import ConnectAttempt
 from router.settings import Settings
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually

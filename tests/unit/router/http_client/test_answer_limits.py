@@ -20,7 +20,7 @@ async def test_the_routers_own_requests_are_never_rejected_for_memory(
     async def script(request: Received, peer: Peer) -> None:
         await peer.answer(b"x" * MIB)
 
-    memory = pool._memory = MemoryBudget(1)
+    memory = pool.memory = MemoryBudget(1)
     engine.usual = script
     assert len((await pool.fetch(REQUEST, soon(), 2 * MIB)).body) == MIB
     answer = await pool.request(REQUEST, soon())

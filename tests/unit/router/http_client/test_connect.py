@@ -14,6 +14,12 @@ from typing import Any, cast
 
 import pytest
 
+from router.http_client.connecting import (
+    LOCAL_ERRNOS,
+    RECEIVE_BUFFER_BYTES,
+    ConnectAttempt,
+    _numeric_host,
+)
 from router.http_client.errors import (
     AnswerTimeoutError,
     ConnectError,
@@ -23,12 +29,6 @@ from router.http_client.errors import (
     LocalError,
     UnresolvedError,
     UpstreamError,
-)
-from router.http_client.pool import (
-    LOCAL_ERRNOS,
-    RECEIVE_BUFFER_BYTES,
-    ConnectAttempt,
-    _numeric_host,
 )
 from tests.unit.router.http_client.asking import REQUEST, body_of, soon
 from tests.unit.router.http_client.conftest import StartPool

@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from router.http_client.connection import EngineConnection
-from router.http_client.engine_answer import EngineAnswer
+from router.http_client.connecting import SOCKET_OPTIONS
 from router.http_client.errors import (
     BrokenAnswerError,
     DisconnectedError,
     StaleConnectionError,
     UpstreamError,
 )
-from router.http_client.pool import SOCKET_OPTIONS, EnginePool
+from router.http_client.pool import EngineConnection, EnginePool
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.asking import (
     LIMIT,
@@ -79,7 +78,7 @@ async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_sta
     last, name, _ = SOCKET_OPTIONS[-1]
     assert name == socket.TCP_USER_TIMEOUT
     options = (*SOCKET_OPTIONS[:-1], (last, name, 1000))
-    monkeypatch.setattr("router.http_client.pool.SOCKET_OPTIONS", options)
+    monkeypatch.setattr("router.http_client.connecting.SOCKET_OPTIONS", options)
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(WHOLE)
@@ -146,8 +145,7 @@ async def test_a_connection_lost_before_the_request_is_an_error(
     )
     transport.abort()
     await eventually(lambda: connection.transport is None)
-    answer = EngineAnswer(connection, pool._deadlines, soon())
-    connection.send(REQUEST, answer)
+    answer = connection.send(REQUEST, soon(), pool.deadlines, None)
     with pytest.raises(DisconnectedError):
         answer.raise_if_failed()
 

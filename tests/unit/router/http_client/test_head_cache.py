@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.http_client.connection import MAX_HEAD_BYTES, MAX_MISSES, HeadCache
+from router.http_client.head_cache import MAX_HEAD_BYTES, MAX_MISSES, HeadCache
 from router.http_client.pool import EnginePool
 from router.server.request_reader import RequestReader
 from tests.unit.router.corpus import SMUGGLED

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from router.fleet.engine import Engine, EngineRole
+from router.http_client.connecting import EngineTls
 from router.http_client.errors import EngineLostError
-from router.http_client.pool import EngineTls
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
     USUAL,
