@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -87,10 +87,13 @@ def _run(
         processes = ChildProcesses(Path(directory))
         try:
             model = choose_model(processes, options, engines)
+            threads = threads_of(options.prefillers + options.decoders)
+            secret = write_secret(processes.directory)
+            builder = EngineBuilder(engines, options, model, threads, secret)
             if comparison is not None:
-                compare(processes, options, engines, model, comparison)
+                compare(processes, builder, comparison)
                 return 0
-            _start_all(processes, options, engines, model)
+            _start_all(processes, builder)
             print_now(_invitation(options.url, model, processes.children))
             restarts = EngineRestarts()
             while True:
@@ -119,9 +122,7 @@ class EngineRestarts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._times: defaultdict[str, deque[float]] = defaultdict(
-            lambda: deque(maxlen=MAX_RESTARTS)
-        )
+        self._times: dict[str, deque[float]] = {}
 
     def restart_ended(self, engines: Iterable[ChildProcess]) -> None:
         """Raise ChildEndedError for an engine that has ended too often in RESTART_WINDOW_S."""
@@ -129,30 +130,25 @@ class EngineRestarts:
             status = engine.process.poll()
             if status is None:
                 continue
-            times = self._times[engine.name]
+            times = self._times.setdefault(engine.name, deque(maxlen=MAX_RESTARTS))
             if len(times) == MAX_RESTARTS and self._clock() - times[0] < RESTART_WINDOW_S:
                 engine.check()
             times.append(self._clock())
             engine.restart()
-            print_now(
-                f"{engine.name} ended with status {status}, and starts again: {_kill(engine)}"
-            )
+            text = f"{engine.name} ended with status {status}, and starts again"
+            print_now(f"{text}: {_kill(engine)}")
 
 
 def _kill(engine: ChildProcess) -> str:
     return f"kill -9 {engine.process.pid}"
 
 
-def _start_all(
-    processes: ChildProcesses, options: DemoOptions, engines: EngineCommands, model: DemoModel
-) -> None:
+def _start_all(processes: ChildProcesses, builder: EngineBuilder) -> None:
+    options = builder.options
+    print_now(_beginning(options, builder.model, builder.threads))
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
-    threads = threads_of(len(names))
-    print_now(_beginning(options, model, threads))
     ports = free_ports(2 * len(names))
-    secret = write_secret(processes.directory)
-    builder = EngineBuilder(engines, options, model, threads, secret)
     started = [builder.start(processes, name, ports) for name in names]
     wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]

@@ -45,16 +45,12 @@ from router.commands.demo.comparison import (
 from router.commands.demo.comparison_chart import chart
 from router.commands.demo.engines import (
     MAX_THREADS,
-    DemoModel,
-    DemoOptions,
     EngineBuilder,
-    EngineCommands,
     free_ports,
     print_now,
     router_command,
     usable_cores,
     wait_until_ready,
-    write_secret,
 )
 from router.commands.router_client import first_model_in, send
 from router.common.child_processes import ChildProcess, ChildProcesses, handling_signals
@@ -98,23 +94,17 @@ class CompareOptions:
                 raise UsageError(f"{option} {path}: {error.strerror or error}") from None
 
 
-def compare(
-    processes: ChildProcesses,
-    options: DemoOptions,
-    engines: EngineCommands,
-    model: DemoModel,
-    wanted: CompareOptions,
-) -> None:
+def compare(processes: ChildProcesses, builder: EngineBuilder, wanted: CompareOptions) -> None:
     """Measure and print the report. Raises CommandError, ChildEndedError and KeyboardInterrupt."""
-    busy = load_average()
+    busy, model = load_average(), builder.model.name
     cores, listed = usable_cores()
     cpu = CpuPlan(cores, listed, max(1, min(MAX_THREADS, cores) // 2))
     print_now(cpu.text())
-    print_now(f"Starting three engines with {model.name}, and a router.")
-    setups = _start(processes, options, engines, model, cpu)
-    measurement = Measurement(setups, processes.children, model.name, wanted)
+    print_now(f"Starting three engines with {model}, and a router.")
+    setups = _start(processes, builder, cpu)
+    measurement = Measurement(setups, processes.children, model, wanted)
     load, rounds = run_until_signal(measurement.run)
-    comparison = Comparison(cpu, load, model.name, rounds, busy)
+    comparison = Comparison(cpu, load, model, rounds, busy)
     for line in report(comparison, columns_of(sys.stdout) - 1, _bar()):
         print_now(line)
     for path, text in (
@@ -143,15 +133,9 @@ class Setup:
     router: ChildProcess | None = None
 
 
-def _start(
-    processes: ChildProcesses,
-    options: DemoOptions,
-    engines: EngineCommands,
-    model: DemoModel,
-    cpu: CpuPlan,
-) -> dict[str, Setup]:
+def _start(processes: ChildProcesses, builder: EngineBuilder, cpu: CpuPlan) -> dict[str, Setup]:
     ports = free_ports(7)
-    builder = EngineBuilder(engines, options, model, cpu.threads, write_secret(processes.directory))
+    builder = replace(builder, threads=cpu.threads)
     alone_builder = replace(builder, threads=cpu.threads_alone, is_alone=True)
     started = []
     for name, one in ((ALONE, alone_builder), ("prefill", builder), ("decode", builder)):
@@ -291,20 +275,13 @@ class Measurement:
         return found
 
     async def _load(
-        self,
-        setup: Setup,
-        words: int,
-        tokens: int,
-        seed: int,
-        figures: Figures,
-        at: Sequence[float],
+        self, setup: Setup, words: int, tokens: int, seed: int, figures: Figures, at: list[float]
     ) -> float:
         # Every answer has the same length, in tokens that have text.
         fields = {"ignore_eos": True, "min_tokens": tokens}
         plan = LoadPlan(self.model, len(at), 1, words, tokens, seed, fields)
-        late = await ChatLoad(setup.target, plan, ANSWER_TIMEOUT_S, figures).run_at(
-            at, uuid4().hex[:8]
-        )
+        load = ChatLoad(setup.target, plan, ANSWER_TIMEOUT_S, figures)
+        late = await load.run_at(at, uuid4().hex[:8])
         if figures.failed:
             (problem, _), *_ = figures.problems.most_common(1)
             raise CommandError(f"{figures.failed} of {len(at)} requests failed: {problem}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -95,9 +94,6 @@ class RoundFigures:
     engine_cpu: float | None = 0.0
     router_cpu: float | None = 0.0
     generator_cpu: float = 0.0
-
-    def problems(self) -> Counter[str]:
-        return self.short.problems + self.long.problems
 
     def add(self, other: RoundFigures) -> None:
         self.short.add(other.short)
@@ -230,6 +226,10 @@ class Comparison:
         }
         each = ", ".join(f"{spread:.0%} in {share}" for share, spread in spreads.items())
         return f"Rounds of one setup differ by up to {each}."
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how it was measured."""
+        return self.machine_text(), self.cpu.text(), self.load_text(), self.stability_text()
 
     def content(self) -> dict[str, Any]:
         """Return the JSON report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from html import escape
 
 from router.commands.console import time_text
@@ -19,19 +19,16 @@ LINE_HEIGHT, LINE_CHARS = 16, 112
 
 def chart(comparison: Comparison) -> str:
     """Return the chart: bars of each latency, the load and the machine."""
-    parts, height = [], MARGIN + 14
-    parts.append(
-        svg_text(MARGIN, height, "One engine, or 1 prefill + 1 decode engine", 18, bold=True)
-    )
+    parts: list[str] = []
+    add, height = parts.append, MARGIN + 14
+    add(svg_text(MARGIN, height, "One engine, or 1 prefill + 1 decode engine", 18, bold=True))
     height += 22
-    parts.append(svg_text(MARGIN, height, "Equal CPU, the same load. Lower is better.", 13, FAINT))
+    add(svg_text(MARGIN, height, "Equal CPU, the same load. Lower is better.", 13, FAINT))
     height += 26
     place = MARGIN
     for setup, colour in COLOURS.items():
-        parts.append(
-            f'<rect x="{place}" y="{height - 10}" width="12" height="12" fill="{colour}"/>'
-        )
-        parts.append(svg_text(place + 18, height, setup, 13))
+        add(_bar(place, height - 10, 12, 12, colour))
+        add(svg_text(place + 18, height, setup, 13))
         place += 44 + 8 * len(setup)
     height += 14
     figures = comparison.figures()
@@ -39,26 +36,23 @@ def chart(comparison: Comparison) -> str:
         rows = [one for one in figures if one.name == name]
         longest = max(SHORTEST_S, *(max(one.alone, one.split) for one in rows))
         height += 20
-        parts.append(svg_text(MARGIN, height, name, 14, bold=True))
+        add(svg_text(MARGIN, height, name, 14, bold=True))
         height += 8
         for one in rows:
-            parts.append(svg_text(MARGIN, height + BAR_HEIGHT + 3, one.share, 12, FAINT))
+            add(svg_text(MARGIN, height + BAR_HEIGHT + 3, one.share, 12, FAINT))
             for setup, value in ((ALONE, one.alone), (SPLIT, one.split)):
                 left, room = MARGIN + LABEL_WIDTH, WIDTH - 2 * MARGIN - LABEL_WIDTH - VALUE_WIDTH
                 width = max(2.0, value / longest * room)
-                parts.append(
-                    f'<rect x="{left}" y="{height}" width="{width:.1f}" height="{BAR_HEIGHT}" '
-                    f'rx="2" fill="{COLOURS[setup]}"/>'
-                )
+                add(_bar(left, height, width, BAR_HEIGHT, COLOURS[setup]))
                 text = time_text(value) + (f"   {one.change}" if setup == SPLIT else "")
-                parts.append(svg_text(left + width + 8, height + 12, text, 12))
+                add(svg_text(left + width + 8, height + 12, text, 12))
                 height += BAR_HEIGHT + BAR_GAP
             height += ROW_GAP
     height += 8
-    for text in _notes(comparison):
+    for text in comparison.notes():
         for line in textwrap.wrap(text, LINE_CHARS):
             height += LINE_HEIGHT
-            parts.append(svg_text(MARGIN, height, line, 11.5, FAINT))
+            add(svg_text(MARGIN, height, line, 11.5, FAINT))
     title = "TTFT and ITL of one engine, and of 1 prefill + 1 decode engine"
     description = f"{comparison.verdict()} {comparison.machine_text()}"
     return svg_document(height + MARGIN, title, description, parts)
@@ -75,11 +69,9 @@ def svg_document(height: float, title: str, description: str, parts: Iterable[st
     )
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
-    yield comparison.machine_text()
-    yield comparison.cpu.text()
-    yield comparison.load_text()
-    yield comparison.stability_text()
+def _bar(x: float, y: float, width: float, height: float, colour: str) -> str:
+    size = f'width="{width:.1f}" height="{height}"'
+    return f'<rect x="{x}" y="{y}" {size} rx="2" fill="{colour}"/>'
 
 
 def svg_text(

@@ -30,7 +30,14 @@ from router.commands.demo.comparison import (
     report,
 )
 from router.commands.demo.comparison_chart import chart
-from router.commands.demo.engines import DemoModel, DemoOptions, EngineCommands, usable_cores
+from router.commands.demo.engines import (
+    DemoModel,
+    DemoOptions,
+    EngineBuilder,
+    EngineCommands,
+    usable_cores,
+    write_secret,
+)
 from router.common.child_processes import ChildProcesses
 from tests.conftest import find_free_ports
 from tests.unit.router.test_demo import SCRIPT, demo, family_of, lives, wait_for
@@ -38,6 +45,11 @@ from tests.unit.router.test_demo import SCRIPT, demo, family_of, lives, wait_for
 OPTIONS = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=False)
 LOAD = CompareLoad(14.0, 1.0, 4.0, 30, 40, 600, 4)
 CPU = CpuPlan(4, (0, 1, 2, 3), 2)
+
+
+def builder_of(engines: EngineCommands, directory: Path) -> EngineBuilder:
+    model = DemoModel(directory / "model", "m")
+    return EngineBuilder(engines, OPTIONS, model, 1, write_secret(directory))
 
 
 def figures_of(ttft: float, itl: float, long_ttft: float) -> RoundFigures:
@@ -226,8 +238,7 @@ def test_a_whole_comparison_writes_its_figures(
     wanted = CompareOptions(2, tmp_path / "c.json", tmp_path / "c.svg", round_s=1.0)
     processes = ChildProcesses(tmp_path)
     try:
-        model = DemoModel(tmp_path / "model", "m")
-        compare(processes, OPTIONS, fake_engines(), model, wanted)
+        compare(processes, builder_of(fake_engines(), tmp_path), wanted)
     finally:
         processes.stop()
     captured = capsys.readouterr()
@@ -251,10 +262,9 @@ def test_a_request_that_fails_ends_the_comparison(
     (tmp_path / "model").mkdir()
     processes = ChildProcesses(tmp_path)
     wanted = CompareOptions(2, None, None, round_s=1.0)
-    model = DemoModel(tmp_path / "model", "m")
     try:
         with pytest.raises(CommandError, match="of 1 requests failed: 500 no room"):
-            compare(processes, OPTIONS, fake_engines("failing"), model, wanted)
+            compare(processes, builder_of(fake_engines("failing"), tmp_path), wanted)
     finally:
         processes.stop()
 
