@@ -8,25 +8,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ByteSize
 
-from router.settings.fields import (
-    MIB,
-    TLS_SCHEME,
-    Address,
-    Count,
-    DnsNames,
-    EngineUrls,
-    Hosts,
-    Lower,
-    ModelAliasTexts,
-    Namespace,
-    PodPort,
-    Ports,
-    PositiveCount,
-    Seconds,
-    Selector,
-    SettingsGroup,
-    split_port,
-)
+from router.settings import fields
+from router.settings.fields import MIB, TLS_SCHEME, Address, Lower, SettingsGroup, split_port
 
 
 class EngineSettings(SettingsGroup):
@@ -45,13 +28,13 @@ class EngineSettings(SettingsGroup):
         engines serve. The first match counts; names that engines serve are no aliases.
     """
 
-    prefill: EngineUrls = ()
-    decode: EngineUrls = ()
-    prefiller_hosts: Hosts = ()
-    prefiller_ports: Ports = ()
-    decoder_hosts: Hosts = ()
-    decoder_ports: Ports = ()
-    model_alias: ModelAliasTexts = ()
+    prefill: fields.EngineUrls = ()
+    decode: fields.EngineUrls = ()
+    prefiller_hosts: fields.Hosts = ()
+    prefiller_ports: fields.Ports = ()
+    decoder_hosts: fields.Hosts = ()
+    decoder_ports: fields.Ports = ()
+    model_alias: fields.ModelAliasTexts = ()
 
     @property
     def prefill_engines(self) -> StaticEngines:
@@ -160,12 +143,12 @@ class DiscoverySettings(SettingsGroup):
     """
 
     engines_file: Path | None = None
-    prefiller_dns: DnsNames = ()
-    decoder_dns: DnsNames = ()
-    kubernetes_prefill_selector: Selector | None = None
-    kubernetes_decode_selector: Selector | None = None
-    kubernetes_namespace: Namespace | None = None
-    kubernetes_port: PodPort = "8000"
+    prefiller_dns: fields.DnsNames = ()
+    decoder_dns: fields.DnsNames = ()
+    kubernetes_prefill_selector: fields.Selector | None = None
+    kubernetes_decode_selector: fields.Selector | None = None
+    kubernetes_namespace: fields.Namespace | None = None
+    kubernetes_port: fields.PodPort = "8000"
     kubernetes_config: Path | None = None
     kubernetes_scheme: Annotated[Literal["http", "https"], Lower] = "http"
     warm_up: Literal["off", "lazy", "eager"] = "lazy"
@@ -180,9 +163,9 @@ class HealthSettings(SettingsGroup):
         connection makes it unhealthy at once.
     """
 
-    health_interval: Seconds = 1.0
-    health_timeout: Seconds = 1.0
-    health_failures: PositiveCount = 2
+    health_interval: fields.Seconds = 1.0
+    health_timeout: fields.Seconds = 1.0
+    health_failures: fields.PositiveCount = 2
 
 
 class ConnectionSettings(SettingsGroup):
@@ -196,8 +179,8 @@ class ConnectionSettings(SettingsGroup):
         beyond the limit gets status 503. Answers up to 256 KiB do not count. 0: no limit.
     """
 
-    engine_idle_connections: Count = 256
-    engine_idle_age: Seconds = 4.0
+    engine_idle_connections: fields.Count = 256
+    engine_idle_age: fields.Seconds = 4.0
     max_answer_size: ByteSize = ByteSize(64 * MIB)
     max_held_answers: ByteSize = ByteSize(256 * MIB)
 

@@ -8,23 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr
 
-from router.settings.fields import (
-    MIB,
-    Count,
-    Delay,
-    Factor,
-    IdNames,
-    LinePatterns,
-    Lower,
-    Name,
-    Policy,
-    PositiveCount,
-    Seconds,
-    SettingsGroup,
-    Share,
-    Store,
-    Weights,
-)
+from router.settings import fields
+from router.settings.fields import MIB, Lower, SettingsGroup
 from router.settings.secret import parse_signing_keys, read_secret
 
 DEFAULT_CONVERSATION_IDS = (
@@ -58,10 +43,10 @@ class AdmissionSettings(SettingsGroup):
         the body's priority, else 0. Lower values come first.
     """
 
-    max_engine_requests: Count = 0
-    max_engine_prefill_tokens: Count = 0
-    queue_size: Count = 1024
-    queue_timeout: Seconds = 30.0
+    max_engine_requests: fields.Count = 0
+    max_engine_prefill_tokens: fields.Count = 0
+    queue_size: fields.Count = 1024
+    queue_timeout: fields.Seconds = 30.0
     queue_priorities: bool = True
 
 
@@ -113,17 +98,17 @@ class SelectionSettings(SettingsGroup):
     first_token: Annotated[Literal["auto", "decoder"], Lower] = "auto"
     max_resumes: Annotated[int, Field(ge=0, le=16)] = 2
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
-    prefill_policy: Policy = "prefix"
-    decode_policy: Policy = "prefix"
+    prefill_policy: fields.Policy = "prefix"
+    decode_policy: fields.Policy = "prefix"
     max_prefix_memory: ByteSize = ByteSize(64 * MIB)
-    host_cache_tokens: Count = 0
+    host_cache_tokens: fields.Count = 0
     share_routing: bool = True
     share_prefix_cache: bool = True
-    min_remote_prefill_tokens: Count = 0
-    target_itl: Annotated[Delay, Field(le=30)] = 0.05
+    min_remote_prefill_tokens: fields.Count = 0
+    target_itl: Annotated[fields.Delay, Field(le=30)] = 0.05
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
-    without_prefiller_tokens: Count = 16_384
-    group_weights: Weights = ()
+    without_prefiller_tokens: fields.Count = 16_384
+    group_weights: fields.Weights = ()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -149,8 +134,8 @@ class DecodeFirstSettings(SettingsGroup):
         hedging.
     """
 
-    decode_first_threshold: Share = 0.0
-    decode_first_turns: Share = 0.9
+    decode_first_threshold: fields.Share = 0.0
+    decode_first_turns: fields.Share = 0.9
     hedged_decoders: Annotated[int, Field(ge=0, le=8)] = 0
 
 
@@ -196,23 +181,23 @@ class ConversationSettings(SettingsGroup):
         (prefill engines: than 2).
     """
 
-    conversation_store: Store = "memory"
+    conversation_store: fields.Store = "memory"
     conversation_store_password: SecretStr | None = None
     conversation_store_password_file: Path | None = None
     conversation_store_key: SecretStr | None = None
     conversation_store_key_file: Path | None = None
-    conversation_store_timeout: Seconds = 0.25
-    conversation_ttl: Seconds = 450.0
-    responses_ttl: Seconds = 3600
-    conversation_max_entries: PositiveCount = 100_000
+    conversation_store_timeout: fields.Seconds = 0.25
+    conversation_ttl: fields.Seconds = 450.0
+    responses_ttl: fields.Seconds = 3600
+    conversation_max_entries: fields.PositiveCount = 100_000
     conversation_max_bytes: ByteSize = ByteSize(256 * MIB)
-    conversation_ids: IdNames = DEFAULT_CONVERSATION_IDS
-    changing_prompt_lines: LinePatterns = ("x-anthropic-billing-header*",)
+    conversation_ids: fields.IdNames = DEFAULT_CONVERSATION_IDS
+    changing_prompt_lines: fields.LinePatterns = ("x-anthropic-billing-header*",)
     conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
     conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"
-    tenant_header: Name = "authorization"
-    affinity_load_factor: Factor = 1.5
-    affinity_load_floor: Count = 8
+    tenant_header: fields.Name = "authorization"
+    affinity_load_factor: fields.Factor = 1.5
+    affinity_load_floor: fields.Count = 8
 
     def store_keys(self) -> list[bytes]:
         """Return the keys for turns in Redis: the first one signs, all verify.

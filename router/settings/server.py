@@ -9,22 +9,8 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, SecretStr
 
 from router.common.tls import TlsContext, client_context, server_context
-from router.settings.fields import (
-    MIB,
-    BrokenFileError,
-    Count,
-    Delay,
-    Heartbeat,
-    Host,
-    LimitsStore,
-    ListenPort,
-    Lower,
-    Origins,
-    Seconds,
-    SettingsGroup,
-    flag_of,
-    is_loopback,
-)
+from router.settings import fields
+from router.settings.fields import MIB, BrokenFileError, Lower, SettingsGroup, flag_of, is_loopback
 
 # Each second setting has no meaning without the first.
 TLS_REQUIREMENTS = (
@@ -60,20 +46,20 @@ class ServerSettings(SettingsGroup):
     shutdown_timeout: After the shutdown delay: how long running requests may continue.
     """
 
-    host: Host = "127.0.0.1"
-    port: ListenPort = 8000
+    host: fields.Host = "127.0.0.1"
+    port: fields.ListenPort = 8000
     max_body_size: ByteSize = ByteSize(64 * MIB)
     max_header_size: ByteSize = ByteSize(64 * 1024)
     max_held_bodies: ByteSize = ByteSize(1024 * MIB)
-    max_connections: Count = 16_384
-    keep_alive_timeout: Seconds = 75.0
-    client_read_timeout: Seconds = 60.0
+    max_connections: fields.Count = 16_384
+    keep_alive_timeout: fields.Seconds = 75.0
+    client_read_timeout: fields.Seconds = 60.0
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    liveness_port: ListenPort | None = None
-    metrics_port: ListenPort | None = None
-    metrics_host: Host = "127.0.0.1"
-    shutdown_delay: Delay = 1.0
-    shutdown_timeout: Delay = 25.0
+    liveness_port: fields.ListenPort | None = None
+    metrics_port: fields.ListenPort | None = None
+    metrics_host: fields.Host = "127.0.0.1"
+    shutdown_delay: fields.Delay = 1.0
+    shutdown_timeout: fields.Delay = 25.0
 
     def conflicts(self) -> Iterator[str]:
         if 0 < self.max_held_bodies < self.max_body_size:
@@ -96,12 +82,12 @@ class TimeoutSettings(SettingsGroup):
     request_timeout: Longest time for a whole request.
     """
 
-    connect_timeout: Seconds = 5.0
-    prefill_timeout: Seconds = 600.0
-    decode_first_byte_timeout: Seconds = 600.0
-    stream_idle_timeout: Seconds = 300.0
-    stream_heartbeat: Heartbeat = 0.0
-    request_timeout: Seconds = 3600.0
+    connect_timeout: fields.Seconds = 5.0
+    prefill_timeout: fields.Seconds = 600.0
+    decode_first_byte_timeout: fields.Seconds = 600.0
+    stream_idle_timeout: fields.Seconds = 300.0
+    stream_heartbeat: fields.Heartbeat = 0.0
+    request_timeout: fields.Seconds = 3600.0
 
 
 class TlsSettings(SettingsGroup):
@@ -126,7 +112,7 @@ class TlsSettings(SettingsGroup):
     engine_ca_file: Path | None = None
     engine_certfile: Path | None = None
     engine_keyfile: Path | None = None
-    engine_tls_name: Host | None = None
+    engine_tls_name: fields.Host | None = None
 
     def conflicts(self) -> Iterator[str]:
         for certificate, dependent in TLS_REQUIREMENTS:
@@ -161,8 +147,8 @@ class AdminSettings(SettingsGroup):
     admin_token_file: File with the admin token, read at start and at reload.
     """
 
-    admin_port: ListenPort | None = None
-    admin_host: Host = "127.0.0.1"
+    admin_port: fields.ListenPort | None = None
+    admin_host: fields.Host = "127.0.0.1"
     admin_token: SecretStr | None = None
     admin_token_file: Path | None = None
 
@@ -186,8 +172,8 @@ class DashboardSettings(SettingsGroup):
     ui: bool = False
     ui_token: SecretStr | None = None
     ui_token_file: Path | None = None
-    ui_port: ListenPort | None = None
-    ui_host: Host = "127.0.0.1"
+    ui_port: fields.ListenPort | None = None
+    ui_host: fields.Host = "127.0.0.1"
 
     def conflicts(self) -> Iterator[str]:
         if self.ui_port is not None and not self.ui:
@@ -208,7 +194,7 @@ class KeySettings(SettingsGroup):
     """
 
     api_keys_file: Path | None = None
-    key_limits_store: LimitsStore | None = None
+    key_limits_store: fields.LimitsStore | None = None
     engine_api_key: SecretStr | None = None
     engine_api_key_file: Path | None = None
 
@@ -225,7 +211,7 @@ class SecuritySettings(SettingsGroup):
         you trust as much as the operator.
     """
 
-    cors_origins: Origins = ()
+    cors_origins: fields.Origins = ()
     lora_updates: bool = False
     trust_client_kv_params: bool = False
 
