@@ -25,10 +25,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from router.common.watched_file import (
-    WatchedFiles,
-    read_regular_file,
-)
+from router.common.watched_file import WatchedFiles, read_regular_file
 from router.common.yaml_list import parse_yaml_list
 
 logger = logging.getLogger("disagg_router.auth")

@@ -14,13 +14,7 @@ from typing import Any
 
 import httpx
 
-from router.commands.console import (
-    CommandError,
-    CommandParser,
-    TerminalLine,
-    UsageError,
-    number_in,
-)
+from router.commands.console import CommandError, CommandParser, TerminalLine, UsageError, number_in
 from router.commands.router_client import (
     ask_router,
     error_message,

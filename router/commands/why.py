@@ -16,12 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from router.commands.console import CommandError, CommandParser, UsageError
-from router.commands.router_client import (
-    ask_router,
-    error_message,
-    router_url,
-    token_headers,
-)
+from router.commands.router_client import ask_router, error_message, router_url, token_headers
 from router.openai.answers import parse_object
 from router.settings import variable_of
 

@@ -15,12 +15,7 @@ from router.conversations.conversations import Header, tenant_of
 from router.conversations.entry import VERSION, decode_versioned
 from router.conversations.store import Store, StoreError
 from router.openai.answers import Json
-from router.openai.errors import (
-    BadRequestError,
-    NotFoundError,
-    RequestError,
-    ResponseStoreError,
-)
+from router.openai.errors import BadRequestError, NotFoundError, RequestError, ResponseStoreError
 from router.openai.responses import response_of_item
 
 MAX_QUOTED_ID_LENGTH = 128

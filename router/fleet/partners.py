@@ -12,13 +12,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole
-from router.fleet.kv_facts import (
-    NO_CONNECTOR,
-    Difference,
-    KvFacts,
-    find_kv_difference,
-    short_text,
-)
+from router.fleet.kv_facts import NO_CONNECTOR, Difference, KvFacts, find_kv_difference, short_text
 
 MAX_NAMES = 3
 # Kinds of engines of one role that are compared. Engines beyond count as fitting.

@@ -24,13 +24,7 @@ from router.common.exact_json import dumps
 from router.fleet.engine import DECODE, EngineRole
 from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import (
-    DONE_AT_END,
-    DONE_EVENT,
-    EVENT_ENDS,
-    end_of_last_event,
-    says_done,
-)
+from router.http_client.sse import DONE_AT_END, DONE_EVENT, EVENT_ENDS, end_of_last_event, says_done
 from router.openai.answers import (
     BROKEN_OFF,
     ERROR_KEY,

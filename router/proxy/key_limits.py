@@ -9,13 +9,7 @@ from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision, format_duration
 from router.http_client.sse import data_in
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
-from router.proxy.exchange import (
-    BodySource,
-    BodySourceWrapper,
-    Exchange,
-    ExchangeWrapper,
-    Header,
-)
+from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
 from router.proxy.request import Request
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record

@@ -41,13 +41,7 @@ from router.openai.responses import (
     assistant_message,
     chat_from_response,
 )
-from router.proxy.exchange import (
-    BodySource,
-    BodySourceWrapper,
-    Exchange,
-    ExchangeWrapper,
-    Header,
-)
+from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
 from router.proxy.gateway import Gateway
 from router.proxy.messages import encode_body
 from router.proxy.request import PASSED, Request, check_fields, check_json, parse_body, take_body

@@ -16,11 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 PREFIX = "disagg_router_"

@@ -33,14 +33,7 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 from router.telemetry.logs import LogThrottle
-from router.telemetry.record import (
-    ParentSpan,
-    Record,
-    Tokens,
-    Trace,
-    TracedLeg,
-    new_id,
-)
+from router.telemetry.record import ParentSpan, Record, Tokens, Trace, TracedLeg, new_id
 from router.telemetry.request_metrics import tokens_in
 
 logger = logging.getLogger("disagg_router.traces")

@@ -21,13 +21,7 @@ from router.commands.console import (
     number_in,
     run_with_progress,
 )
-from router.commands.router_client import (
-    API_KEY,
-    first_model,
-    http_url,
-    key_headers,
-    router_url,
-)
+from router.commands.router_client import API_KEY, first_model, http_url, key_headers, router_url
 
 DESCRIPTION = f"""\
 Sends chats to a router, several at a time, and prints percentiles of TTFT, ITL and end-to-end
