@@ -84,26 +84,18 @@ def find_request(url: str, request_id: str) -> dict[str, Any]:
     for _ in range(MAX_TRIES):
         page = f"{url}/ui/requests/{quote(request_id, safe='')}"
         answer = ask_router("GET", page, headers)
+        content = parse_object(answer.content)
         if answer.status_code == 200:
-            return _parsed(answer.content, url)
-        message = error_message(parse_object(answer.content) or {})
+            if content and "ms" in content:
+                return content
+            raise CommandError(f"{url} is not a disagg-router, or not of this version")
+        message = error_message(content or {})
         if answer.status_code != 404 or "worker process" not in message:
             break
     if answer.status_code == 404 and "has no request" not in message:
         raise CommandError("the router does not keep requests: start it with --ui")
     kind = UnknownRequestError if answer.status_code == 404 else CommandError
     raise kind(message or f"{url} answers {answer.status_code}")
-
-
-def _parsed(content: bytes, url: str) -> dict[str, Any]:
-    """Raises CommandError."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "ms" not in found:
-        raise CommandError(f"{url} is not a disagg-router, or not of this version")
-    return found
 
 
 def story(request: dict[str, Any]) -> Iterator[str]:

@@ -131,6 +131,7 @@ def spans_of(
         first_byte: float | None = None,
     ) -> ReadableSpan:
         start, end = times
+        error = " ".join(error.split())[:MAX_ERROR_CHARS].encode(errors="replace").decode()
         return ReadableSpan(
             name,
             context(span_id),
@@ -139,7 +140,7 @@ def spans_of(
             {name: value for name, value in attributes.items() if value not in (None, "")},
             [] if first_byte is None else [Event(FIRST_BYTE, {}, at(first_byte))],
             kind=kind,
-            status=Status(StatusCode.ERROR, _short(error)) if error else Status(),
+            status=Status(StatusCode.ERROR, error) if error else Status(),
             start_time=at(start),
             end_time=at(max(start, end)),
             instrumentation_scope=scope,
@@ -175,13 +176,15 @@ def spans_of(
 
 
 def _of_request(record: Record, trace: Trace) -> dict[str, AttributeValue | None]:
+    is_good = record.outcome in GOOD and record.status < 400
+    error_type = record.error.partition(":")[0] or str(record.status or record.outcome)
     return {
         **_generation(record, record.tokens),
         "http.request.method": "POST",
         "http.route": record.endpoint,
         "url.path": record.endpoint,
         "http.response.status_code": record.status or None,
-        "error.type": _error_type(record),
+        "error.type": "" if is_good else error_type,
         "disagg.request.id": record.request_id,
         "disagg.outcome": record.outcome,
         "disagg.stage": record.stage,
@@ -216,13 +219,3 @@ def _generation(record: Record, tokens: Tokens) -> dict[str, AttributeValue | No
         "gen_ai.usage.output_tokens": tokens.completion,
         "gen_ai.usage.cache_read.input_tokens": tokens.cached,
     }
-
-
-def _error_type(record: Record) -> str:
-    if record.outcome in GOOD and record.status < 400:
-        return ""
-    return record.error.partition(":")[0] or str(record.status or record.outcome)
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:MAX_ERROR_CHARS].encode(errors="replace").decode()

@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic as now
 from typing import Any
@@ -26,7 +27,6 @@ from router.common.watched_file import WatchedFiles
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import (
-    EngineView,
     FleetView,
     build_fleet_view,
     merge_engine_views,
@@ -97,46 +97,41 @@ class ProcessSnapshot(BaseModel):
     entries: int | None
 
 
+@dataclass(slots=True)
 class SnapshotSource:
     """Makes snapshots of this process, and watches its requests while there is a reader.
 
     `files` and `certificates` are by their name in the metrics.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        registry: EngineRegistry,
-        prober: Prober,
-        files: Mapping[str, WatchedFiles],
-        certificates: Mapping[str, TlsContext],
-    ) -> None:
-        self._gateway = gateway
-        self._registry = registry
-        self._prober = prober
-        self._files = files
-        self._certificates = certificates
-        self._live = LiveRequests()
-        self._recent = RecentRequests()
-        gateway.records.add_reader(self._recent.add_records)
+    gateway: Gateway
+    registry: EngineRegistry
+    prober: Prober
+    files: Mapping[str, WatchedFiles]
+    certificates: Mapping[str, TlsContext]
+    _live: LiveRequests = field(default_factory=LiveRequests)
+    _recent: RecentRequests = field(default_factory=RecentRequests)
+
+    def __post_init__(self) -> None:
+        self.gateway.records.add_reader(self._recent.add_records)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[], ProcessSnapshot]]:
         """Yield a function that takes a snapshot for one reader."""
-        self._gateway.records.flush()  # or a request would be both in `latest` and yet to come
+        self.gateway.records.flush()  # or a request would be both in `latest` and yet to come
         feed, live = RequestFeed(self._recent.latest()), self._live
         live.feeds.append(feed)
-        self._gateway.watch = live
+        self.gateway.watch = live
         try:
             yield lambda: self._take(live, feed)
         finally:
             live.feeds.remove(feed)
             if not live.feeds:
-                self._gateway.watch, self._live = None, LiveRequests()
+                self.gateway.watch, self._live = None, LiveRequests()
 
     def find(self, request_id: str) -> RequestSummary | None:
         """Return the recently ended request with this id."""
-        self._gateway.records.flush()
+        self.gateway.records.flush()
         record = self._recent.find(request_id)
         if record is None:
             return None
@@ -146,7 +141,7 @@ class SnapshotSource:
         worker, unix = str(os.getpid()), time.time() - now()
         running = live.running
         ended, missed = feed.take(now())
-        gateway, registry = self._gateway, self._registry
+        gateway, registry = self.gateway, self.registry
         metrics, settings = gateway.metrics, gateway.settings
         outcomes: Counter[str] = Counter()
         for labels, count in metrics.requests.by_outcome.counts().items():
@@ -155,7 +150,7 @@ class SnapshotSource:
         if settings.conversation_store == "memory":
             families = metrics.conversation_entries.collect()
             entries = int(sum(sample.value for one in families for sample in one.samples))
-        readiness = gateway.assess_readiness(self._prober.problem())
+        readiness = gateway.assess_readiness(self.prober.problem())
         queue = None
         if (admission := gateway.admission) is not None:
             queue = admission.depth, settings.queue_size
@@ -169,7 +164,7 @@ class SnapshotSource:
             queue=queue,
             ready={"blocking": readiness.blocking, "degrading": readiness.degrading},
             refusals=list(feed.refusals(now())),
-            checks=run_checks(gateway.fleet, registry, self._files, self._certificates),
+            checks=run_checks(gateway.fleet, registry, self.files, self.certificates),
             outcomes=outcomes,
             turns=_by_name(metrics.requests.conversation_turns.counts()),
             kept=_by_name(metrics.requests.conversation_kept.counts()),
@@ -206,8 +201,14 @@ def merge_snapshots(
     running = sorted((each for one in seen for each in one.running), key=lambda each: each.at)
     entries = [one.entries for one in seen if one.entries is not None]
     outcomes = _added(one.outcomes for one in seen)
+    queues = [one.queue for one in seen if one.queue is not None]
+    depths, sizes = zip(*queues, strict=True) if queues else ((), ())
     return {
-        "engines": {one.name: _with_gauge(one, gauges) for one in engines[:MAX_ENGINES]},
+        "engines": {
+            one.name: one.model_dump(mode="json")
+            | {"gauge": gauges.get(one.name, EngineGauge()).model_dump(mode="json")}
+            for one in engines[:MAX_ENGINES]
+        },
         "engines_unlisted": max(0, len(engines) - MAX_ENGINES),
         "groups": {one.name: one.model_dump(mode="json") for one in merge_group_views(views)},
         "ways": _merge_links(seen, byte_rates or {}),
@@ -215,7 +216,7 @@ def merge_snapshots(
         "totals": {
             "requests": sum(outcomes.values()),
             "in_flight": sum(one.in_flight for one in seen),
-            "queue": _merge_queues([one.queue for one in seen if one.queue is not None]),
+            "queue": {"depth": sum(depths), "size": sum(sizes)} if queues else None,
             "by": outcomes,
         },
         "turns": {
@@ -257,21 +258,11 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-def _merge_queues(queues: Sequence[tuple[int, int]]) -> Json | None:
-    depths, sizes = zip(*queues, strict=True) if queues else ((), ())
-    return {"depth": sum(depths), "size": sum(sizes)} if queues else None
-
-
 def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:
     counts: Counter[tuple[int, str]] = Counter()
     for one in [each for snapshot in snapshots for each in snapshot.refusals]:
         counts[one.status, one.text] += one.count
     return [one.model_dump() for one in most_frequent(counts)]
-
-
-def _with_gauge(view: EngineView, gauges: Mapping[str, EngineGauge]) -> Json:
-    gauge = gauges.get(view.name, EngineGauge())
-    return view.model_dump(mode="json") | {"gauge": gauge.model_dump(mode="json")}
 
 
 def _merge_links(

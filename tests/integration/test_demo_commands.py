@@ -19,7 +19,13 @@ from router.commands.chat.command import RequestRoutes
 from router.commands.chat.conversation import Conversation
 from router.commands.demo.compare import CompareOptions, compare
 from router.commands.demo.comparison import ALONE, SPLIT
-from router.commands.demo.engines import ENGINES, DemoModel, DemoOptions
+from router.commands.demo.engines import (
+    ENGINES,
+    DemoModel,
+    DemoOptions,
+    EngineBuilder,
+    write_secret,
+)
 from router.common.child_processes import ChildProcesses
 from tests.conftest import find_free_ports
 from tests.integration.processes import wait_for
@@ -32,10 +38,12 @@ def test_the_comparison_measures_real_engines(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", model, vllm=False)
+    named = DemoModel(model, "tiny")
+    builder = EngineBuilder(ENGINES, options, named, 1, write_secret(tmp_path))
     wanted = CompareOptions(2, tmp_path / "c.json", tmp_path / "c.svg", round_s=3.0)
     processes = ChildProcesses(tmp_path)
     try:
-        compare(processes, options, ENGINES, DemoModel(model, "tiny"), wanted)
+        compare(processes, builder, wanted)
     finally:
         processes.stop()
     content = json.loads((tmp_path / "c.json").read_text())

@@ -122,11 +122,21 @@ class ChatPrinter:
             except KeyboardInterrupt:
                 print(file=sys.stderr)
                 raise
-            if message.startswith("/") and len(message.split()) == 1:
-                if not self._obey(message):
-                    return 0
+            if message == "/quit":
+                return 0
+            if message == "/new":
+                self._conversation = self._conversation.begin_anew()
+                self._note("a new conversation")
+            elif message.startswith("/") and len(message.split()) == 1:
+                self._note(f"unknown command {message}{did_you_mean(message, COMMANDS)}")
             elif message:
-                self._answer_interruptibly(message)
+                try:
+                    self.answer(message)
+                except KeyboardInterrupt:
+                    print(flush=True)
+                    self._note("stopped; Ctrl-C once more ends the chat")
+                except CommandError as error:
+                    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
 
     def answer_lines(self, lines: Sequence[str] | Iterator[str]) -> int:
         """Answer each line, up to /quit. Raises CommandError."""
@@ -137,29 +147,6 @@ class ChatPrinter:
             if message:
                 self.answer(message)
         return 0
-
-    def _obey(self, command: str) -> bool:
-        """Carry out a command; return False if it ends the chat."""
-        if command == "/quit":
-            return False
-        if command == "/new":
-            old = self._conversation
-            self._conversation = Conversation(
-                old.url, old.model, old.headers, old.fields, old.timeout_s
-            )
-            self._note("a new conversation")
-        else:
-            self._note(f"unknown command {command}{did_you_mean(command, COMMANDS)}")
-        return True
-
-    def _answer_interruptibly(self, message: str) -> None:
-        try:
-            self.answer(message)
-        except KeyboardInterrupt:
-            print(flush=True)
-            self._note("stopped; Ctrl-C once more ends the chat")
-        except CommandError as error:
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
 
     def answer(self, message: str) -> None:
         """Print the answer to a message and the line about it. Raises CommandError."""

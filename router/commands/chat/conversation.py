@@ -69,6 +69,10 @@ class Conversation:
     answer: ChatAnswer = field(default_factory=ChatAnswer)
     """The latest one."""
 
+    def begin_anew(self) -> Conversation:
+        """Return a conversation without turns."""
+        return Conversation(self.url, self.model, self.headers, self.fields, self.timeout_s)
+
     def ask(self, question: str) -> Generator[str]:
         """Yield the answer piece by piece. Raises CommandError.
 
@@ -112,7 +116,12 @@ class Conversation:
                 answer.request_id = response.headers.get("x-request-id", "")
                 if response.status_code != 200:
                     raise CommandError(f"{response.status_code} {_refusal(response)}".strip())
-                yield from _pieces(response, reader, answer)
+                count = 0
+                for block in response.iter_bytes():
+                    reader.write(block)
+                    answer.read(reader)
+                    yield "".join(reader.texts[count:])
+                    count = len(reader.texts)
             reader.end(time.monotonic())
         except httpx.ReadTimeout:
             raise CommandError(f"{self.url} sent nothing for {self.timeout_s:g} s") from None
@@ -131,18 +140,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
         return "the router closed the connection"
     return ERROR_NUMBER.sub("", " ".join(str(error).split())) or type(error).__name__
-
-
-def _pieces(
-    response: httpx.Response, reader: ChatStreamReader, answer: ChatAnswer
-) -> Generator[str]:
-    count = 0
-    for block in response.iter_bytes():
-        reader.write(block)
-        answer.read(reader)
-        new, count = reader.texts[count:], len(reader.texts)
-        if new:
-            yield "".join(new)
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -275,23 +275,16 @@ def report(comparison: Comparison, width: int, bar: str = "█") -> Iterator[str
     width = max(MIN_WIDTH, min(MAX_WIDTH, width))
     figures = comparison.figures()
     yield ""
-    yield from _table(figures)
+    yield f"{'':24}{SHORT_NAMES[ALONE]:>10}{SHORT_NAMES[SPLIT]:>8}"
+    before = ""
+    for one in figures:
+        name, before = "" if one.name == before else one.name, one.name
+        times = f"{time_text(one.alone):>10}{time_text(one.split):>8}"
+        yield f"{name:20} {one.share}{times}  {one.change}"
     yield ""
     yield from _bars(figures, width, bar)
     for text in (comparison.verdict(), *_circumstances(comparison)):
         yield from textwrap.wrap(text, width, subsequent_indent="  ")
-
-
-def _table(figures: Sequence[ComparedFigure]) -> Iterator[str]:
-    yield f"{'':24}{SHORT_NAMES[ALONE]:>10}{SHORT_NAMES[SPLIT]:>8}"
-    before = ""
-    for one in figures:
-        name = "" if one.name == before else one.name
-        before = one.name
-        yield (
-            f"{name:20} {one.share}{time_text(one.alone):>10}{time_text(one.split):>8}  "
-            f"{one.change}"
-        )
 
 
 def _bars(figures: Sequence[ComparedFigure], width: int, bar: str) -> Iterator[str]:
