@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import and_, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine_ext.common.histogram import Histogram
 from engine_ext.common.prefix_hashes import Keys
+
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 """Seconds, monotonic, from an origin of its own."""
@@ -173,6 +175,29 @@ class LoanAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class LoanAsk:
+    """Ask these engines, one after the other, to lend the longest prefix of these blocks to a
+    request. The first loan of `least_tokens` tokens or more counts. It ends in exactly one
+    `LoanReport`, unless the request is named in `untracks` first."""
+
+    request_id: str
+    holders: tuple[PeerAddress, ...]
+    scheme: str
+    keys: tuple[bytes, ...]
+    least_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoanReport:
+    """The end of a `LoanAsk`: the loan, whose lease is renewed from then on, or None."""
+
+    request_id: str
+    source: RemoteSource | None = None
+    last_key: bytes = b""
+    """The key of the last block."""
+
+
+@dataclass(frozen=True, slots=True)
 class PullOrder:
     """READ `source`'s blocks into ours, from token position `first_token` to `last_token`.
 
@@ -315,12 +340,14 @@ class StepMetadata:
     """Leases to end early, because the blocks are needed."""
     tracks: tuple[TrackOrder, ...] = ()
     """D: requests to heartbeat for."""
+    asks: tuple[LoanAsk, ...] = ()
+    """Requests that may borrow a prefix."""
     inquiries: tuple[PushInquiry, ...] = ()
     """D in push mode."""
     pulls: tuple[PullOrder, ...] = ()
     """D: each request id is returned in `finished_recving` exactly once."""
     untracks: tuple[str, ...] = ()
-    """D: heartbeats that end."""
+    """D: heartbeats that end. A request's `LoanAsk` ends, too."""
     offers: tuple[PushOffer, ...] = ()
     """P in push mode."""
     registrations: tuple[PushRegistration, ...] = ()
@@ -397,10 +424,12 @@ class TransferResults:
     reserved until a `confirmed_returns` order."""
     loan_requests: tuple[LoanRequest, ...] = ()
     """Each is answered by a `loans` order."""
+    loan_reports: tuple[LoanReport, ...] = ()
 
     def __bool__(self) -> bool:
         loads = self.finished_recving or self.ready or self.returned
-        return bool(self.finished_sending or loads or self.loan_requests)
+        loans = self.loan_requests or self.loan_reports
+        return bool(self.finished_sending or loads or loans)
 
     def __and__(self, other: "TransferResults") -> "TransferResults":
         return self._combined(other, and_)
@@ -415,12 +444,16 @@ class TransferResults:
         return TransferResults(
             **{name: combine(getattr(self, name), getattr(other, name)) for name in ids},
             problems={**other.problems, **self.problems},
-            loan_requests=tuple(
-                request
-                for request in dict.fromkeys((*self.loan_requests, *other.loan_requests))
-                if combine(request in self.loan_requests, request in other.loan_requests)
-            ),
+            loan_requests=_combine_all(self.loan_requests, other.loan_requests, combine),
+            loan_reports=_combine_all(self.loan_reports, other.loan_reports, combine),
         )
+
+
+def _combine_all(
+    ours: tuple[T, ...], theirs: tuple[T, ...], combine: Callable[[Any, Any], Any]
+) -> tuple[T, ...]:
+    both = dict.fromkeys((*ours, *theirs))
+    return tuple(one for one in both if combine(one in ours, one in theirs))
 
 
 NO_RESULTS = TransferResults()
@@ -599,6 +632,14 @@ class ConnectorStats:
     engine_id_clashes: int = 0
     """Loads that did not begin, because another engine with this engine's id has the KV. Counted by
     the scheduler half."""
+    loans_requested: int = 0
+    """Requests for which other engines were asked for a loan of a prefix."""
+    loans_received: int = 0
+    """Those that got a loan. The others are computed."""
+    loans_given: int = 0
+    """Loans to other engines. An engine that joins a loan counts again."""
+    loans_refused: int = 0
+    """Other engines' requests for a loan that were refused."""
     loads_verified: int = 0
     """READs whose blocks matched the source's checksums."""
     loads_unverified: int = 0

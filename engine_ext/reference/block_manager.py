@@ -98,6 +98,10 @@ class BlockManager:
         seq.num_committed_blocks = 0
         return blocks
 
+    def digests_of(self, seq: Request) -> list[bytes]:
+        """The names of all full blocks of `seq`'s tokens."""
+        return self._digests(seq, seq.num_tokens // self.block_size)
+
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix, in order. Valid until the next `allocate`."""
         found: list[int] = []

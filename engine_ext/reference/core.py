@@ -83,6 +83,7 @@ class EngineCore:
         )
         self._clock = clock
         self.connector.scheduler.lend_from(self.scheduler)
+        self.connector.scheduler.borrow_with(self.scheduler)
         self._sampler = Sampler(seed=config.seed, eos_token_ids=model_config.eos_token_ids)
         self._model = model
         self._builder = BatchBuilder(model_config, block_size=size, device=device)

@@ -167,6 +167,7 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
     connector = settings.connector
     if connector is None:
         return description
+    borrows = not is_staged(connector, settings.engine)
     return replace(
         description,
         side_channels=(identity.SideChannel(0, *settings.side_channel),),
@@ -176,5 +177,6 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         lease_seconds=connector.lease_duration,
         max_step_tokens=settings.engine.tokens_per_step,
         target_itl_ms=settings.engine.target_itl_ms,
-        lends=settings.engine.enable_prefix_caching and not is_staged(connector, settings.engine),
+        lends=borrows and settings.engine.enable_prefix_caching,
+        borrows=borrows,
     )

@@ -35,6 +35,7 @@ from engine_ext.common.step_costs import StepFit, StepWork
 from engine_ext.common.types import (
     NO_RESULTS,
     BlockIds,
+    EngineRequest,
     FinishDecision,
     FinishStatus,
     TransferResults,
@@ -219,7 +220,8 @@ class Scheduler:
 
     @property
     def scheme(self) -> str:
-        """This property, `find` and `pin` implement engine_ext.scheduler.loans.PrefixCache."""
+        """This property, `find` and `pin` implement engine_ext.scheduler.loans.PrefixCache, and
+        with `keys_of` engine_ext.scheduler.borrows.PromptKeys."""
         return f"disagg-engine blake2b-256 {self._blocks.block_size}"
 
     def find(self, keys: Seq[bytes]) -> BlockIds:
@@ -229,6 +231,9 @@ class Scheduler:
         (blocks,) = block_ids
         self._blocks.allocate(0, sharing=blocks)
         self.delayed[loan_id] = list(blocks)
+
+    def keys_of(self, request: EngineRequest) -> Seq[bytes]:
+        return self._blocks.digests_of(request) if isinstance(request, Sequence) else ()
 
     def drain(self) -> None:
         self._ask(self._connector.drain, default=None)

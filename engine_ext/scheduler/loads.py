@@ -173,7 +173,11 @@ class Loads:
     def waits_for_sibling(self, request_id: str) -> bool:
         if request_id in self._loads:
             return False
-        load = self._loads.get(self._siblings.first_of(request_id))
+        return self.is_open(self._siblings.first_of(request_id))
+
+    def is_open(self, request_id: str) -> bool:
+        """Return True if KV is on offer for the request, or is being loaded."""
+        load = self._loads.get(request_id)
         return load is not None and load.state in (LoadState.OFFERED, LoadState.LOADING)
 
     def offer(

@@ -13,6 +13,8 @@ Who owns what
     until the id comes in `TransferResults.finished_sending`. This class owns which blocks are lent.
     The workers' lease tables own when a loan ends. The answer leaves after the grant, so no reader
     is faster than its lease. Readers of one prefix share a loan, and each has a horizon of its own.
+    A reader that asks again gets another loan of the same blocks: to a lease, one engine is one
+    reader, so its first request to confirm would end the others' loan.
 
 Keys name full blocks by all tokens up to their end, in the host's own way (`scheme`). Equal keys of
 equal schemes mean equal KV, so the keys are the proof. The host finds only blocks that a finished
@@ -81,6 +83,8 @@ class Loans:
         self._cache: PrefixCache | None = None
         self._lent: dict[str, Prefix] = {}
         """The loans that readers may still join, by id."""
+        self._readers: dict[str, set[str]] = {}
+        """The readers of each of these."""
         self._ending: dict[str, Prefix] = {}
         """The revoked loans whose blocks are still pinned, by id."""
         self._count = 0
@@ -118,6 +122,7 @@ class Loans:
         self._orders.revokes += self._lent
         self._ending.update(self._lent)
         self._lent.clear()
+        self._readers.clear()
         return revoked
 
     def stop(self) -> None:
@@ -131,6 +136,7 @@ class Loans:
     def reported(self, request_id: str) -> None:
         """Note that no engine reads the loan any more, so the host unpins its blocks."""
         self._lent.pop(request_id, None)
+        self._readers.pop(request_id, None)
         self._ending.pop(request_id, None)
 
     def _lend(self, request: LoanRequest) -> str:
@@ -146,14 +152,15 @@ class Loans:
             return ""
         prefix = Prefix(blocks, request.keys[num_found - 1])
         for loan_id, lent in self._lent.items():
-            if lent == prefix:
+            if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
+                readers.add(request.reader)
                 return loan_id
         if len(self) >= MAX_LOANS or self._num_pinned(blocks) > self._max_blocks:
             return ""
         self._count += 1
         loan_id = f"loan-{self._run_id}-{self._count:08}"
         cache.pin(loan_id, blocks)
-        self._lent[loan_id] = prefix
+        self._lent[loan_id], self._readers[loan_id] = prefix, {request.reader}
         sums = blocks if self._checksums else ()
         self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
         return loan_id

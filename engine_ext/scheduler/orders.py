@@ -10,6 +10,7 @@ from engine_ext.common.types import (
     LeaseCancel,
     LeaseGrant,
     LoanAnswer,
+    LoanAsk,
     PullOrder,
     PushInquiry,
     PushOffer,
@@ -35,6 +36,7 @@ class Orders:
     loans: list[LoanAnswer] = field(default_factory=list)
     revokes: list[str] = field(default_factory=list)
     tracks: list[TrackOrder] = field(default_factory=list)
+    asks: list[LoanAsk] = field(default_factory=list)
     inquiries: list[PushInquiry] = field(default_factory=list)
     pulls: list[PullOrder] = field(default_factory=list)
     untracks: list[str] = field(default_factory=list)

@@ -35,6 +35,7 @@ from engine_ext.common.types import (
 )
 from engine_ext.scheduler.answer_params import AnswerParams
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit, HostBlockSupply, Shortage
+from engine_ext.scheduler.borrows import Borrows, PromptKeys, may_borrow
 from engine_ext.scheduler.held_blocks import HeldBlocks
 from engine_ext.scheduler.loadable_tokens import LoadableTokens
 from engine_ext.scheduler.loads import Loads
@@ -88,6 +89,10 @@ class SchedulerConnector:
         self._loans = Loans(
             self._orders, geometry.block_size, geometry.num_blocks, config.checksums
         )
+        self._borrows = Borrows(
+            self._orders, self._loads, self._loadable, config, geometry.block_size, clock
+        )
+        self._may_borrow = host_takes_back and may_borrow(geometry, identity)
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
         self._partial_offers = PartialOffers(self._orders, geometry.block_size)
         self._keeps_turns = config.bidirectional and not geometry.has_state
@@ -108,6 +113,12 @@ class SchedulerConnector:
         """Lend to other engines what the host's prefix cache holds. Only for a geometry that
         `lends`."""
         self._loans.lend_from(cache)
+
+    def borrow_with(self, keys: PromptKeys) -> None:
+        """Borrow what other engines' prefix caches hold, if this engine can. The host passes a
+        request over while `get_num_new_matched_tokens` answers `(None, False)`."""
+        if self._may_borrow:
+            self._borrows.borrow_with(keys)
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Start the listener. A second call does nothing: vLLM 0.33 calls again at /wake_up, but
@@ -158,6 +169,8 @@ class SchedulerConnector:
             # In mixed mode, engines without the secret treat this one as a stock engine.
             is_firm = params.may_be_read_by_stock or self._config.access.is_mixed
             self._held.expect_next_turn(request.request_id, is_firm)
+        if params.holders:
+            self._borrows.name(request.request_id, params.holders)
         if is_sibling:
             return
         if params.source is not None:
@@ -225,7 +238,7 @@ class SchedulerConnector:
         self, request: EngineRequest, num_computed_tokens: int
     ) -> MatchedTokens:
         name = request.request_id
-        if self._loads.waits_for_sibling(name):
+        if self._loads.waits_for_sibling(name) or self._borrows.waits(request, num_computed_tokens):
             return MatchedTokens(None, False)
         shortage = self._supply.ask(name)
         is_short = shortage is not Shortage.NONE
@@ -263,6 +276,7 @@ class SchedulerConnector:
         self._partial_offers.lost(request.request_id)
         self._supply.admitted(request.request_id, runs=num_external_tokens <= 0)
         self._loans.room_found()
+        self._borrows.allocated(request.request_id, num_external_tokens)
         self._loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
@@ -337,6 +351,7 @@ class SchedulerConnector:
         self._loans.revoke_all()
         for request_id in request_ids:
             self._held.revoke_unless_firm(request_id)
+            self._borrows.drop(request_id)
             self._loads.drop(request_id)
 
     def is_stale_load(self, request_id: str) -> bool:
@@ -358,6 +373,7 @@ class SchedulerConnector:
     def build_connector_meta(self) -> StepMetadata:
         if self._supply.next_step():
             self._make_room(1, Shortage.BLOCKS)
+        self._borrows.step()
         return self._orders.take()
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
@@ -383,6 +399,7 @@ class SchedulerConnector:
             self._loads.fence_answered(request_id)
         for request in results.loan_requests:
             self._loans.ask(request)
+        self._borrows.update(results)
         return replace(
             results,
             finished_recving=results.finished_recving - fenced,
@@ -401,6 +418,9 @@ class SchedulerConnector:
         attempt = self._partial_offers.attempt_of(request.request_id)
         decision = self._held.finish(request, block_ids, has_kv, attempt)
         is_fenced |= self._fence_partial_offer(request.request_id, decision)
+        if num_borrowed := self._borrows.finish(request.request_id):
+            params = {**(decision.kv_transfer_params or {}), "borrowed_tokens": num_borrowed}
+            decision = decision._replace(kv_transfer_params=params)
         return decision._replace(delay_free=True) if is_fenced else decision
 
     def fail_finish(self, request_id: str) -> FinishDecision:
@@ -410,6 +430,7 @@ class SchedulerConnector:
             self._loads.finish(request_id)
         except Exception:
             logger.exception("request %s", request_id)
+        self._borrows.finish(request_id)
         decision = self._held.fail(request_id)
         is_fenced = self._loads.is_fenced(request_id) | self._fence_partial_offer(
             request_id, decision

@@ -138,6 +138,12 @@ class HeartbeatTracker:
             self._lose(request_id)
         beat.due = min(beat.due, max(now, beat.last_sent + beat.interval / 5))
 
+    def granted(self, request_id: str, agent: str, asked_at: float, seconds: float) -> None:
+        """Record a lease that this agent has granted for so long, in answer to a message that left
+        at `asked_at`."""
+        until = asked_at + seconds * (1 - CLOCK_DRIFT)
+        self._valid_until[request_id] = _Horizon(until, agent)
+
     def untrack(self, request_id: str) -> None:
         address = self._engine_of.pop(request_id, None)
         self._valid_until.pop(request_id, None)

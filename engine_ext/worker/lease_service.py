@@ -82,6 +82,8 @@ class LeaseService:
         if seconds:
             where = answer.block_ids, answer.num_tokens, answer.last_key
             loan = Loan(answer.sequence, answer.loan_id, *where, seconds)
+        self._stats.loans_given += bool(seconds)
+        self._stats.loans_refused += not seconds
         self._channels.answer(answer.reader, loan)
 
     def revoke(self, request_id: str, now: float) -> None:

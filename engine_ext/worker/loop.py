@@ -76,6 +76,7 @@ from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import Beat, HeartbeatTracker
 from engine_ext.worker.lease_service import LeaseService
 from engine_ext.worker.leases import NEVER, LeaseTable
+from engine_ext.worker.loan_asks import LoanAsks
 from engine_ext.worker.peers import Peers
 from engine_ext.worker.pulls import Pulls, encode_read
 from engine_ext.worker.push_component import (
@@ -144,6 +145,9 @@ class TransferLoop:
             decline=self._decline,
             checksums=checksums,
         )
+        self._loan_asks = LoanAsks(
+            context, peers=self._peers, beats=self._beats, may_read=self._pulls.may_read
+        )
         self._push: PushComponent | None = None
         self._transfers: tuple[KvTransfers, ...] = (self._pulls,)
         if open_push is not None:
@@ -172,6 +176,7 @@ class TransferLoop:
             self._receive,
             context.validator.step,
             self._peers.step,
+            self._loan_asks.step,
             self._pulls.step,
             *(() if self._push is None else self._push.steps),
             self._answer_fences,
@@ -201,6 +206,7 @@ class TransferLoop:
             "loans": self._lease_service.lend,
             "revokes": self._lease_service.revoke,
             "tracks": self._track,
+            "asks": self._loan_asks.start,
             "pulls": self._pulls.start,
             "untracks": lambda request_id, now: self._untrack(request_id),
             "declines": lambda source, now: self._decline(source),
@@ -227,6 +233,7 @@ class TransferLoop:
 
     def _untrack(self, request_id: str) -> None:
         self._beats.untrack(request_id)
+        self._loan_asks.give_up(request_id)
         if self._push is not None:
             self._push.end_inquiry(request_id)
 
@@ -274,6 +281,7 @@ class TransferLoop:
             + sum(transfers.num_open for transfers in self._transfers)
             + len(self._declines)
             + len(self._fences)
+            + self._loan_asks.num_open
             + self._channels.num_delayed
         )
 
@@ -317,7 +325,8 @@ class TransferLoop:
         if times:
             # A transfer that hangs must not cost the engine a core until its deadline.
             return max(TRANSFER_WAIT, min(WAIT_SHARE * (now - max(times)), RECENT_WAIT))
-        if self._peers.num_connecting or self._context.validator.num_pending:
+        is_connecting = self._peers.num_connecting or self._context.validator.num_pending
+        if is_connecting or self._loan_asks.num_open:
             return RECENT_WAIT
         longest = LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
         if any(transfers.needs_steps(now) for transfers in self._transfers):
@@ -378,6 +387,8 @@ class TransferLoop:
                 self._gone(sender, remote_ids)
             case AskLoan(sequence, scheme, keys):
                 self._ask_loan(LoanRequest(sender, sequence, scheme, keys))
+            case Loan() as loan:
+                self._loan_asks.answered(sender, loan, now)
             case (
                 PushRegistered()
                 | PushDone()

@@ -298,6 +298,10 @@ class Pulls:
         self._beats.untrack(order.request_id)
         self._decline(order.source)
 
+    def may_read(self, address: PeerAddress) -> bool:
+        """Return False while blocks in quarantine forbid READs from that engine."""
+        return self._quarantine_problem(address) is None
+
     def _quarantine_problem(self, address: PeerAddress) -> str | None:
         if any(reading.order.source.address == address for reading in self._quarantine):
             return UNENDED

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from engine_ext.common.inspection import MovedSeen, TransferSeen
 from engine_ext.common.latest import keep_latest
@@ -12,6 +12,7 @@ from engine_ext.common.types import (
     NO_RESULTS,
     Clock,
     LoadProblem,
+    LoanReport,
     LoanRequest,
     TransferResults,
 )
@@ -39,6 +40,7 @@ class PendingResults:
         """By field of `TransferResults`."""
         self._problems: dict[str, LoadProblem] = {}
         self._loan_requests: list[LoanRequest] = []
+        self._loan_reports: list[LoanReport] = []
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -66,18 +68,25 @@ class PendingResults:
         self._wake()
         return True
 
+    def loan_ended(self, report: LoanReport) -> None:
+        with self._lock:
+            self._loan_reports.append(report)
+        self._wake()
+
     def __bool__(self) -> bool:
-        return bool(self._ids or self._loan_requests)
+        return bool(self._ids or self._loan_requests or self._loan_reports)
 
     def take(self) -> TransferResults:
         if not self:
             return NO_RESULTS
         with self._lock:
-            loan_requests, self._loan_requests = self._loan_requests, []
+            requests, self._loan_requests = tuple(self._loan_requests), []
+            reports, self._loan_reports = tuple(self._loan_reports), []
             reported, self._ids = self._ids, defaultdict(set)
             problems, self._problems = self._problems, {}
-        ids = {name: frozenset(request_ids) for name, request_ids in reported.items()}
-        return TransferResults(**ids, problems=problems, loan_requests=tuple(loan_requests))
+        ids: dict[str, Any] = {name: frozenset(names) for name, names in reported.items()}
+        loans: dict[str, Any] = {"loan_requests": requests, "loan_reports": reports}
+        return TransferResults(**ids, problems=problems, **loans)
 
     def _report(self, request_id: str, *fields: str, problem: LoadProblem | None = None) -> None:
         with self._lock:

@@ -29,7 +29,7 @@ TAKING = {"build_connector_meta", "get_transfer_results"}
 IDLE = {"on_step", "on_preempted", "load_failure_policy", "revoke"}
 """Not called where nothing is staged or pushed, nobody is preempted, no load fails and every answer
 is taken."""
-OUTSIDE = {"set_wake", "stats", "inspect", "lend_from"}
+OUTSIDE = {"set_wake", "stats", "inspect", "lend_from", "borrow_with"}
 """Called by the engine's start and by pages, not by a step."""
 
 

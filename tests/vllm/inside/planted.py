@@ -15,7 +15,7 @@ OUTSIDE = {
     *("set_handshake_metadata", "register_kv_caches", "get_handshake_payload", "set_wake"),
     *("stats", "shutdown", "wait_for_save", "release", "revoke", "inspect"),
     *("on_step", "on_preempted", "wants_steps_of"),
-    *("change_weights", "is_stale_load", "lend_from"),
+    *("change_weights", "is_stale_load", "lend_from", "borrow_with"),
 }
 """Not called by vLLM's steps, or in push mode alone."""
 IDLE = {"has_pending_work", "load_failure_policy"}

@@ -29,6 +29,7 @@ from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
+from engine_ext.scheduler.borrows import PromptKeys
 from engine_ext.scheduler.loans import PrefixCache
 from engine_ext.worker.staging import StagingFactory
 
@@ -206,6 +207,9 @@ class FakeScheduler:
         return request_id in self.held
 
     def lend_from(self, cache: PrefixCache) -> None:
+        pass
+
+    def borrow_with(self, keys: PromptKeys) -> None:
         pass
 
     def drain(self) -> None:
