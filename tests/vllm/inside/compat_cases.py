@@ -79,8 +79,12 @@ def answers(model: Path) -> None:
 
 def a_feature_that_is_off_is_off_alone(feature: Feature, model: Path) -> None:
     with without(feature):
-        depends = {each.name for each in support.OPTIONAL if feature in each.requires}
-        by_it = dict.fromkeys(depends, f"{feature.name} is off")
+        by_it: dict[str, str] = {}
+        off = [feature]
+        for lost in off:
+            depends = [each for each in support.OPTIONAL if lost in each.requires]
+            by_it |= dict.fromkeys((each.name for each in depends), f"{lost.name} is off")
+            off += depends
         assert support.missing() == {feature.name: "planted", **by_it}
         for name, wanted in OVERRIDES.items():
             assert (name in overridden()) is any(map(support.is_on, wanted)), name
