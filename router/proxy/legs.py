@@ -47,7 +47,7 @@ from router.proxy.load_failure import (
 from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import error_text
 from router.proxy.plan import queue_local_prefill
-from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_field
 from router.proxy.push import PushParams
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
@@ -57,7 +57,7 @@ from router.proxy.run import Run
 from router.proxy.side_requests import probe_threshold
 from router.routing.local_prefill import QueuedPrefill
 from router.telemetry.record import Record, TracedLeg
-from router.telemetry.request_metrics import tokens_in, usage_in
+from router.telemetry.request_metrics import tokens_in, tokens_of, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
 # Seconds for which a kept connection may have been idle if the leg can be sent only once. Servers
@@ -208,7 +208,9 @@ async def _prefill_leg(
                 note_no_turns(engine)
         params = prefilled.params
         if loan is not None:
-            loan.end(b"" if params is None else params.raw, prompt, cached)
+            if params is not None:
+                loan.read(params.raw)
+            loan.end(prompt, None, cached)
         if params is None:
             _note_no_params(run, engine)
         else:
@@ -304,6 +306,10 @@ async def _decode_leg(
     queued: QueuedPrefill | None = None
     if run.prefiller is None and push is None and not threshold and capabilities.max_step_tokens:
         queued = queue_local_prefill(request, run.route, reuse, engine, place)
+    loan: LegLoan | None = None
+    if capabilities.borrows and run.prefiller is None and push is None and accept is None:
+        loan = None if threshold else find_loan(run, place, DECODE)
+        params = params if loan is None else with_field(params, loan.field)
     place.add_load(1, tokens)
     if engine.breaker.circuit is HALF_OPEN:
         gateway.fleet.note_leg_started(engine, run)
@@ -333,6 +339,8 @@ async def _decode_leg(
             raise await _error_answer(run, engine, answer)
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
+        if loan is not None:
+            loan.watch(answer)
         validator: StreamValidator | None = None
         content: Json | None = None
         held = answer.peek()
@@ -378,6 +386,8 @@ async def _decode_leg(
             await deliver(run, answer, validator)
         else:
             await deliver_turn(run, reuse.turn, engine, answer, validator)
+        if loan is not None:
+            loan.end(*tokens_of(request.record))
         if run.loads_from and gateway.fleet.unreachable_pairs.failing:
             _note_loaded(run, engine)
         return DecodeLegResult.ANSWERED
@@ -396,6 +406,8 @@ async def _decode_leg(
     finally:
         if queued is not None:
             queued.end()
+        if loan is not None:
+            loan.close()
         place.add_load(-1, -tokens)
         if answer is not None:
             answer.close()

@@ -19,9 +19,13 @@ from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import has_media
 
 if TYPE_CHECKING:
+    from router.http_client.engine_answer import EngineAnswer
     from router.proxy.run import Run
 
-BORROWED = re.compile(rb'"borrowed_tokens"\s*:\s*(\d{1,9})\b')
+BORROWED_KEY = b'"borrowed_tokens"'
+# With the comma behind it or else before it. No text of a model contains the key, since quotes in
+# strings are escaped.
+BORROWED = re.compile(rb"%b\s*:\s*(\d{1,9})\s*,|,?\s*%b\s*:\s*(\d{1,9})\b" % ((BORROWED_KEY,) * 2))
 
 
 class LegLoan:
@@ -30,19 +34,29 @@ class LegLoan:
 
     def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery) -> None:
         self._run, self._loan, self._query = run, loan, query
-        self._began, self._is_over = now(), False
+        self._began, self._is_over, self._borrowed = now(), False, 0
         self.tokens = loan.tokens
         self.field = b'"holders":' + dumps([_entry(*holder) for holder in loan.holders])
 
-    def end(self, answer: bytes, prompt: int | None = None, cached: int | None = None) -> None:
-        """The engine has answered; `answer` contains its params. Of `prompt` tokens, `cached` were
-        there before it computed. Only the first call counts."""
+    def watch(self, answer: EngineAnswer) -> None:
+        """Read the report of a decode engine, which the client does not get."""
+        if not answer.is_event_stream:
+            return answer.replace_body(self.read(answer.peek()))
+        before = answer.watch
+        answer.watch = self.read if before is None else lambda block: self.read(before(block))
+
+    def read(self, answer: bytes) -> bytes:
+        """Read the report from (a part of) an answer, and return the answer without the report."""
+        tokens, answer = take_borrowed_tokens(answer)
+        self._borrowed += tokens
+        return answer
+
+    def end(self, prompt: int | None, completion: int | None, cached: int | None) -> None:
+        """The leg has an answer with these numbers of tokens. Only the first call counts."""
         if self._is_over:
             return
         self._is_over = True
-        record, gateway = self._run.request.record, self._run.gateway
-        found = BORROWED.search(answer)
-        tokens = 0 if found is None else int(found[1])
+        record, gateway, tokens = self._run.request.record, self._run.gateway, self._borrowed
         gateway.metrics.loans.add(("granted" if tokens else "refused",))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
@@ -50,7 +64,7 @@ class LegLoan:
         finder = gateway.routes.holders
         if finder is not None:
             finder.note_answer(self._loan, self._query, cached)
-            if prompt is not None and cached is not None:
+            if tokens and not completion and prompt is not None and cached is not None:
                 moment, computed = now(), max(0, prompt - cached)
                 finder.note_transfer(self._loan, tokens, computed, moment - self._began, moment)
 
@@ -59,6 +73,15 @@ class LegLoan:
         if not self._is_over:
             self._is_over = True
             self._run.gateway.metrics.loans.add(("failed",))
+
+
+def take_borrowed_tokens(answer: bytes) -> tuple[int, bytes]:
+    """Return the borrowed tokens that an answer, or a part of one, reports (0 if none), and the
+    answer without the report."""
+    found = None if answer.find(BORROWED_KEY) < 0 else BORROWED.search(answer)
+    if found is None:
+        return 0, answer
+    return int(found[1] or found[2]), answer[: found.start()] + answer[found.end() :]
 
 
 def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:

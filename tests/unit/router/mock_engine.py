@@ -92,7 +92,12 @@ class LendingEngines:
             details = {"cached_tokens": own + borrowed}
             usage = {"prompt_tokens": len(prompt) // 4, "prompt_tokens_details": details}
             given = PARAMS | {"remote_engine_id": name, "borrowed_tokens": borrowed}
-            await peer.answer(USUAL | {"usage": usage, "kv_transfer_params": given})
+            end = {"usage": usage, "kv_transfer_params": given}
+            if body.get("stream"):
+                last = json.dumps({"choices": []} | end).encode()
+                await peer.stream(event("a"), b"data: %b\n\n" % last, DONE)
+            else:
+                await peer.answer(USUAL | end)
 
         engine.usual = answer
 

@@ -19,6 +19,7 @@ from tests.unit.router.mock_engine import (
     Received,
     fails,
     running_engine,
+    usual_decode,
     usual_prefill,
 )
 
@@ -213,3 +214,34 @@ async def test_the_decode_engine_that_answered_lends_the_prompt_to_a_new_prefill
     assert [one["remote_engine_id"] for one in params_of(p)["holders"]] == ["d-1"]
     assert loans(router, "granted") == 1
     await router.settled()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_nothing_of_it(
+    start_router: StartRouter,
+    lending: LendingEngines,
+    p: MockEngine,
+    d: MockEngine,
+    is_stream: bool,
+) -> None:
+    async with running_engine(usual_decode) as d2:
+        for engine, name in ((p, "p-1"), (d, "d-1"), (d2, "d-2")):
+            lending.add(engine, name)
+        router = await start_router(
+            ds=[d, d2], prefill_policy="prefix", decode_policy="prefix", without_prefiller="decode"
+        )
+        await router.knows_its_engines()
+        router.engine(d2).add_load(20, FAR_TOO_BUSY)
+        await router.complete(prompt=PROMPT)
+        router.engine(d2).add_load(-20, -FAR_TOO_BUSY)
+        router.gateway.fleet.set_intent(router.engine(p), Intent.DRAINING)
+        router.engine(d).add_load(20, FAR_TOO_BUSY)
+        answer = await router.complete(prompt=PROMPT + "And now?", stream=is_stream)
+        router.engine(d).add_load(-20, -FAR_TOO_BUSY)
+        assert answer.status_code == 200
+        assert "borrowed_tokens" not in answer.text
+        assert [one["remote_engine_id"] for one in params_of(d2)["holders"]] == ["d-1"]
+        assert "do_remote_decode" not in params_of(d2)
+        assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)
+        assert router.metric("prefix_loan_tokens_total") == TOKENS
+        await router.settled()
