@@ -10,6 +10,7 @@ whether earlier requests have been answered or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -39,7 +40,6 @@ from router.commands.demo.comparison import (
     Comparison,
     CpuPlan,
     RoundFigures,
-    load_average,
     report,
 )
 from router.commands.demo.comparison_chart import chart
@@ -96,9 +96,8 @@ class CompareOptions:
 
 def compare(processes: ChildProcesses, builder: EngineBuilder, wanted: CompareOptions) -> None:
     """Measure and print the report. Raises CommandError, ChildEndedError and KeyboardInterrupt."""
-    busy, model = load_average(), builder.model.name
-    cores, listed = usable_cores()
-    cpu = CpuPlan(cores, listed, max(1, min(MAX_THREADS, cores) // 2))
+    busy, model, cores = os.getloadavg()[0], builder.model.name, usable_cores()
+    cpu = CpuPlan(cores, max(1, min(MAX_THREADS, len(cores)) // 2))
     print_now(cpu.text())
     print_now(f"Starting three engines with {model}, and a router.")
     setups = _start(processes, builder, cpu)
@@ -130,7 +129,7 @@ class Setup:
 
     target: Target
     engines: Sequence[ChildProcess]
-    router: ChildProcess | None = None
+    routers: Sequence[ChildProcess] = ()
 
 
 def _start(processes: ChildProcesses, builder: EngineBuilder, cpu: CpuPlan) -> dict[str, Setup]:
@@ -151,7 +150,7 @@ def _start(processes: ChildProcesses, builder: EngineBuilder, cpu: CpuPlan) -> d
         wait_until_ready([router], "/ready", [*started, router], progress.show)
     return {
         ALONE: Setup(_target(alone), [alone]),
-        SPLIT: Setup(_target(router), [prefiller, decoder], router),
+        SPLIT: Setup(_target(router), [prefiller, decoder], [router]),
     }
 
 
@@ -259,7 +258,7 @@ class Measurement:
 
     async def _round(self, setup: Setup, load: CompareLoad, seed: int) -> RoundFigures:
         found = RoundFigures()
-        cpu = [_cpu_of(setup.engines), _cpu_of([setup.router] if setup.router else [])]
+        engine_cpu, router_cpu = _cpu_of(setup.engines), _cpu_of(setup.routers)
         own, started = time.process_time(), time.monotonic()
         # Texts of short chats and long prompts begin differently, so no cache helps.
         text_seed = 10_000 + 2 * seed
@@ -270,8 +269,8 @@ class Measurement:
         found.late = max(await asyncio.gather(short, long))
         found.seconds = time.monotonic() - started
         found.generator_cpu = time.process_time() - own
-        found.engine_cpu = _difference(_cpu_of(setup.engines), cpu[0])
-        found.router_cpu = _difference(_cpu_of([setup.router] if setup.router else []), cpu[1])
+        found.engine_cpu = _cpu_of(setup.engines) - engine_cpu
+        found.router_cpu = _cpu_of(setup.routers) - router_cpu
         return found
 
     async def _load(
@@ -302,17 +301,11 @@ def _median(figures: Figures, name: str) -> float:
     return max(float(quantiles["p50"]), 1e-4)
 
 
-def _cpu_of(children: Sequence[ChildProcess]) -> float | None:
-    """Return the CPU time of these processes in seconds; None where the system does not tell."""
-    try:
-        ticks = 0
-        for child in children:
+def _cpu_of(children: Sequence[ChildProcess]) -> float:
+    """Return the CPU time of these processes in seconds, without those that have ended."""
+    ticks = 0
+    for child in children:
+        with contextlib.suppress(OSError):
             stat = Path(f"/proc/{child.process.pid}/stat").read_text()
             ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
-
-
-def _difference(now: float | None, before: float | None) -> float | None:
-    return None if now is None or before is None else now - before
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -32,19 +31,18 @@ MIN_WIDTH, MAX_WIDTH = 40, 100
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Cores and threads of each engine. `cores` is empty where a process cannot be pinned."""
+    """Cores and threads of each engine."""
 
-    count: int
     cores: Sequence[int]
     threads: int
     """Threads of each of the two engines. The single engine has as many as both together."""
 
     @property
     def threads_alone(self) -> int:
-        return min(2 * self.threads, self.count)
+        return min(2 * self.threads, len(self.cores))
 
     def cores_of(self, name: str) -> Sequence[int]:
-        """Return the cores of the engine `ALONE`, "prefill" or "decode"; () if it is not pinned."""
+        """Return the cores of the engine `ALONE`, "prefill" or "decode"."""
         both = self.cores[: self.threads_alone]
         if name == ALONE or len(both) < 2:
             return both
@@ -53,12 +51,6 @@ class CpuPlan:
     def text(self) -> str:
         """Say what equal CPU means."""
         each, all_threads = _counted(self.threads, "thread"), _counted(self.threads_alone, "thread")
-        if not self.cores:
-            return (
-                f"Equal CPU: one engine has {all_threads}, the prefill and the decode engine have "
-                f"{each} each. Engines are not pinned to cores: this system has no "
-                "sched_setaffinity."
-            )
         if len(self.cores_of(ALONE)) < 2:
             return f"Equal CPU: all engines have {each} on the only core, {self.cores[0]}."
         return (
@@ -84,15 +76,15 @@ class CompareLoad:
 
 @dataclass(slots=True)
 class RoundFigures:
-    """The figures of one setup in one round, or in all. CPU times in seconds, None if unknown."""
+    """The figures of one setup in one round, or in all. CPU times in seconds."""
 
     short: Figures = field(default_factory=Figures)
     long: Figures = field(default_factory=Figures)
     seconds: float = 0.0
     late: float = 0.0
     """By how many seconds a request was sent too late, at most."""
-    engine_cpu: float | None = 0.0
-    router_cpu: float | None = 0.0
+    engine_cpu: float = 0.0
+    router_cpu: float = 0.0
     generator_cpu: float = 0.0
 
     def add(self, other: RoundFigures) -> None:
@@ -100,8 +92,8 @@ class RoundFigures:
         self.long.add(other.long)
         self.seconds += other.seconds
         self.late = max(self.late, other.late)
-        self.engine_cpu = _sum(self.engine_cpu, other.engine_cpu)
-        self.router_cpu = _sum(self.router_cpu, other.router_cpu)
+        self.engine_cpu += other.engine_cpu
+        self.router_cpu += other.router_cpu
         self.generator_cpu += other.generator_cpu
 
     def samples(self) -> dict[str, Sample]:
@@ -110,10 +102,6 @@ class RoundFigures:
             "ITL of short chats": self.short.gaps,
             "TTFT of long prompts": self.long.first,
         }
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one + other
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +189,14 @@ class Comparison:
         )
 
     def machine_text(self) -> str:
-        text = f"{self.machine}, {_counted(self.cpu.count, 'core')}; {self.model}; {self.date}"
+        text = f"{self.machine}, {_counted(len(self.cpu.cores), 'core')}; {self.model}; {self.date}"
         if self.is_busy:
             text += f"; busy with other work (load average {self.busy:.1f})"
         return text
 
     @property
     def is_busy(self) -> bool:
-        return self.busy > self.cpu.count / 2
+        return self.busy > len(self.cpu.cores) / 2
 
     def verdict(self) -> str:
         figures = self.figures()
@@ -235,7 +223,11 @@ class Comparison:
         """Return the JSON report."""
         return {
             "date": self.date,
-            "machine": {"cpu": self.machine, "cores": self.cpu.count, "load_average": self.busy},
+            "machine": {
+                "cpu": self.machine,
+                "cores": len(self.cpu.cores),
+                "load_average": self.busy,
+            },
             "model": self.model,
             "equal_cpu": self.cpu.text(),
             "load": asdict(self.load),
@@ -308,17 +300,13 @@ def _circumstances(comparison: Comparison) -> Iterator[str]:
     yield f"Machine: {comparison.machine_text()}."
     yield comparison.cpu.text()
     yield comparison.load_text()
-    if alone.engine_cpu is not None and split.engine_cpu is not None:
-        yield (
-            f"CPU time that the engines used: {alone.engine_cpu:.0f} s alone, "
-            f"{split.engine_cpu:.0f} s as prefill and decode engine."
-        )
-    if split.router_cpu is None:
-        yield "Router: its CPU time is not known on this system."
-    else:
-        share = split.router_cpu / split.seconds
-        state = "saturated: its figures are too high" if share > SATURATED else "not saturated"
-        yield f"Router (in front of the two engines only): {share:.0%} of a core, {state}."
+    yield (
+        f"CPU time that the engines used: {alone.engine_cpu:.0f} s alone, "
+        f"{split.engine_cpu:.0f} s as prefill and decode engine."
+    )
+    share = split.router_cpu / split.seconds
+    state = "saturated: its figures are too high" if share > SATURATED else "not saturated"
+    yield f"Router (in front of the two engines only): {share:.0%} of a core, {state}."
     late = max(alone.late, split.late)
     share = max(one.generator_cpu / one.seconds for one in (alone, split))
     text = f"Load generator: {share:.0%} of a core, at most {late * 1000:.0f} ms late."
@@ -340,16 +328,6 @@ def _listed(cores: Sequence[int]) -> str:
 
 def describe_machine() -> str:
     """Return the CPU's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def load_average() -> float:
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return 0.0

@@ -106,23 +106,19 @@ class EngineCommands:
 ENGINES = EngineCommands()
 
 
-def usable_cores(quota_file: Path = CPU_QUOTA) -> tuple[int, Sequence[int]]:
-    """Return how many cores this process may use, and which; () where a process cannot be pinned.
-
-    A container may have less time than its cores have.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    count = len(cores) or os.cpu_count() or 1
+def usable_cores(quota_file: Path = CPU_QUOTA) -> Sequence[int]:
+    """Return the cores that this process may use. A container may have less time than its cores
+    have."""
+    cores = sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, quota_file.read_text().split())  # "max" is no quota
-        count = min(count, max(1, quota // period))
-    return count, cores[:count]
+        cores = cores[: max(1, quota // period)]
+    return cores
 
 
 def threads_of(engines: int) -> int:
     """Return the threads of each engine: together not more than there are cores."""
-    count, _ = usable_cores()
-    return max(1, min(MAX_THREADS, count // engines))
+    return max(1, min(MAX_THREADS, len(usable_cores()) // engines))
 
 
 def write_secret(directory: Path) -> Path:
