@@ -115,6 +115,8 @@ def story(request: dict[str, Any]) -> Iterator[str]:
     if request["conversation"]:
         where = f", KV from {request['reused_from']}" if request["reused_from"] else ""
         yield f"  conversation: {request['conversation']}{where} (docs/conversations.md)"
+    if borrowed := request.get("borrowed_tokens"):
+        yield f"  borrowed: {borrowed} tokens from the prefix cache of {request['borrowed_from']}"
     for failure in request["failures"]:
         yield f"  failed: {failure}"
     if request["retries"]:

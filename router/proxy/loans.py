@@ -60,7 +60,8 @@ class LegLoan:
         gateway.metrics.loans.add(("granted" if tokens else "refused",))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
-            record.borrowed_from, record.borrowed_tokens = self._loan.holders[0].place.name, tokens
+            holder = engine_of(self._loan.holders[0].place)
+            record.borrowed_from, record.borrowed_tokens = holder.name, tokens
         finder = gateway.routes.holders
         if finder is not None:
             finder.note_answer(self._loan, self._query, cached)

@@ -118,7 +118,8 @@ class TransferView(BaseModel):
 
 
 class RequestTransfers(BaseModel):
-    """The transfers of a request: prefiller to decoder, and last turn's decoder to prefiller."""
+    """The transfers of a request: prefiller to decoder; and to the prefiller, from the last turn's
+    decoder or as a loan."""
 
     prompt: TransferView | None = None
     turn: TransferView | None = None
@@ -205,7 +206,10 @@ class TransferHistory:
                 if last.at <= first.at or more <= 0 or other is None or other == name:
                     continue
                 start, end = (other, name) if operation == "READ" else (name, other)
-                link = start, end, "turn" if roles.get(end) == "prefill" else "prompt"
+                kind = "turn" if roles.get(end) == "prefill" else "prompt"
+                if roles.get(start) == roles.get(end) != "both":
+                    kind = "loan"
+                link = start, end, kind
                 rate = more / (last.at - first.at)
                 found[link] = round(found.get(link, 0.0) + rate, 1)
         return found
@@ -225,7 +229,7 @@ class AwaitedRequest:
         young = {name: page.transfers for name, page in pages.items() if page.at > self.ended}
         p, d = young.get(request.prefiller, {}), young.get(request.decoder, {})
         prompt = d.get(("READ", digest)) or p.get(("WRITE", digest))
-        turn = p.get(("READ", digest)) if request.reused_from else None
+        turn = p.get(("READ", digest)) if _has_source(request) else None
         return RequestTransfers(
             prompt=self.found.prompt or _view(prompt, request.at - unix),
             turn=self.found.turn or _view(turn, request.at - unix),
@@ -254,10 +258,15 @@ class TransferMatcher:
             found = one.search(pages, unix)
             if found != one.found:
                 one.found = new[key] = found
-            is_whole = found.prompt and (found.turn or not one.request.reused_from)
+            is_whole = found.prompt and (found.turn or not _has_source(one.request))
             if is_whole or self._clock() - one.ended > REPORT_TIMEOUT_S:
                 del self._awaited[key]
         return new
+
+
+def _has_source(request: RequestSummary) -> bool:
+    """Return True if the prefill engine has read KV."""
+    return bool(request.reused_from or request.borrowed_from)
 
 
 def _view(transfer: Transfer | None, came: float) -> TransferView | None:

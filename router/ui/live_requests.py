@@ -30,7 +30,7 @@ MOMENTS = (
 # Facts that a summary takes over as a record has them.
 SAME_FACTS = (
     "endpoint", "flow", "stage", "status", "prefiller", "decoder", "model", "retries",
-    "conversation", "reused_from", "without_transfer",
+    "conversation", "reused_from", "borrowed_from", "borrowed_tokens", "without_transfer",
 )  # fmt: skip
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
@@ -41,7 +41,7 @@ MAX_REFUSAL_KINDS = 5
 RESUMED = CONSEQUENCES[Next.RESUME]
 
 # Source engine, target engine and what moves: "prompt" from prefiller to decoder, "turn" from the
-# decode engine of the last turn to a prefiller.
+# decode engine of the last turn to a prefiller, "loan" from one prefix cache to another.
 EngineLink = tuple[str, str, str]
 
 
@@ -172,6 +172,8 @@ def links_of(record: Record) -> Iterable[EngineLink]:
         yield record.prefiller, record.decoder, "prompt"
     if record.reused_from and record.prefiller:
         yield record.reused_from, record.prefiller, "turn"
+    if record.borrowed_from:
+        yield record.borrowed_from, record.prefiller or record.decoder, "loan"
 
 
 def count_moving(records: Iterable[Record]) -> Counter[EngineLink]:
@@ -212,6 +214,8 @@ class RequestSummary(BaseModel):
     resumes: int
     conversation: str
     reused_from: str
+    borrowed_from: str = ""
+    borrowed_tokens: int = 0
     without_transfer: str
     ms: dict[str, float | None]
     prompt_tokens: int | None

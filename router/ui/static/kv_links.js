@@ -7,7 +7,7 @@ const LABEL_HEIGHT = 14, MARGIN = 3;
 const PLACES = [0.5, 0.36, 0.64, 0.24, 0.76, 0.14, 0.86];
 // The links with the most traffic have labels; the table has the others.
 const MAX_LABELS = 12;
-const WHAT = { prompt: "prompt", turn: "last turn" };
+const WHAT = { prompt: "prompt", turn: "last turn", loan: "cached prefix" };
 
 export class KvLinks {
   constructor(state, box) {

@@ -148,6 +148,7 @@ export class Requests {
       ["Tokens", describeTokens(request)],
       ["Last turn", request.conversation && request.conversation.replaceAll("_", " ")
         + (request.reused_from ? `, KV pulled from ${engine(request.reused_from)}` : "")],
+      ["Borrowed prefix", request.borrowed_tokens ? `${plural(request.borrowed_tokens, "token")} from ${engine(request.borrowed_from)}` : ""],
       ["KV moved", request.moved ? describeTransfers(request, label) : ""],
       ["Queue", duration(queued)],
       ["Prefill", ms.prefill_done !== null ? duration(ms.prefill_done - (ms.prefill_started ?? 0)) : ""],
@@ -209,8 +210,8 @@ function tick(ms) {
   return ms < 60000 ? `${round(ms / 1000)} s` : `${round(ms / 60000)} min`;
 }
 
-function describeTransfers({ prefiller, decoder, reused_from: turn, moved: what }, label) {
-  const ways = [[what.turn, turn, prefiller], [what.prompt, prefiller, decoder]];
+function describeTransfers({ prefiller, decoder, reused_from: turn, borrowed_from: holder, moved: what }, label) {
+  const ways = [[what.turn, turn || holder, prefiller], [what.prompt, prefiller, decoder]];
   return ways.filter(([move]) => move)
     .map(([move, from, to]) => `${label(from)} → ${label(to)}: ${describeTransfer(move)}, ${bytes(move.bytes)}`).join("\n");
 }

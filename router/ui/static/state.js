@@ -147,7 +147,8 @@ export function describeRequest(request, label) {
   const { itl } = latencyOf(request);
   if (completion) parts.push(plural(completion, "token") + (itl === null ? "" : `, ITL ${duration(itl)}`));
   if (cached) {
-    const source = request.reused_from ? ` from ${label(request.reused_from)}` : " from caches";
+    const holder = request.reused_from || request.borrowed_from;
+    const source = holder ? ` from ${label(holder)}` : " from caches";
     const turn = request.moved?.turn;
     parts.push(`${cached} of ${prompt} tokens reused${source}${turn ? ` (${describeTransfer(turn)})` : ""}`);
   }

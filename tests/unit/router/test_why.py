@@ -60,6 +60,13 @@ def test_the_story_has_each_phase_with_its_duration() -> None:
         assert part in text
 
 
+def test_the_story_has_what_was_borrowed_from_another_cache() -> None:
+    borrowed = {"borrowed_from": "p:3", "borrowed_tokens": 4096}
+    text = "\n".join(story(REQUEST | borrowed))
+    assert "borrowed: 4096 tokens from the prefix cache of p:3" in text
+    assert "borrowed" not in "\n".join(story(REQUEST))
+
+
 def test_a_resumed_answer_has_its_phases_in_order() -> None:
     moments = {"queued": None, "admitted": None, "prefill_started": 2138.0, "prefill_done": 2242.5,
                "decode_started": 2242.7, "first_byte": 7.9, "ended": 8735.3}  # fmt: skip

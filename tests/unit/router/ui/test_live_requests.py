@@ -71,6 +71,9 @@ def test_which_way_kv_went_and_goes() -> None:
     done = record(prefiller="p", decoder="d", first_byte=101.0, reused_from="e", stage="done")
     assert list(links_of(done)) == [("p", "d", "prompt"), ("e", "p", "turn")]
     assert list(links_of(record(prefiller="p"))) == []
+    borrowing = record(prefiller="p", borrowed_from="q", borrowed_tokens=4096)
+    assert list(links_of(borrowing)) == [("q", "p", "loan")]
+    assert list(links_of(record(decoder="d", borrowed_from="e"))) == [("e", "d", "loan")]
     asked = record(prefiller="p", decoder="d", stage="decode")
     pulling = record(prefiller="p", reused_from="e", stage="prefill")
     alone = record(decoder="d", stage="decode")

@@ -136,6 +136,18 @@ def test_a_request_is_told_once_what_was_moved_for_it() -> None:
     assert awaited.take(pages, 1000.0) == {}
 
 
+def test_a_read_between_engines_of_one_role_is_a_loan() -> None:
+    traffic = TransferHistory()
+    traffic.note("q", page(0.0, "q-1"))
+    for at in (0.0, 2.0):
+        traffic.note("p", page(at, "p-1", "READ", "q-1", int(at * 50)))
+    roles = {"p": EngineRole.PREFILL, "q": EngineRole.PREFILL}
+    assert traffic.byte_rates(roles, 0.0) == {("q", "p", "loan"): 50.0}
+    assert traffic.byte_rates(dict.fromkeys("pq", EngineRole.BOTH), 0.0) == {
+        ("q", "p", "prompt"): 50.0
+    }
+
+
 def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> None:
     time = 200.0
     awaited = TransferMatcher(lambda: time)
