@@ -41,9 +41,9 @@ CHUNK_OBJECTS = {
     "chat.completion": "chat.completion.chunk",
     "text_completion": "text_completion",
 }
-ERROR_KEY = b'"error"'
 # Without one of these strings, JSON text or the events of a stream certainly report no failure.
-MAY_FAIL = re.compile(rb'"(?:error|abort|cache_threshold)"')
+ERROR_KEY = b'"error"'
+ABORT_VALUE, REJECTION_VALUE = b'"abort"', b'"cache_threshold"'
 FINISH_KEY = b'finish_reason"'
 # A finish reason that is not null. What begins with letters is found sooner: the quote before the
 # key is looked at second.

@@ -26,12 +26,13 @@ from router.http_client.engine_answer import HIGH_WATER, AnswerTap, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import DONE_AT_END, DONE_EVENT, EVENT_ENDS, end_of_last_event, says_done
 from router.openai.answers import (
+    ABORT_VALUE,
     BROKEN_OFF,
     ERROR_KEY,
     FINISH_KEY,
     FINISH_REASON,
-    MAY_FAIL,
     REJECTION,
+    REJECTION_VALUE,
     Json,
     cached_tokens_of,
     choices_of,
@@ -71,7 +72,8 @@ NO_EVENT = b"\0"
 SEAM_BYTES = 64
 NO_BRACKETS = bytes(set(range(256)).difference(b"{}[]"))
 CHOICES_KEY = b'"choices"'
-# Text of a stream's first event. It then is no failure.
+# Text of a stream's first event. It then is no failure. Most chats' begins as the shorter pattern.
+CONTENT_START = b'"content":"'
 TEXT = re.compile(rb'(?:"content"|"text"|"reasoning"|"reasoning_content")\s*:\s*"[^"]')
 MAX_LAST_EVENTS = 4
 # Up to this size, a block counts as few events.
@@ -329,12 +331,19 @@ class StreamValidator:
     def accepts(self, block: bytes) -> bool:
         """Return True if a stream that begins with this block certainly is an answer. The block is
         not examined again when it passes."""
-        text = TEXT.search(block, block.find(CHOICES_KEY))
-        if text is None:
+        start = max(0, block.find(CHOICES_KEY))
+        at = block.find(CONTENT_START, start)
+        if block.startswith(b'"', at + len(CONTENT_START)):  # empty, in an event with the role
+            at = block.find(CONTENT_START, at + 1)
+        end = at + len(CONTENT_START)
+        if at < 0 or block[end : end + 1] in (b'"', b""):
+            text = TEXT.search(block, start)
+            if text is None:
+                return False
+            end = text.end()
+        if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= end:
             return False
-        if not block.endswith(EVENT_ENDS) and end_of_last_event(block) <= text.end():
-            return False
-        if MAY_FAIL.search(self._where_failures_stand(block)) is not None:
+        if self._may_fail(block):
             return False
         self._checked = block
         return True
@@ -395,12 +404,18 @@ class StreamValidator:
         checked, self._checked = self._checked, b""
         if block is checked:
             return False
-        return MAY_FAIL.search(self._where_failures_stand(block)) is not None
+        return self._may_fail(block)
 
-    def _where_failures_stand(self, block: bytes) -> bytes:
-        """Return the part of a block where a failure would stand, all of a short one."""
-        is_all = len(block) <= SHORT_BLOCK_BYTES or self._is_several
-        return block if is_all else _last_events(block)
+    def _may_fail(self, block: bytes) -> bool:
+        """Return False if the block certainly reports no failure. Python finds bytes in half the
+        time from the right."""
+        if len(block) > SHORT_BLOCK_BYTES and not self._is_several:
+            block = _last_events(block)
+        return (
+            block.rfind(ERROR_KEY) >= 0
+            or block.rfind(ABORT_VALUE) >= 0
+            or block.rfind(REJECTION_VALUE) >= 0
+        )
 
     def _is_whole(self, ending: bytes) -> bool:
         return self._is_done or (self._is_ended and not ends_inside_event(ending))

@@ -15,7 +15,13 @@ from msgspec import Struct
 
 from router.common.exact_json import dumps, loads
 from router.http_client.errors import BrokenAnswerError
-from router.openai.answers import MAY_FAIL, TOKEN_ID_CHARS, read_generated_tokens
+from router.openai.answers import (
+    ABORT_VALUE,
+    ERROR_KEY,
+    REJECTION_VALUE,
+    TOKEN_ID_CHARS,
+    read_generated_tokens,
+)
 
 Body = dict[str, Any]
 ABSENT = msgspec.Raw(b"null")
@@ -120,7 +126,9 @@ class PrefillAnswer:
             raise BrokenAnswerError("an answer without choices")
         self.usage, self._choices = bytes(content.usage), choices
         is_error = content.error or "error" in (content.object, content.type)
-        self.may_fail = bool(is_error) or MAY_FAIL.search(choices) is not None
+        self.may_fail = bool(
+            is_error or ERROR_KEY in choices or ABORT_VALUE in choices or REJECTION_VALUE in choices
+        )
         self.mentions_prefix_hashes = given.rfind(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
         self.is_whole_answer = False
