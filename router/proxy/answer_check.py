@@ -145,7 +145,7 @@ def _is_surely_answer(raw: bytes) -> bool:
     """Return True for a body without an error whose only finish reason is a usual one, and whose
     braces are closed: JSON that was cut off has an open one."""
     at = raw.rfind(FINISH_KEY)
-    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or ERROR_KEY in raw:
+    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or raw.find(ERROR_KEY) >= 0:
         return False
     finish = FINISH_REASON.match(raw, at)
     if finish is None or finish[1] not in USUAL_REASONS:

@@ -127,7 +127,10 @@ class PrefillAnswer:
         self.usage, self._choices = bytes(content.usage), choices
         is_error = content.error or "error" in (content.object, content.type)
         self.may_fail = bool(
-            is_error or ERROR_KEY in choices or ABORT_VALUE in choices or REJECTION_VALUE in choices
+            is_error
+            or choices.find(ERROR_KEY) >= 0  # `in` costs three times as much for bytes
+            or choices.find(ABORT_VALUE) >= 0
+            or choices.find(REJECTION_VALUE) >= 0
         )
         self.mentions_prefix_hashes = given.rfind(PREFIX_HASHES_KEY) >= 0
         self.raw = answer
