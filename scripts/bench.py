@@ -8,6 +8,7 @@ first-token  a prefiller's own first token, handed over or sampled again
 reconcile    what a fleet that changes costs the event loop
 fleet        routing policies in a simulated fleet
 field        this router's choices of engines beside Dynamo's and vllm-router's
+step-budget  how long prompts delay running answers, at engines that run
 vllm-scheduler  what our connector costs vLLM's scheduler process, beside stock
 chaos        what clients see while engines and routers fail under load
 """
@@ -28,6 +29,7 @@ MODULES = {
     "fleet": "scripts.benchmarks.fleet",
     "field": "scripts.benchmarks.field",
     "vllm-scheduler": "scripts.benchmarks.vllm_scheduler",
+    "step-budget": "tests.vllm.gaps",
     "chaos": "tests.chaos.command",
 }
 

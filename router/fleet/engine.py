@@ -190,11 +190,13 @@ class PrefillRate:
     costs.
     """
 
-    __slots__ = ("_paces", "_seconds", "_tokens", "ended", "token_seconds")
+    __slots__ = ("_paces", "_seconds", "_tokens", "computed", "ended", "token_seconds")
 
     def __init__(self) -> None:
         self.token_seconds = 0.0
         """Seconds per prompt token; 0 if unknown."""
+        self.computed = 0
+        """Prompt tokens that the engine has computed for this router."""
         self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._tokens = 0
         self._seconds = 0.0
@@ -210,6 +212,7 @@ class PrefillRate:
         failed. `share`: this router's part of the engine's load."""
         if computed is None:
             return  # the seconds belong to the legs that run beside it
+        self.computed += computed
         was_idle = sent >= self.ended
         seconds, self.ended = ended - max(sent, self.ended), ended
         if was_idle and computed < MIN_TOKENS:

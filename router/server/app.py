@@ -46,6 +46,7 @@ from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
+from router.routing.demand import EngineDemand
 from router.routing.peers import PeerRouters
 from router.routing.worker_exchange import WorkerExchange
 from router.server import index_page, proxied_endpoints, router_endpoints
@@ -89,7 +90,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     fleet.starts_engines_cold = settings.warm_up == EAGER
     fleet.set_group_weights(settings.weights)
     registry = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
-    _connect_gauges(metrics, fleet, registry)
+    _connect_gauges(metrics, fleet, registry, settings.target_itl)
     metrics.requests.known_models = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _conversation_store(settings, metrics)
@@ -341,7 +342,9 @@ def _fleet(
     return Fleet(make_pool, settings.health_failures, credential=credential)
 
 
-def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) -> None:
+def _connect_gauges(
+    metrics: Metrics, fleet: Fleet, registry: EngineRegistry, target_itl: float
+) -> None:
     """Set what the gauges read. The metrics' thread calls these functions, so each reads only
     objects that are replaced as a whole."""
 
@@ -364,6 +367,8 @@ def _connect_gauges(metrics: Metrics, fleet: Fleet, registry: EngineRegistry) ->
         known = ((one, one.prefill_tokens_per_second) for one in fleet.engines)
         return (((one.role, one.name), rate) for one, rate in known if rate)
 
+    demand = EngineDemand(target_itl)
+    metrics.engines_needed.read = lambda: demand.read(fleet.engines, now()).items()
     metrics.engine_prefill_rate.read = prefill_rates
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])
     metrics.engine_in_flight.read = of_engines(lambda engine: engine.in_flight)

@@ -67,6 +67,11 @@ class Metrics:
             "Prompt tokens per second that an engine computes, by the times of its prefill legs; "
             "absent until 65,536 tokens were computed.",
         )
+        self.engines_needed = made.callback_gauge(
+            "engines_needed{group,role}",
+            "Engines that the requests of this router need, by the measured speed of the engines. "
+            "The sum over all routers is what the fleet needs.",
+        )
         self.warm_ups = made.counter(
             "warm_ups{outcome}", "Warm-up requests through new pairs of engines, by outcome."
         )

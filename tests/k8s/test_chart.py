@@ -8,10 +8,13 @@ import jsonschema
 import pytest
 import yaml
 
+from router.fleet.engine import EngineRole
+from router.telemetry.metrics import Metrics
 from tests.k8s.chart import (
     CHART,
     GOLDEN,
     HELMS,
+    ROOT,
     SETS,
     as_text,
     helm,
@@ -169,6 +172,10 @@ def test_names_that_look_like_numbers_stay_text() -> None:
         ("inferencePool.enabled=true", "inferencePool.endpointPicker.name"),
         ("autoscaling.enabled=true,autoscaling.minReplicas=11", "minReplicas is more"),
         ("autoscaling.enabled=true,autoscaling.targetCPU=0", "targetCPU or"),
+        (
+            "engines.enabled=true,engines.decode.maxReplicas=4,engines.decode.replicas=5",
+            "replicas from",
+        ),
         ("engines.enabled=true,engines.ucxPorts.last=1", "ucxPorts.first"),
     ],
 )
@@ -178,6 +185,27 @@ def test_values_that_cannot_work_together_are_refused_in_a_line(values: str, sai
 
 def test_an_old_kubernetes_is_refused() -> None:
     assert "kubeVersion" in refusal("--kube-version", "1.26.0")
+
+
+def test_one_pool_is_scaled_by_what_the_router_measures() -> None:
+    wanted = ("--set", "engines.decode.maxReplicas=8,engines.group=blue")
+    manifests = render("engines", *wanted)
+    scaler = only(manifests, "HorizontalPodAutoscaler")
+    target = scaler["spec"]["scaleTargetRef"]["name"]
+    replicas = {
+        one["metadata"]["name"]: one["spec"].get("replicas")
+        for one in manifests
+        if one["kind"] == "Deployment"
+    }
+    assert replicas == {"r-disagg-router": 1, "r-disagg-router-prefill": 2, target: None}
+    [source] = scaler["spec"]["metrics"]
+    metric = source["external"]["metric"]
+    described = {one.name: one for one in Metrics().described}[metric["name"]]
+    assert metric["selector"]["matchLabels"] == {"group": "blue", "role": EngineRole.DECODE}
+    assert set(described.labels) == set(metric["selector"]["matchLabels"])
+    for version in kubernetes_versions():
+        validate(scaler, version)
+    assert metric["name"] in (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
 
 
 def test_engines_alone_bring_nothing_of_the_router() -> None:

@@ -5,21 +5,17 @@ The decisions are asserted; the gaps between the chats' tokens are printed (pyte
 machine of CI is no place to judge times.
 """
 
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from router.fleet.step_model import StepModel
+from scripts.benchmarks.common import Sample
 from tests.integration.oracle import body_of, tokens_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.vllm.gaps import Chats
 from tests.vllm.measures import COMPUTED
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
@@ -79,49 +75,10 @@ def alone(router: Server, reason: str) -> float:
     return found.get(f'disagg_router_decode_only_total{{reason="{reason}"}}', 0.0)
 
 
-@dataclass
-class Chats:
-    """Streams through a router, and the seconds between the tokens of each."""
-
-    router: Server
-    gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        over = threading.Event()
-        threads = [threading.Thread(target=self._chat, args=(n, over)) for n in range(CHATS)]
-        for thread in threads:
-            thread.start()
-        try:
-            wait_for(lambda: self.tokens >= 10 * CHATS, "the chats stream", 120)
-            self.gaps.clear()
-            yield
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-
-    def _chat(self, number: int, over: threading.Event) -> None:
-        # The prefill engine computes them: the chats are not what is judged.
-        fields = {"stream": True, "max_tokens": 1800, "cache_hit_threshold": 0}
-        body: dict[str, Any] = body_of(tokens_of(40, 700 + number), fields)
-        url = f"{self.router.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=300) as answer:
-            before = 0.0
-            for _ in answer.iter_raw():
-                now = time.monotonic()
-                if before:
-                    self.gaps.append(now - before)
-                before, self.tokens = now, self.tokens + 1
-                if over.is_set():
-                    return
-
-
 def measure(name: str, router: Server, prefiller: Server) -> dict[int, float]:
     """Send short and long prompts in turn while the chats stream. Return how many tokens of each
     length the prefill engine computed."""
-    chats, computed = Chats(router), dict.fromkeys((SHORT, LONG), 0.0)
+    chats, computed = Chats(router.url, CHATS, 1800), dict.fromkeys((SHORT, LONG), 0.0)
     with chats.running():
         for number in range(ROUNDS):
             for length in (SHORT, LONG):
@@ -130,9 +87,8 @@ def measure(name: str, router: Server, prefiller: Server) -> dict[int, float]:
                 answer = router.post("/v1/completions", body_of(prompt, {"max_tokens": 2}))
                 assert answer.status_code == 200, answer.text
                 computed[length] += metric(prefiller, COMPUTED) - before
-    ordered = sorted(chats.gaps)
-    worst, p99, median = ordered[-1], ordered[int(0.99 * len(ordered))], ordered[len(ordered) // 2]
-    print(f"{name}: gaps p50 {median * 1e3:.0f}, p99 {p99 * 1e3:.0f}, worst {worst * 1e3:.0f} ms")
+    p50, p99, worst = (Sample(chats.gaps).percentile(part) * 1e3 for part in (50, 99, 100))
+    print(f"{name}: gaps p50 {p50:.0f}, p99 {p99:.0f}, worst {worst:.0f} ms")
     return computed
 
 

@@ -48,6 +48,13 @@ autoscaling.minReplicas is more than autoscaling.maxReplicas
 autoscaling.enabled needs autoscaling.targetCPU or autoscaling.metrics
 {{- end }}
 {{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- with index $.Values.engines $role }}
+{{- if and .maxReplicas (or (lt (int .replicas) 1) (lt (int .maxReplicas) (int .replicas))) }}
+engines.{{ $role }}.maxReplicas needs engines.{{ $role }}.replicas from 1 to this number
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if gt (int .engines.ucxPorts.first) (int .engines.ucxPorts.last) }}
 engines.ucxPorts.first is more than engines.ucxPorts.last
 {{- end }}

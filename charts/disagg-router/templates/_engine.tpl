@@ -13,7 +13,9 @@ metadata:
   labels:
     {{- include "disagg-router.labels" $component | nindent 4 }}
 spec:
+  {{- if not $engine.maxReplicas }}
   replicas: {{ $engine.replicas }}
+  {{- end }}
   selector:
     matchLabels:
       {{- include "disagg-router.selector" $component | nindent 6 }}

@@ -92,6 +92,7 @@ async def test_rate_of_an_engine_is_learned_from_its_answers_and_forgotten_with_
     (rate,) = map(float, sample.findall(metrics))
     assert rate == pytest.approx(1 / engine.prefill_rate.token_seconds)
     assert rate > least / 2
+    assert 'disagg_router_engines_needed{group="default",role="prefill"} 0.0' in metrics
     router.gateway.fleet.note_unreachable(engine, "gone")
     assert engine.prefill_rate.token_seconds == 0
 
