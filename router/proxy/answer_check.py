@@ -16,6 +16,7 @@ for the bytes without which there is no failure.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import orjson
@@ -64,13 +65,12 @@ RETURNED = (REJECTION, PREEMPTED)
 RETURNED_AFTER_TOOL_CALL = ("tool_calls", PREEMPTED)
 PREEMPTED_VALUE = b'"preempted"'
 # Finish reasons of an answer that is complete, and that its engine did not return.
-USUAL_REASONS = frozenset((b"stop", b"length"))
+USUAL_REASONS = frozenset(("stop", "length"))
 CODE = re.compile(r"[45][0-9]{2}")
 # Ends no block.
 NO_EVENT = b"\0"
 # Bytes of the longest finish reason that may be cut.
 SEAM_BYTES = 64
-NO_BRACKETS = bytes(set(range(256)).difference(b"{}[]"))
 CHOICES_KEY = b'"choices"'
 # Text of a stream's first event. It then is no failure.
 CONTENT_KEY = b'"content"'
@@ -141,17 +141,30 @@ def generation_content(answer: EngineAnswer, raw: bytes) -> Json | None:
     return content
 
 
+class _CheckedChoice(msgspec.Struct, gc=False):
+    finish_reason: str | None = None
+
+
+class _CheckedFields(msgspec.Struct, gc=False):
+    choices: list[_CheckedChoice]
+    error: Any = None
+    object: Any = None
+    type: Any = None
+
+
+# Reads only these fields, and checks that the rest is JSON.
+_decode_checked = msgspec.json.Decoder(_CheckedFields).decode
+
+
 def _is_surely_answer(raw: bytes) -> bool:
-    """Return True for a body without an error whose only finish reason is a usual one, and whose
-    braces are closed: JSON that was cut off has an open one."""
-    at = raw.rfind(FINISH_KEY)
-    if at < 0 or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0 or raw.find(ERROR_KEY) >= 0:
+    """Return True for JSON without an error whose finish reasons are usual ones."""
+    try:
+        content = _decode_checked(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    finish = FINISH_REASON.match(raw, at)
-    if finish is None or finish[1] not in USUAL_REASONS:
+    if not content.choices or content.error or ERROR in (content.object, content.type):
         return False
-    marks = raw.translate(None, NO_BRACKETS)  # counting in the whole answer costs twice as much
-    return marks.count(b"{") == marks.count(b"}") and marks.count(b"[") == marks.count(b"]")
+    return USUAL_REASONS.issuperset([choice.finish_reason for choice in content.choices])
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:
