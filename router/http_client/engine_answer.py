@@ -79,8 +79,8 @@ class EngineAnswer:
     Times are seconds of `now`. The connection sets `status` (0 until the head is here), `headers`
     (lower-case names, without Content-Length if a length is announced), `length`,
     `is_event_stream` and, through `fail`, `error`. `first_body_at` is the time of the first body
-    byte. `is_complete`: the whole body was received. `recent` are the ends of the last blocks that
-    `relay` has passed on.
+    byte. `is_complete`: the whole body was received. `held` are the pieces of it that were not
+    taken yet. `recent` are the ends of the last blocks that `relay` has passed on.
 
     The reader may set: `watch`, which sees the whole events of a stream, or the pieces of another
     body, before the tap, and returns what to pass on, or sets `error`; `tap`, see AnswerTap;
@@ -90,10 +90,11 @@ class EngineAnswer:
     """
 
     # No Struct, of which each assignment costs more: a stream's deadline is set with each chunk.
-    __slots__ = ("_connection", "_deadlines", "_held", "_held_size", "_idle", "_latest", "_reader",
-                 "_sink", "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "error",
-                 "first_body_at", "headers", "is_complete", "is_event_stream", "length", "memory",
-                 "recent", "reservation", "resume_buffer", "status", "tap", "watch")  # fmt: skip
+    __slots__ = ("_connection", "_deadlines", "_held_size", "_idle", "_latest", "_reader", "_sink",
+                 "_stalled", "_waiter", "_whole_limit", "checked", "deadline", "error",
+                 "first_body_at", "headers", "held", "is_complete", "is_event_stream", "length",
+                 "memory", "recent", "reservation", "resume_buffer", "status", "tap",
+                 "watch")  # fmt: skip
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class EngineAnswer:
         self.checked = b""
         self.resume_buffer: Resumable | None = None
         self.reservation: Reservation | None = None
-        self._held: list[bytes] = []
+        self.held: list[bytes] = []
         self._held_size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._whole_limit: int | None = None
@@ -145,7 +146,7 @@ class EngineAnswer:
         self.length = self._held_size = len(body)
         if body:
             self.first_body_at = now()
-            self._held = [body]
+            self.held = [body]
         self.is_complete = True
         self._deadlines.drop(self)
         if self._whole_limit is not None:
@@ -225,7 +226,7 @@ class EngineAnswer:
         """Take the body if it is complete and has at most `limit` bytes, else return None."""
         if not self.is_complete or self._sink is not None or self._held_size > limit:
             return None
-        held, self._held, self._held_size = self._held, [], 0
+        held, self.held, self._held_size = self.held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
     async def read(self, limit: int) -> bytes:
@@ -243,7 +244,7 @@ class EngineAnswer:
 
     def replace_body(self, body: bytes) -> None:
         """Hold `body` instead of the bytes that are held."""
-        self._held, self._held_size = [body], len(body)
+        self.held, self._held_size = [body], len(body)
 
     async def read_in_place(self, limit: int) -> bytes:
         """Wait for the whole body like `read` and return it, but keep holding it."""
@@ -253,9 +254,9 @@ class EngineAnswer:
 
     def peek(self) -> bytes:
         """Return the held bytes without taking them."""
-        if len(self._held) > 1:
-            self._held = [b"".join(self._held)]
-        return self._held[0] if self._held else b""
+        if len(self.held) > 1:
+            self.held = [b"".join(self.held)]
+        return self.held[0] if self.held else b""
 
     async def peek_until(self, enough: Callable[[bytes], bool]) -> bytes:
         """Return the held bytes without taking them as soon as `enough` accepts them, the body is
@@ -276,16 +277,16 @@ class EngineAnswer:
 
     async def _wait_for_end_of_event(self, begun: bytes) -> None:
         """Wait for the end of the event that begins with `begun`. Raises UpstreamError."""
-        gate, num_seen = SseReader(), len(self._held)
+        gate, num_seen = SseReader(), len(self.held)
         passed = gate.whole_events(begun)
         while not passed and not self.is_complete:
             if self._held_size > HIGH_WATER:  # reading is paused within this event
                 self._connection.resume()
             await self._new_waiter()
             self.raise_if_failed()
-            for piece in self._held[num_seen:]:
+            for piece in self.held[num_seen:]:
                 passed += gate.whole_events(piece)
-            num_seen = len(self._held)
+            num_seen = len(self.held)
 
     async def relay(self, sink: AnswerSink, idle: float, latest: float) -> None:
         """Pass the body to `sink` as it arrives, until it ends.
@@ -373,19 +374,19 @@ class EngineAnswer:
 
     def _give_up(self, error: UpstreamError) -> None:
         self.error = error
-        self._held, self._held_size = [], 0
+        self.held, self._held_size = [], 0
         self.close()
         self._wake()
 
     def _take(self) -> bytes:
-        held, self._held, self._held_size = self._held, [], 0
+        held, self.held, self._held_size = self.held, [], 0
         return held[0] if len(held) == 1 else b"".join(held)
 
     def _hold(self, block: bytes) -> None:
         if block:
             if self.first_body_at is None:
                 self.first_body_at = now()
-            self._held.append(block)
+            self.held.append(block)
             self._held_size += len(block)
         if not self.is_complete or self._whole_limit is not None:
             self._limit_held()

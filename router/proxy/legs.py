@@ -184,8 +184,8 @@ async def _prefill_leg(
             raise answer.error
         if answer.status != 200:
             raise await _error_answer(run, engine, answer, request.body)
-        raw = answer.take_if_complete(limits.max_answer_size)
-        if raw is None:
+        raw = answer.held[0] if answer.is_complete and len(answer.held) == 1 else b""
+        if not raw or len(raw) > limits.max_answer_size:
             raw = await answer.read(limits.max_answer_size)
             run.answers_held.keep(answer)
         answer = None  # it is complete
@@ -239,7 +239,7 @@ async def _prefill_leg(
         if loan is not None:
             loan.close()
         place.add_load(-1, -tokens)
-        if answer is not None:
+        if answer is not None and (answer.reservation is not None or not answer.is_complete):
             answer.close()
         if engine.breaker.trial is run:
             gateway.fleet.note_trial_abandoned(engine)
@@ -343,7 +343,7 @@ async def _decode_leg(
             loan.watch(answer)
         validator: StreamValidator | None = None
         content: Json | None = None
-        held = answer.peek()
+        held = answer.held[0] if len(answer.held) == 1 else answer.peek()
         if answer.is_event_stream:
             validator = StreamValidator(
                 engine.role,
@@ -409,7 +409,7 @@ async def _decode_leg(
         if loan is not None:
             loan.close()
         place.add_load(-1, -tokens)
-        if answer is not None:
+        if answer is not None and (answer.reservation is not None or not answer.is_complete):
             answer.close()
         if engine.breaker.trial is run:
             gateway.fleet.note_trial_abandoned(engine)
