@@ -60,10 +60,6 @@ class SimTransfer:
         self.to_land.clear()
 
 
-LOAN = b"\xa4loan"
-"""The tag of a `Loan`, as it is encoded."""
-
-
 @dataclass(frozen=True, slots=True)
 class Freeze:
     """In the next call of `method`, for `seconds` of world time."""
@@ -95,8 +91,6 @@ class SimAgent:
     clock_read_at: float = 0.0
     """World time."""
     on_start: Callable[[SimTransfer], None] = lambda transfer: None
-    on_loan: Callable[[str, bytes], None] | None = None
-    """Gets the answers to requests for loans, with their senders; the engine's loop does not."""
     on_wake: Callable[[], None] = lambda: None
     on_thaw: Callable[[], None] = lambda: None
     waiting_moves: list[Callable[[], None]] = field(default_factory=list)
@@ -169,11 +163,6 @@ class SimAgent:
     def notifications(self) -> list[tuple[str, bytes]]:
         self._enter("notifications")
         received, self.inbox = self.inbox, []
-        if self.on_loan is not None:
-            loans = [each for each in received if LOAN in each[1]]
-            received = [each for each in received if each not in loans]
-            for loan in loans:
-                self.on_loan(*loan)
         self._leave("notifications")
         return received
 

@@ -12,12 +12,13 @@ from itertools import takewhile
 from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.prefix_hashes import VERSION, Keys, PrefixHashes
+from engine_ext.common.prefix_hashes import VERSION, Keys
 from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     ConnectorStats,
     EngineIdentity,
+    EngineRequest,
     FinishDecision,
     FinishStatus,
     Region,
@@ -28,13 +29,6 @@ from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
-from engine_ext.wire.notifications import (
-    AskLoan,
-    Hello,
-    Loan,
-    decode_notification,
-    encode_extension,
-)
 from engine_ext.worker.agent import TransferState
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
@@ -89,6 +83,10 @@ class SimRequest:
     then: Then = lambda params: None
     """Called with the answer's `kv_transfer_params` when it has come to a good end."""
     reads: list[SimTransfer] = field(default_factory=list)
+    awaits_since: float | None = None
+    """World time since which it awaits a loan, its own or another request's."""
+    borrows_from: tuple[str, str] | None = None
+    """The engine and the loan that it reads."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,6 +99,8 @@ class SimRequest:
     @property
     def lease(self) -> tuple[str, str] | None:
         """The engine and the request whose blocks it means to read."""
+        if self.borrows_from is not None:
+            return self.borrows_from
         params = self.kv_transfer_params or {}
         if not params.get("remote_block_ids"):
             return None
@@ -159,14 +159,14 @@ class SimEngine:
         self.stats = ConnectorStats()
         self.scheduler = self._new_scheduler()
         self.scheduler.lend_from(self)
-        self.borrowed: dict[int, tuple[str, AskLoan, Callable[[Loan], None]]] = {}
-        """The asked agent, the question and the callback for the answer, by sequence."""
-        self.agent.on_loan = self._lent
+        self.scheduler.borrow_with(self)
         self.loop = self._new_loop()
         self.loading: dict[str, SimRequest] = {}
         """Parked or orphaned: a load may write into their blocks."""
         self.computing: dict[str, SimRequest] = {}
         """P legs whose prompts are computed piece by piece."""
+        self.awaiting: dict[str, SimRequest] = {}
+        """Passed over: a loan is on its way."""
         self.running: dict[str, SimRequest] = {}
         self.held: dict[str, SimRequest] = {}
         """Finished, and their blocks kept until they are reported."""
@@ -207,44 +207,16 @@ class SimEngine:
         self.held[loan_id] = SimRequest(loan_id, [], blocks=list(blocks), is_loan=True)
         self._note("lends", f"{blocks} as {loan_id}")
 
-    # As an engine that asks for a loan.
+    # As an engine that borrows: `engine_ext.scheduler.borrows.PromptKeys`.
 
-    def borrow(self, holder: "SimEngine", prompt: list[int], then: Then) -> None:
-        """`then` gets the params for a prefill leg with this prompt, or None if it is refused."""
-        ask = AskLoan(self.network.number(), self.scheme, keys_of(prompt))
-        self.borrowed[ask.sequence] = (
-            holder.agent.name,
-            ask,
-            partial(self._read, holder, prompt, then),
-        )
-        self.agent.known.add(holder.agent.name)
-        for message in (Hello(self.agent.metadata()), ask):
-            self.network.send(self.agent.name, holder.agent.name, encode_extension(message))
+    def keys_of(self, request: EngineRequest) -> Sequence[bytes]:
+        return keys_of(request.token_ids)
 
-    def _lent(self, sender: str, message: bytes) -> None:
-        """Only the engine that was asked can lend, and only the tokens that were meant."""
-        loan = decode_notification(message)
-        if not isinstance(loan, Loan) or loan.sequence not in self.borrowed:
-            return
-        holder, ask, then = self.borrowed[loan.sequence]
-        key = ask.keys[loan.num_tokens // BLOCK_SIZE - 1] if loan.num_tokens else b""
-        if sender == holder and key == loan.last_key:
-            del self.borrowed[loan.sequence]
-            then(loan)
-
-    def _read(self, holder: "SimEngine", prompt: list[int], then: Then, loan: Loan) -> None:
-        where = {
-            "do_remote_decode": True,
-            "remote_engine_id": holder.name,
-            "remote_host": "sim",
-            "remote_port": holder.identity.port,
-            "remote_request_id": loan.request_id,
-            "remote_block_ids": [list(group) for group in loan.block_ids],
-            "remote_num_tokens": loan.num_tokens,
-            "remote_block_size": BLOCK_SIZE,
-        }
-        proof = PrefixHashes.of(prompt[: loan.num_tokens])
-        then({**where, "prefix_proof": proof.to_wire(where)} if loan.request_id else None)
+    def as_holder(self, num_tokens: int) -> dict[str, Any]:
+        """Return what a router that expects so many tokens here writes into a leg's params."""
+        address = {"remote_engine_id": self.name, "remote_host": "sim"}
+        port = {"remote_port": self.identity.port}
+        return {**address, **port, "tp_size": 1, "expected_tokens": num_tokens}
 
     def __str__(self) -> str:
         return self.agent.name
@@ -357,6 +329,14 @@ class SimEngine:
         """A request that has arrived is scheduled; False where nothing can be loaded, or no block
         is free."""
         missing, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        if missing is None:
+            self.awaiting[request.request_id] = request
+            if request.awaits_since is None:
+                request.awaits_since = self.network.now
+            self.wake()
+            return False
+        self.awaiting.pop(request.request_id, None)
+        request.awaits_since = None
         if not missing:
             return False
         blocks = self.memory.take(num_blocks_of(len(request.prompt_token_ids)), request.request_id)
@@ -376,6 +356,7 @@ class SimEngine:
         if request.is_over:
             return
         self._note("aborts", request.request_id)
+        self.awaiting.pop(request.request_id, None)
         self.running.pop(request.request_id, None)
         self.computing.pop(request.request_id, None)
         decision = self._request_finished(request, FinishStatus.ABORTED)
@@ -401,15 +382,23 @@ class SimEngine:
         now = self.clock()
         if meta:
             self._note("orders", meta)
+            for pull in meta.pulls:
+                if (reader := self.loading.get(pull.request_id)) is not None:
+                    source = pull.source
+                    reader.borrows_from = source.address.engine_id, source.request_id
             self.loop.apply(meta, now)
         self.loop.step(now)
         self._look_at_results()
         for request in self.loading.values():
             self._check_patience(request)
+        for request in self.awaiting.values():
+            waited = self.network.now - (request.awaits_since or 0.0)
+            if waited > self.longest_prefill_load:
+                self._violate(f"{request.request_id} has waited {waited:.0f} s for a loan")
 
     def _check_patience(self, request: SimRequest) -> None:
         """A prefill leg computes, or fails, long before a transfer that hangs has ended."""
-        is_prefill = bool(request.kv_transfer_params.get("do_remote_decode"))
+        is_prefill = not request.kv_transfer_params.get("do_remote_prefill")
         waited = self.network.now - request.loads_since
         if is_prefill and not request.is_over and waited > self.longest_prefill_load:
             self._violate(f"{request.request_id} has waited {waited:.0f} s for the last turn")
@@ -440,6 +429,7 @@ class SimEngine:
         return not self.agent.is_alive or (
             len(self.free) == NUM_BLOCKS
             and not (self.loading or self.computing or self.running or self.held)
+            and not self.awaiting
             and not self.loop.num_open
         )
 
@@ -462,6 +452,8 @@ class SimEngine:
         self.wake()
         for request in self.loading.values():
             request.loads_since = self.network.now
+        for request in self.awaiting.values():
+            request.awaits_since = self.network.now
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             self.network.later(0.0, partial(self.when_able, action))

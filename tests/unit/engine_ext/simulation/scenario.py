@@ -77,7 +77,7 @@ class Scenario:
         self.count = 0
         self.is_storm = True
         self.ports = 0
-        self.num_lent = 0
+        self.num_borrowed = 0
         self.prefillers = self._engines("p")
         self.decoders = self._engines("d")
         self.stock_reader = self._stock(StockReader, "stock-d")
@@ -209,17 +209,23 @@ class Scenario:
         prefiller.when_able(partial(self._prefill, prefiller, leg))
 
     def _borrow(self, prefiller: SimEngine, decoder: SimEngine) -> None:
-        """P asks another engine for a prefix that is in its cache, or was; it computes without."""
-        holder = self.random.choice(self._holders(prefiller))
-        known = self.random.choice(_with_kv(holder))
-        prompt = [*known.token_ids, *self._prompt()[:4]]
+        """A router names engines whose caches hold a prefix, or held it. Sometimes several requests
+        have it, and sometimes one engine does everything."""
+        known = self.random.choice(_with_kv(self.random.choice(self._holders(prefiller))))
+        holders = [one.as_holder(len(known.token_ids)) for one in self._holders(prefiller)]
+        self.random.shuffle(holders)
+        for _ in range(self.random.choice([1, 1, 1, 3])):
+            prompt = [*known.token_ids, *self._prompt()[:4]]
+            if self.random.random() < 0.7:
+                self._pull(prefiller, decoder, prompt, {"holders": holders[:4]})
+            else:
+                leg = SimRequest(f"{self._name()}-00000000", prompt, {"holders": holders[:4]})
+                leg.computes_for = self._soon()
+                leg.then = self._count_borrowed
+                prefiller.when_able(partial(self._prefill, prefiller, leg))
 
-        def lent(params: Params | None) -> None:
-            self.num_lent += params is not None
-            read = partial(self._pull, prefiller, decoder, prompt, params or {})
-            self.network.later(self._soon(), partial(prefiller.when_able, read))
-
-        prefiller.borrow(holder, prompt, lent)
+    def _count_borrowed(self, params: Params | None) -> None:
+        self.num_borrowed += "borrowed_tokens" in (params or {})
 
     def _holders(self, reader: SimEngine) -> list[SimEngine]:
         """Engines with KV, if this one can ask them."""
@@ -230,10 +236,20 @@ class Scenario:
         prefiller.queue(leg)
         if self.random.random() < 0.1:
             self._abort_later(prefiller, leg)
-        if not prefiller.load(leg):
-            self.network.later(
-                leg.computes_for, partial(prefiller.when_able, partial(_end, prefiller, leg))
-            )
+        self._admit(prefiller, leg)
+
+    def _admit(self, prefiller: SimEngine, leg: SimRequest) -> None:
+        """It loads, waits for a loan or, sometimes, for blocks, or computes."""
+        if leg.is_over or prefiller.load(leg):
+            return
+        is_short = "holders" in leg.kv_transfer_params and self.random.random() < 0.3
+        if leg.request_id in prefiller.awaiting or is_short:
+            again = partial(prefiller.when_able, partial(self._admit, prefiller, leg))
+            self.network.later(self.random.choice([0.1, 0.5, 3.0]), again)
+            return
+        self.network.later(
+            leg.computes_for, partial(prefiller.when_able, partial(_end, prefiller, leg))
+        )
 
     def _decode(
         self,
@@ -243,6 +259,7 @@ class Scenario:
         prompt: list[int],
         params: Params | None,
     ) -> None:
+        self._count_borrowed(params)
         if params is None or "remote_block_ids" not in params:
             return
         readers = [decoder]
@@ -386,6 +403,7 @@ class Scenario:
             landing_seconds=choose([1.0, 10.0]),
             registration_timeout=choose([20.0, 40.0]),
             handshake_timeout=choose([1.0, 5.0]),
+            loan_timeout=self.bytes.choice([0.25, 1.0, 3.0]),
             load_failure_policy=choose(["fail", "recompute"]),
             bidirectional=self.kind in ("turns", LOANS),
             retain_seconds=choose([10.0, 30.0]),

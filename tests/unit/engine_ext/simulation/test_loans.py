@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine_ext.scheduler.borrows import OFFER_SECONDS
 from engine_ext.scheduler.loans import LOAN_SECONDS
 from tests.unit.engine_ext.simulation.pair import Pair, tokens
 from tests.unit.engine_ext.simulation.scenario import LOANS, Scenario
@@ -14,7 +15,7 @@ SETTINGS: dict[str, Any] = {"bidirectional": True, "recompute_threshold": 4}
 
 
 class Lending:
-    """D answers a long request. P asks D for its prompt, which it will continue."""
+    """D answers a long request. P continues its prompt, and is to borrow the beginning from D."""
 
     def __init__(self, **config: Any) -> None:
         self.pair = Pair("pull", **{**SETTINGS, **config})
@@ -26,78 +27,114 @@ class Lending:
         assert self.holder.load(running)
         self.pair.world.pass_time(2.0)
         self.prompt = [*tokens(1, 8), *tokens(2, 4)]
-        self.lent: list[dict[str, Any] | None] = []
 
-    def ask(self) -> dict[str, Any] | None:
-        self.reader.borrow(self.holder, self.prompt, self.lent.append)
-        self.pair.world.until(lambda: self.lent)
-        return self.lent.pop()
-
-    def read(self, params: dict[str, Any], name: str = "p-2") -> SimRequest:
+    def ask(self, name: str = "p-2") -> SimRequest:
+        """A leg arrives that names D, and asks it."""
+        params = {"do_remote_decode": True, "holders": [self.holder.as_holder(8)]}
         leg = self.reader.queue(SimRequest(name, self.prompt, params))
-        assert self.reader.load(leg)
+        assert not self.reader.load(leg)
+        assert name in self.reader.awaiting
         return leg
+
+    def is_lent(self, leg: SimRequest) -> bool:
+        """Pass time until the leg waits no longer. Return whether it loads."""
+        self.pair.world.until(lambda: self.reader.load(leg) or leg.awaits_since is None)
+        return leg.request_id in self.reader.loading
 
     @property
     def num_lent(self) -> int:
         return sum(request.is_loan for request in self.holder.held.values())
 
 
-def test_a_prefill_reads_what_is_lent_and_the_loan_ends() -> None:
+def borrowed(leg: SimRequest) -> int:
+    params = leg.decision.kv_transfer_params if leg.decision is not None else None
+    return int((params or {}).get("borrowed_tokens", 0))
+
+
+def test_a_prefill_borrows_what_the_holder_has_and_the_loan_ends() -> None:
     lending = Lending()
-    params = lending.ask()
-    assert params is not None
-    assert (params["remote_num_tokens"], lending.num_lent) == (8, 1)
-    lending.read(params)
+    leg = lending.ask()
+    assert lending.is_lent(leg)
     lending.pair.world.pass_time(3.0)
     assert lending.reader.outcomes["p-2"]
+    assert borrowed(leg) == 8
     assert lending.num_lent == 0
     lending.pair.assert_all_ended()
 
 
 def test_blocks_that_are_lent_outlive_their_request() -> None:
     lending = Lending(prefill_load_timeout=10.0)
-    params = lending.ask()
-    assert params is not None
     lending.pair.world.network.weather = Weather(transfer=3.0)
-    lending.read(params)
+    assert lending.is_lent(lending.ask())
     lending.holder.abort(lending.holder.running["d-1"])
     lending.pair.world.pass_time(5.0)
     assert lending.reader.outcomes["p-2"]
     lending.pair.assert_all_ended()
 
 
+def test_a_loan_is_renewed_while_it_is_read() -> None:
+    lending = Lending(prefill_load_timeout=60.0)
+    lending.pair.world.network.weather = Weather(transfer=2 * LOAN_SECONDS)
+    leg = lending.ask()
+    assert lending.is_lent(leg)
+    lending.holder.abort(lending.holder.running["d-1"])
+    lending.pair.world.pass_time(2 * LOAN_SECONDS + 2.0)
+    assert lending.reader.outcomes["p-2"]
+    assert borrowed(leg) == 8
+    lending.pair.assert_all_ended()
+
+
 def test_a_loan_that_is_revoked_while_it_is_read_is_never_accepted_too_late() -> None:
     lending = Lending(prefill_load_timeout=60.0)
-    params = lending.ask()
-    assert params is not None
     lending.pair.world.network.weather = Weather(transfer=LOAN_SECONDS + 15.0)
-    lending.read(params)
+    leg = lending.ask()
+    assert lending.is_lent(leg)
     lending.holder.abort(lending.holder.running["d-1"])
     lending.holder.scheduler.end_turns()
     lending.pair.world.pass_time(LOAN_SECONDS + 2.0)
     assert lending.num_lent == 0, "its blocks are the holder's again"
     lending.pair.world.pass_time(20.0)
     assert not lending.reader.outcomes["p-2"]
+    assert borrowed(leg) == 0
     lending.pair.assert_all_ended()
 
 
-def test_a_loan_that_is_not_read_ends_after_its_seconds_and_what_is_gone_is_refused() -> None:
+def test_a_loan_that_finds_no_blocks_goes_back_and_what_is_gone_is_refused() -> None:
     lending = Lending()
-    assert lending.ask() is not None
-    lending.holder.abort(lending.holder.running["d-1"])
-    assert lending.ask() is not None, "it is still there, for it is lent"
-    lending.pair.world.pass_time(LOAN_SECONDS + 2.0)
+    lending.ask()
+    lending.pair.world.until(lambda: lending.num_lent)
+    lending.pair.world.pass_time(OFFER_SECONDS + 5.0)
     assert lending.num_lent == 0
-    assert lending.ask() is None
+    lending.holder.abort(lending.holder.running["d-1"])
+    assert not lending.is_lent(lending.ask("p-3"))
+
+
+@pytest.mark.parametrize("moment", ["asked", "granted"])
+def test_a_client_that_leaves_gives_the_loan_back(moment: str) -> None:
+    lending = Lending()
+    leg = lending.ask()
+    if moment == "granted":
+        lending.pair.world.until(lambda: lending.num_lent)
+    lending.reader.abort(leg)
+    lending.pair.world.pass_time(2.0)
+    assert lending.num_lent == 0
     lending.pair.assert_all_ended()
+
+
+def test_a_frozen_holder_costs_the_time_limit() -> None:
+    lending = Lending()
+    leg = lending.ask()
+    lending.holder.freeze(60.0)
+    before = lending.pair.world.now
+    assert not lending.is_lent(leg)
+    assert lending.pair.world.now - before < 1.0
 
 
 @pytest.mark.parametrize("seeds", [range(40)])
 def test_no_seed_with_loans_breaks_what_no_fault_may_break(seeds: range) -> None:
-    num_lent = 0
+    num_borrowed = 0
     for seed in seeds:
         scenario = Scenario(seed, kind=LOANS, mixes_versions=False)
         scenario.run()
-        num_lent += scenario.num_lent
-    assert num_lent > 5, "there was something to break"
+        num_borrowed += scenario.num_borrowed
+    assert num_borrowed > 5, "there was something to break"

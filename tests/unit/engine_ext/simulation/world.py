@@ -109,6 +109,8 @@ class World:
         endless = {t for t in self.network.transfers if t.agent is engine.agent}
         stuck = {block for transfer in endless for block in transfer.local}
         kept = sorted([*engine.loading, *engine.computing, *engine.running, *engine.held])
+        for request_id in engine.awaiting:
+            self.network.violate(name, f"{request_id} awaits a loan for ever")
         excused = [one for one in kept if stuck & set(_request(engine, one).blocks)]
         for request_id in sorted(set(kept) - set(excused)):
             self.network.violate(name, f"{request_id} never came to its end")
