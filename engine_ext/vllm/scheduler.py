@@ -66,6 +66,8 @@ class DisaggSchedulerBase(Host):
             raise ValueError(f"{HAND_BACK} must be true or false")
         if self.returns_all:
             _require(PREEMPTION_RETURN, HAND_BACK)
+        if "target_itl_ms" in extra and find_our_connector(self.connector) is None:
+            raise ValueError("target_itl_ms: needs DisaggConnector, which measures steps")
         self.woken = threading.Event()
         """A worker has woken the engine since the last step; see idle_rest.py."""
         self.on_scheduled: list[Callable[[SchedulerOutput], None]] = []

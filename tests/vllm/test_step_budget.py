@@ -1,16 +1,17 @@
 """target_itl_ms in vLLM: eight answers stream while long prompts come.
 
-Answers and the effect of the target are asserted. The figures are printed (pytest -s): a machine of
+Asserted are the answers and what each step computes. The gaps are printed (pytest -s): a machine of
 CI is no place to judge times.
 """
 
+import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from engine_ext.common.step_budget import MIN_PROMPT_TOKENS, TARGET_SHARE
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+from tests.vllm import logged_steps
 from tests.vllm.gaps import Measured, measure
+from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
 # Slow enough that the prompts' time is more than a machine's noise: 12 million parameters.
@@ -21,31 +22,44 @@ WARM_UP = [300 * (1 + number % 5) for number in range(20)]
 TARGET_MS = 100
 
 
-def kind(name: str, budget: int, model: Path, target_ms: int | None = None) -> Kind:
+def stock(budget: int, model: Path) -> Kind:
     options = (UNCACHED, "--max-num-batched-tokens", str(budget))
-    if target_ms is None:
-        return Kind(name, None, options, model)
-    extra: dict[str, Any] = {"target_itl_ms": target_ms}
-    ours = {**OURS, "kv_connector_extra_config": extra}
-    return Kind(name, ours, (*options, *SCHEDULER), model)
+    return Kind(f"stock-{budget}", None, options, model)
+
+
+def with_target(model: Path, log: Path) -> Kind:
+    """An engine that keeps the target, and logs its steps."""
+    ours = {**OURS, "kv_connector_extra_config": {"target_itl_ms": TARGET_MS}}
+    plugins = write_plugin(log.parent / "plugin", logged_steps)
+    options = (UNCACHED, "--max-num-batched-tokens", "2048", *SCHEDULER)
+    environment = {**found_in(plugins), logged_steps.LOG: str(log)}
+    return Kind("target", ours, options, model, environment)
 
 
 def test_steps_that_decode_keep_the_target_and_answers_are_those_of_stock(
-    fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet, tmp_path: Path
 ) -> None:
-    model = write_tiny_model(tmp_path_factory.mktemp("slower"), MODEL)
+    model = write_tiny_model(tmp_path, MODEL)
     found: dict[str, Measured] = {}
-    kinds = [kind(f"stock-{budget}", budget, model) for budget in (2048, 512, 256)]
-    for each in (*kinds, kind("target", 2048, model, TARGET_MS)):
-        with fleet.server(each) as server:
-            if each.transfer:
-                number = 0
-                while "step_model" not in server.get("/disagg/identity").json()["ranks"][0]:
-                    number += 1
-                    assert number < 6, "the times of steps are not known"
-                    measure(server.url, WARM_UP, CHATS, MAX_TOKENS)
-            found[each.name] = measure(server.url, PROMPTS, CHATS, MAX_TOKENS)
-        print(f"{each.name}: {found[each.name]}")
-    stock, ours = found["stock-2048"], found["target"]
-    assert ours.num_different(stock) == 0
-    assert ours.gaps.percentile(99) < stock.gaps.percentile(99) / 2
+    for budget in (2048, 512, 256):
+        with fleet.server(stock(budget, model)) as server:
+            found[server.name] = measure(server.url, PROMPTS, CHATS, MAX_TOKENS)
+    log = tmp_path / "steps"
+    with fleet.server(with_target(model, log)) as server:
+        rounds = 0
+        while "step_model" not in server.get("/disagg/identity").json()["ranks"][0]:
+            rounds += 1
+            assert rounds < 6, "the times of steps are not known"
+            measure(server.url, WARM_UP, CHATS, MAX_TOKENS)
+        num_before = len(log.read_text().splitlines())
+        found[server.name] = measure(server.url, PROMPTS, CHATS, MAX_TOKENS)
+        [rank] = server.get("/disagg/identity").json()["ranks"]
+        assert rank["target_itl_ms"] == TARGET_MS
+    for name, measured in found.items():
+        print(f"{name}: {measured}, {measured.num_different(found['stock-2048'])} answers differ")
+    assert found["target"].num_different(found["stock-2048"]) == 0
+    steps = [json.loads(line) for line in log.read_text().splitlines()[num_before:]]
+    cut = [step for step in steps if step[0] > MIN_PROMPT_TOKENS and step[2]]
+    assert len(cut) > 5
+    # The times are predicted again when the step has ended, perhaps by a newer fit.
+    assert max(predicted for *_, predicted in cut) < 1.1 * TARGET_SHARE * TARGET_MS

@@ -6,9 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
 from engine_ext.common.step_costs import StepCosts, StepWork
 from engine_ext.vllm import describe
-from tests.vllm.inside.in_process import BLOCK, Engine, configuration
+from tests.vllm.inside.in_process import BLOCK, LAYER, NUM_BLOCKS, Engine, configuration
 
 SCHEDULERS = tuple(
     f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
@@ -127,15 +132,19 @@ def an_error_costs_the_target_alone(scheduler: str, model: Path) -> None:
     assert chunks_of(engine, add(engine, "next", 100)) == [100]
 
 
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def what_cannot_keep_a_target_refuses_it(model: Path) -> None:
     def problem(scheduler: str | None, target: Any, is_chunked: bool = True) -> str:
         config = configuration(model, "fail", scheduler, {"target_itl_ms": target})
         config.scheduler_config.enable_chunked_prefill = is_chunked
-        try:
-            describe.target_itl_ms(config, describe.connector_config(config))
-        except ValueError as error:
-            return str(error)
-        return ""
+        return refusal(lambda: describe.target_itl_ms(config, describe.connector_config(config)))
 
     assert problem(SCHEDULERS[0], 50) == ""
     assert "--scheduler-cls" in problem(None, 50)
@@ -143,11 +152,30 @@ def what_cannot_keep_a_target_refuses_it(model: Path) -> None:
     assert "target_itl_ms" in problem(SCHEDULERS[0], 0)
 
 
+def a_target_that_no_connector_of_ours_reads_is_refused(model: Path) -> None:
+    config = configuration(model, "fail", SCHEDULERS[0], {})
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"target_itl_ms": 50, "shared_storage_path": str(model)},
+    )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec([LAYER], spec)])
+    make = config.scheduler_config.get_scheduler_cls()
+    problem = refusal(lambda: make(config, cache, StructuredOutputManager(config), BLOCK))
+    assert "target_itl_ms" in problem
+
+
 def cases(
     loads: Callable[[Path], dict[str, Any]],
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """`loads` makes the params of a request that loads KV."""
-    yield what_cannot_keep_a_target_refuses_it.__name__, what_cannot_keep_a_target_refuses_it
+    for plain in (
+        what_cannot_keep_a_target_refuses_it,
+        a_target_that_no_connector_of_ours_reads_is_refused,
+    ):
+        yield plain.__name__, plain
     for scheduler in SCHEDULERS:
         for case in (
             a_chunk_ends_within_the_target,
