@@ -37,23 +37,10 @@ def find_invalid_field(
 ) -> InvalidField | None:
     """Return the first invalid field of a body, or None. `context` is the longest context length of
     the decode engines in tokens, as far as it is known."""
-    found = None if _is_plainly_valid(body, context) else _invalid_value(body, is_chat, context)
+    found = _invalid_value(body, is_chat, context)
     if found is None and context is not None and type(body.get("prompt")) is list and not is_chat:
         return _prompt_problem(body, context)
     return found
-
-
-def _is_plainly_valid(body: Mapping[str, object], context: int | None) -> bool:
-    """Recognize most valid bodies at a third of the cost of the full check."""
-    if MAX_COMPLETION_TOKENS in body or MIN_TOKENS in body:
-        return False
-    most, stream = body.get(MAX_TOKENS), body.get(STREAM)
-    if most is not None and not (type(most) is int and 0 < most <= (context or most)):
-        return False
-    options = body.get(STREAM_OPTIONS)
-    if options is None:
-        return stream is None or type(stream) is bool
-    return stream is True and options == USAGE
 
 
 def _invalid_value(

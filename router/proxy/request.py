@@ -22,7 +22,15 @@ from msgspec import Struct
 from router.common.exact_json import SLOW_LIMIT, loads, read_number
 from router.conversations.conversations import Conversations, Turn
 from router.openai.errors import BadRequestError, UnsupportedTypeError
-from router.openai.request_fields import find_invalid_field
+from router.openai.request_fields import (
+    MAX_COMPLETION_TOKENS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+    STREAM,
+    STREAM_OPTIONS,
+    USAGE,
+    find_invalid_field,
+)
 from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
 from router.proxy.model_aliases import ModelAliases
@@ -224,10 +232,27 @@ def check_fields(request: Request, context_lengths: Mapping[str, int]) -> None:
         return
     model = request.model
     context = context_lengths.get(model) if type(model) is str else None
+    if _is_plainly_valid(request.body, context):
+        return
     is_chat = request.exchange.endpoint != COMPLETIONS
     wrong = find_invalid_field(request.body, is_chat, context)
     if wrong is not None:
         raise BadRequestError(wrong.message, wrong.field)
+
+
+def _is_plainly_valid(body: Body, context: int | None) -> bool:
+    """Recognize most valid bodies at a third of the cost of `find_invalid_field`."""
+    if MAX_COMPLETION_TOKENS in body or MIN_TOKENS in body:
+        return False
+    if context is not None and type(body.get("prompt")) is list:
+        return False
+    most, stream = body.get(MAX_TOKENS), body.get(STREAM)
+    if most is not None and not (type(most) is int and 0 < most <= (context or most)):
+        return False
+    options = body.get(STREAM_OPTIONS)
+    if options is None:
+        return stream is None or type(stream) is bool
+    return stream is True and options == USAGE
 
 
 def _stream_mode(request: Request, body: Body, default: str) -> str:
