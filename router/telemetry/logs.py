@@ -25,6 +25,7 @@ access_logger = logging.getLogger("disagg_router.access")
 LogFormat = Literal["auto", "text", "short", "json"]
 LINES = "lines"
 REQUEST_ENDED = "request"
+MAX_LOGGED_ONCE = 100
 MILLISECONDS = tuple(f".{number:03d}Z" for number in range(1000))
 # The block ids in kv_transfer_params, for one group of layers or several.
 BLOCK_IDS = re.compile(rb'"remote_block_ids":\s*(\[[][\d,\s]*\])')
@@ -335,13 +336,13 @@ class LogThrottle:
 
 
 class LogOnce:
-    """Logs each line once in this process, up to `most` lines."""
+    """Logs each line once in this process, up to MAX_LOGGED_ONCE lines."""
 
-    def __init__(self, logger: logging.Logger, most: int = 100) -> None:
-        self._logger, self._most = logger, most
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
         self._logged: set[str] = set()
 
     def info(self, line: str) -> None:
-        if len(self._logged) < self._most and line not in self._logged:
+        if len(self._logged) < MAX_LOGGED_ONCE and line not in self._logged:
             self._logged.add(line)
             self._logger.info("%s", line)

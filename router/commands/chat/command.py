@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.commands.chat.conversation import ChatAnswer, Conversation
+from router.commands.chat.conversation import Conversation
 from router.commands.console import (
     DIM,
     CommandError,
@@ -35,7 +35,7 @@ from router.commands.console import (
 from router.commands.router_client import API_KEY, first_model, key_headers, router_url, send
 from router.commands.why import UnknownRequestError, find_request
 from router.common.did_you_mean import did_you_mean
-from router.openai.answers import parse_object
+from router.openai.answers import count_in, parse_object
 from router.settings import variable_of
 from router.telemetry.logs import visible
 from router.ui.engine_reports import LEASES_PATH, Transfer, hash_request_id, parse_transfers
@@ -187,18 +187,19 @@ def _read_message() -> str:
 
 def parts(conversation: Conversation) -> Iterator[str]:
     """Yield what is known of the latest answer without the router's help."""
-    answer: ChatAnswer = conversation.answer
-    if answer.ttft is None:
+    answer = conversation.answer
+    prompt = count_in(answer.usage, "prompt_tokens")
+    cached = count_in(answer.usage.get("prompt_tokens_details"), "cached_tokens")
+    if answer.first is None:
         yield "an answer without text"
     else:
-        yield f"TTFT {time_text(answer.ttft)}"
+        yield f"TTFT {time_text(answer.first - answer.asked)}"
     if answer.tokens_per_second is not None:
         yield f"{answer.tokens_per_second:.1f} tokens/s"
-    if answer.prompt_tokens is not None:
-        if answer.cached_tokens is None:
-            yield f"{answer.prompt_tokens} prompt tokens"
-        else:
-            yield f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens from a cache"
+    if prompt is not None and cached is None:
+        yield f"{prompt} prompt tokens"
+    elif prompt is not None:
+        yield f"{cached} of {prompt} prompt tokens from a cache"
     if answer.finish_reason == "length":
         yield f"ended by --max-tokens {conversation.fields['max_tokens']}"
 

@@ -21,34 +21,28 @@ MAX_ERROR_BYTES = 65_536
 ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 
 
-@dataclass(slots=True)
-class ChatAnswer:
-    """The facts about one answer. Times are in seconds; None stands for an unknown fact."""
+class ChatAnswer(ChatStreamReader):
+    """An answer, while it is read and afterwards. None stands for an unknown fact."""
 
-    request_id: str = ""
-    text: str = ""
-    ttft: float | None = None
-    tokens_per_second: float | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    finish_reason: str = ""
-    is_complete: bool = False
+    def __init__(self) -> None:
+        super().__init__(time.monotonic(), Figures())
+        self.request_id = ""
 
-    def read(self, reader: ChatStreamReader) -> None:
-        """Take over what the reader has seen."""
-        usage = reader.usage
-        self.finish_reason = reader.finish_reason
-        self.prompt_tokens = count_in(usage, "prompt_tokens")
-        self.completion_tokens = count_in(usage, "completion_tokens")
-        self.cached_tokens = count_in(usage.get("prompt_tokens_details"), "cached_tokens")
-        if reader.first is None or reader.last is None:
-            return
-        self.ttft = reader.first - reader.asked
-        # The first token starts the clock. Without usage, a piece of text counts as one token.
-        count = (self.completion_tokens or len(reader.texts)) - 1
-        if count > 0 and reader.last > reader.first:
-            self.tokens_per_second = count / (reader.last - reader.first)
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return count_in(self.usage, "completion_tokens")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The pace from the first token on. Without usage, a piece of text counts as one token."""
+        count = (self.completion_tokens or len(self.texts)) - 1
+        if self.first is None or self.last is None or count < 1 or self.last <= self.first:
+            return None
+        return count / (self.last - self.first)
 
 
 @dataclass(slots=True)
@@ -81,9 +75,7 @@ class Conversation:
         self.answer = answer = ChatAnswer()
         turns = [*self.turns, {"role": "user", "content": question}]
         try:
-            for piece in self._stream(turns, answer):
-                answer.text += piece
-                yield piece
+            yield from self._stream(turns, answer)
         except (GeneratorExit, KeyboardInterrupt):
             if answer.text:
                 self._keep(turns, answer)
@@ -105,7 +97,6 @@ class Conversation:
         }
         headers = {**self.headers, "content-type": "application/json"}
         timeout = httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S)
-        reader = ChatStreamReader(time.monotonic(), Figures())
         try:
             with (
                 httpx.Client(verify=tls_context(), trust_env=False, timeout=timeout) as client,
@@ -118,11 +109,10 @@ class Conversation:
                     raise CommandError(f"{response.status_code} {_refusal(response)}".strip())
                 count = 0
                 for block in response.iter_bytes():
-                    reader.write(block)
-                    answer.read(reader)
-                    yield "".join(reader.texts[count:])
-                    count = len(reader.texts)
-            reader.end(time.monotonic())
+                    answer.write(block)
+                    yield "".join(answer.texts[count:])
+                    count = len(answer.texts)
+            answer.end(time.monotonic())
         except httpx.ReadTimeout:
             raise CommandError(f"{self.url} sent nothing for {self.timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
@@ -131,9 +121,6 @@ class Conversation:
         except ChatError as error:
             what = "the answer broke off: " if answer.text else ""
             raise CommandError(f"{what}{error}") from None
-        finally:
-            answer.read(reader)
-        answer.is_complete = True
 
 
 def _reason(error: Exception) -> str:

@@ -312,7 +312,5 @@ def router_command(
     command = [*ROUTER, "--host", host, "--port", str(port)]
     command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
     command += ["--target-itl", "0"]  # KV moves, however quick the small models are
-    for role, children in (("prefiller", prefillers), ("decoder", decoders)):
-        ports = [child.url.rpartition(":")[2] for child in children]
-        command += [f"--{role}-hosts", *["127.0.0.1"] * len(children), f"--{role}-ports", *ports]
-    return command
+    command += ["--prefill", *[child.url for child in prefillers]]
+    return [*command, "--decode", *[child.url for child in decoders]]
