@@ -92,7 +92,9 @@ class SchedulerConnector:
         self._borrows = Borrows(
             self._orders, self._loads, self._loadable, config, geometry.block_size, clock
         )
-        self._may_borrow = host_takes_back and may_borrow(geometry, identity)
+        self._may_borrow = may_borrow(geometry, identity)
+        self.borrows = False
+        """A request's `holders` are asked for loans."""
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
         self._partial_offers = PartialOffers(self._orders, geometry.block_size)
         self._keeps_turns = config.bidirectional and not geometry.has_state
@@ -116,9 +118,11 @@ class SchedulerConnector:
 
     def borrow_with(self, keys: PromptKeys) -> None:
         """Borrow what other engines' prefix caches hold, if this engine can. The host passes a
-        request over while `get_num_new_matched_tokens` answers `(None, False)`."""
+        request over while `get_num_new_matched_tokens` answers `(None, False)`, and keeps to
+        `load_failure_policy`."""
         if self._may_borrow:
             self._borrows.borrow_with(keys)
+            self.borrows = True
 
     def set_handshake_metadata(self, payloads: Mapping[Rank, bytes]) -> None:
         """Start the listener. A second call does nothing: vLLM 0.33 calls again at /wake_up, but

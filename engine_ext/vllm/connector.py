@@ -40,6 +40,7 @@ from engine_ext.common.types import (
     BlockIds,
     FinishDecision,
     LoadProblem,
+    LoanReport,
     LoanRequest,
     StepMetadata,
     TransferResults,
@@ -96,7 +97,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     problems: Mapping[str, LoadProblem]
     """Why loads have failed."""
     loan_requests: tuple[LoanRequest, ...] = ()
-    """Only an engine of one rank lends."""
+    loan_reports: tuple[LoanReport, ...] = ()
+    """Only an engine of one rank lends and borrows."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the reports of several ranks: a request may have a problem at each."""
@@ -151,8 +153,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         """Why loads have failed, until vLLM reports to the scheduler half that they have."""
         self._unprocessed = NO_RESULTS
         """Results during which our half has raised; it gets them once more."""
-        self._loan_requests: tuple[LoanRequest, ...] = ()
-        """Those that the worker half has received, until they go with a step's output."""
+        self._loans = NO_RESULTS
+        """What the worker half has received about loans, until it goes with a step's output."""
         self._lent: CachedBlocks | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
@@ -308,13 +310,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         `finished_sending`."""
         report = connector_output.kv_connector_worker_meta
         asked: Sequence[LoanRequest] = ()
+        reports: tuple[LoanReport, ...] = ()
         if isinstance(report, WorkerReport):
             # A rank may report its own before the last one is done.
             self._problems = _merged(self._problems, report.problems)
-            asked = report.loan_requests
+            asked, reports = report.loan_requests, report.loan_reports
         failed = connector_output.failed_recving
         ended = connector_output.finished_sending or connector_output.finished_recving
-        if not ended and not failed and not asked and self._unprocessed is NO_RESULTS:
+        is_about_loans = asked or reports
+        if not (ended or failed or is_about_loans) and self._unprocessed is NO_RESULTS:
             return
         sent = connector_output.finished_sending or set()
         ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
@@ -331,6 +335,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             ready,
             given_back,
             tuple(asked),
+            reports,
         )
         self._pending_reports.settle(connector_output)
         unprocessed, self._unprocessed = self._unprocessed, results
@@ -469,6 +474,14 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self._lent is not None
 
     @guarded(nothing)
+    def borrow_with(self, cache: "CachedBlocks") -> None:
+        self.scheduler.borrow_with(cache)
+
+    @property
+    def borrows(self) -> bool:
+        return self._scheduler is not None and self._scheduler.borrows
+
+    @guarded(nothing)
     def answer_fenced(self) -> None:
         """Answer the requests for loans whose steps have ended."""
         assert self._lent is not None
@@ -548,7 +561,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
         self._problems = _merged(self._problems, results.problems)
-        self._loan_requests += results.loan_requests
+        if results.loan_requests or results.loan_reports:
+            self._loans |= results
         ready = {READY + name for name in results.ready}
         given_back = {GIVEN_BACK + name for name in results.returned}
         return KVConnectorTransferResults(
@@ -561,10 +575,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> Any:
         """With a step's results, after `get_transfer_results`."""
         problems, self._problems = self._problems, {}
-        asked, self._loan_requests = self._loan_requests, ()
+        loans, self._loans = self._loans, NO_RESULTS
         if not (support.is_on(LOAD_FAILURES) or support.is_on(FAILURE_POLICY)):
             problems = {}
-        return WorkerReport(problems, asked) if problems or asked else None
+        if not problems and loans is NO_RESULTS:
+            return None
+        return WorkerReport(problems, loans.loan_requests, loans.loan_reports)
 
     @guarded(nothing)
     def shutdown(self) -> None:

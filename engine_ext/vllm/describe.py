@@ -224,16 +224,21 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
-        lends=why_not_lent(vllm_config, kv_cache_config) is None,
+        lends=_lends(vllm_config, kv_cache_config),
     )
 
 
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
-def why_not_lent(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why other engines cannot read what this one's prefix cache holds; None if they can.
-    Blocks behind a window are evicted alone, those of draft layers depend on later tokens."""
+def _lends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    is_shared = why_no_loans(vllm_config, kv_cache_config) is None
+    return is_shared and bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why this engine neither lends nor borrows prefixes; None if it may. Blocks behind a
+    window are evicted alone, and those of draft layers depend on later tokens."""
     if not support.is_on(LENDING):
         return f"{LENDING.name} is off: {support.reason(LENDING)}"
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -241,7 +246,6 @@ def why_not_lent(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     is_near = parallel.nnodes == 1 and parallel.distributed_executor_backend in ("mp", "uni")
     problems = {
         f"its scheduler class is not one of {SCHEDULERS}": not _uses_our_scheduler(vllm_config),
-        "it does not cache prefixes": not cache.enable_prefix_caching,
         f"blocks are hashed by {cache.prefix_caching_hash_algo}, for which equal hashes can be "
         "made": cache.prefix_caching_hash_algo not in CRYPTOGRAPHIC,
         "prefix_match_unit": cache.prefix_match_unit not in (None, cache.block_size),

@@ -105,6 +105,7 @@ def _identity(state: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         max_step_tokens=max_step_tokens(config.scheduler_config),
         step_models={rank["dp_rank"]: rank["step_model"] for rank in ranks if rank["step_model"]},
         lends=bool(ranks) and all(rank["lends"] for rank in ranks),
+        borrows=bool(ranks) and all(rank["borrows"] for rank in ranks),
     )
     return identity.identity(found)
 
@@ -166,6 +167,7 @@ def _facts_in_engine(core: Any) -> dict[str, Any]:
         "dp_rank": core.vllm_config.parallel_config.data_parallel_index,
         "step_model": None if connector is None else connector.step_model,
         "lends": connector is not None and connector.lends,
+        "borrows": connector is not None and connector.borrows,
     }
 
 

@@ -75,6 +75,17 @@ class RequestView:
         return keys
 
     @property
+    def block_keys(self) -> Sequence[bytes]:
+        """vLLM's hashes of the full blocks, if another engine's equal hashes mean equal KV. vLLM
+        hashes an adapter's name and path, not its content, and knows no weights that were
+        changed."""
+        keys = self.content_keys
+        if keys is None or any(key.kind in ("lora", "weights") for key in keys):
+            return ()
+        hashes: Sequence[bytes] = self._request.block_hashes
+        return hashes
+
+    @property
     def num_prompt_tokens(self) -> int:
         return int(self._request.num_prompt_tokens)
 

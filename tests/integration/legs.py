@@ -38,6 +38,12 @@ def coordinates_in(said: dict[str, Any]) -> dict[str, Any]:
     return {key: said[key] for key in COORDINATES}
 
 
+def holders(server: Server, expected_tokens: int) -> dict[str, Any]:
+    """Return the params that name an engine of one rank as a holder."""
+    (rank,) = server.get("/disagg/identity").json()["ranks"]
+    return {"holders": [{**coordinates_in(rank), "expected_tokens": expected_tokens}]}
+
+
 def prefill_body(prompt: Prompt, previous: dict[str, Any] | None = None) -> dict[str, Any]:
     params = {**(previous or {}), **PREFILL}
     return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params}

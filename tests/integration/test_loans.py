@@ -37,12 +37,6 @@ class Borrower:
         self.say(Hello(agent.metadata()))
         self.count = 0
 
-    scheme = "disagg-engine blake2b-256"
-    """Without the block size."""
-
-    def key(self, parent: bytes, tokens: list[int]) -> bytes:
-        return chain_digest(parent, tokens)
-
     def say(self, message: Any) -> None:
         self.agent.notify(self.name, encode_extension(message))
 
@@ -50,9 +44,10 @@ class Borrower:
         size = self.rank["block_size"]
         keys: list[bytes] = []
         for start in range(0, len(tokens) - size + 1, size):
-            keys.append(self.key(keys[-1] if keys else b"", tokens[start : start + size]))
+            parent = keys[-1] if keys else b""
+            keys.append(chain_digest(parent, tokens[start : start + size]))
         self.count += 1
-        self.say(AskLoan(self.count, scheme or f"{self.scheme} {size}", tuple(keys)))
+        self.say(AskLoan(self.count, scheme or f"disagg-engine blake2b-256 {size}", tuple(keys)))
         loan = wait_for(self._answer, "the engine answers")
         assert loan is not None
         assert loan.last_key == (keys[loan.num_tokens // size - 1] if loan.request_id else b"")

@@ -1,67 +1,186 @@
-"""Loans inside vLLM: an engine lends what its own prefix cache holds."""
+"""Loans inside vLLM: a prefill engine reads a system prompt of 4,096 tokens out of another one's
+cache, and every answer is that of one vLLM alone. The holder schedules ahead of the model."""
 
-import hashlib
-import pickle
+import random
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import pytest
 
-from engine_ext.common.short_hash import short_hash
-from engine_ext.wire.notifications import Read
-from tests.integration.legs import decode, prefill
+from tests.integration.legs import decode, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
-from tests.integration.stranger import stranger
-from tests.integration.test_loans import Borrower
-from tests.vllm.measures import COMPUTED, FETCHED, freed
-from tests.vllm.releases import BUILD
+from tests.vllm import forced_async, forged_loans
+from tests.vllm.measures import COMPUTED, FETCHED, counted, freed, nothing_left
+from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.test_async import ASYNC
 
-SEED = "vllm-none-hash"
-
-
-def sha256(what: Any) -> bytes:
-    return hashlib.sha256(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)).digest()
-
-
-class VllmBorrower(Borrower):
-    """Hashes as vLLM does by default."""
-
-    scheme = f"vllm {BUILD} sha256 {short_hash(SEED)}"
-
-    def key(self, parent: bytes, tokens: list[int]) -> bytes:
-        return sha256((parent or sha256(SEED), tuple(tokens), None))
+SYSTEM = 4096
+"""Tokens of a system prompt."""
+LONG = ("--max-model-len", "8192", "--kv-cache-memory-bytes", "1G")
+BRIEF = ("--max-num-batched-tokens", "512")
+"""So a prompt is computed in many steps."""
 
 
-@contextmanager
-def borrower_of(server: Server) -> Iterator[VllmBorrower]:
-    with stranger() as agent:
-        yield VllmBorrower(agent, server)
+class Engines(NamedTuple):
+    alone: Server
+    holder: Server
+    reader: Server
+    decoder: Server
+    """It lends as well, but what it answers is forged."""
 
 
 @pytest.fixture(scope="module")
-def borrower(decoder: Server) -> Iterator[VllmBorrower]:
-    with borrower_of(decoder) as asking:
-        yield asking
+def engines(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    plugin = write_plugin(tmp_path_factory.mktemp("async"), forced_async)
+    environment = {**found_in(plugin), "VLLM_SERVER_DEV_MODE": "1"}
+    forging = found_in(write_plugin(tmp_path_factory.mktemp("forged"), forged_loans))
+    kinds = (
+        Kind("loans-alone", None, LONG),
+        Kind("loans-holder", OURS, (*ASYNC, *LONG, *BRIEF), environment=environment),
+        Kind("loans-reader", OURS, (*SCHEDULER, *LONG)),
+        Kind("loans-decoder", OURS, (*SCHEDULER, *LONG), environment=forging),
+    )
+    with fleet.servers(*kinds) as servers:
+        yield Engines(*servers)
 
 
-def test_an_idle_engine_lends_its_cached_prefix_and_another_one_continues_from_it(
-    prefiller: Server, decoder: Server, alone: Server, borrower: VllmBorrower
-) -> None:
-    system = tokens_of(640, 1)
-    complete(decoder, [*system, *tokens_of(20, 2)])
-    wait_for(lambda: freed(decoder), "the engine is idle")
-    prompt = [*system, *tokens_of(50, 3)]
-    loan = borrower.ask(prompt)
-    assert loan.num_tokens == 640
-    assert 0 < loan.seconds <= 10
-    assert not freed(decoder), "the blocks are pinned"
-    computed, fetched = metric(prefiller, COMPUTED), metric(prefiller, FETCHED)
-    answer = prefill(prefiller, prompt, borrower.params(loan, prompt))
-    assert metric(prefiller, FETCHED) - fetched == 640
-    assert metric(prefiller, COMPUTED) - computed == 50
-    borrower.say(Read(loan.request_id))
-    wait_for(lambda: freed(decoder), "the blocks come back")
-    again = decode(decoder, prompt, answer)
-    assert differences([complete(alone, prompt)], [again.answer]) == []
+def borrow(engines: Engines, prompt: list[int], params: dict[str, Any]) -> tuple[int, int]:
+    """Answer the prompt by the reader and the decoder, and compare it with one vLLM alone. Return
+    how many tokens the reader has borrowed and computed."""
+    reader = engines.reader
+    fetched, computed = metric(reader, FETCHED), metric(reader, COMPUTED)
+    answer = prefill(reader, prompt, params)
+    borrowed = answer.get("borrowed_tokens", 0)
+    wait_for(lambda: metric(reader, COMPUTED) > computed, "it is counted")
+    assert metric(reader, FETCHED) - fetched == borrowed
+    turn = decode(engines.decoder, prompt, answer)
+    assert differences([complete(engines.alone, prompt)], [turn.answer]) == []
+    return borrowed, int(metric(reader, COMPUTED) - computed)
+
+
+def known_to(holder: Server, seed: int) -> list[int]:
+    """Return a system prompt that the holder has in its cache."""
+    system = tokens_of(SYSTEM, seed)
+    complete(holder, [*system, *tokens_of(20, seed + 1)], 1)
+    return system
+
+
+def test_identity_pages_tell_who_lends_and_borrows(engines: Engines) -> None:
+    for server in engines[1:]:
+        (rank,) = server.get("/disagg/identity").json()["ranks"]
+        assert (rank["lends"], rank["borrows"]) == (True, True)
+        assert rank["num_blocks"] // 8 >= SYSTEM // 32, "the system prompt may be lent"
+
+
+def test_a_system_prompt_is_read_from_an_idle_engine(engines: Engines) -> None:
+    system = known_to(engines.holder, 100)
+    wait_for(lambda: freed(engines.holder), "the holder is idle")
+    with nothing_left(*engines[1:]):
+        prompt = [*system, *tokens_of(64, 102)]
+        assert borrow(engines, prompt, holders(engines.holder, SYSTEM)) == (SYSTEM, 64)
+        # From now on the reader has it.
+        prompt = [*system, *tokens_of(64, 103)]
+        assert borrow(engines, prompt, holders(engines.holder, SYSTEM)) == (0, 64)
+
+
+def test_time_to_the_first_token(engines: Engines) -> None:
+    """It is printed and not compared: the machine may be busy."""
+    seconds = {}
+    for seed in (200, 210):
+        system = known_to(engines.holder, seed)
+        for what, server, params in (
+            ("borrowed", engines.reader, holders(engines.holder, SYSTEM)),
+            ("cached", engines.holder, {}),
+        ):
+            began = time.monotonic()
+            complete(server, [*system, *tokens_of(64, seed + 2)], 1, kv_transfer_params=params)
+            seconds[what] = time.monotonic() - began
+        began = time.monotonic()
+        complete(engines.reader, tokens_of(SYSTEM + 64, seed + 3), 1)
+        seconds["computed"] = time.monotonic() - began
+    print(*(f"{what}: {1e3 * each:.0f} ms" for what, each in seconds.items()))
+
+
+def test_a_decode_only_leg_borrows(engines: Engines) -> None:
+    prompt = [*known_to(engines.holder, 300), *tokens_of(64, 302)]
+    answer = decode(engines.decoder, prompt, holders(engines.holder, SYSTEM))
+    assert answer.params == {"borrowed_tokens": SYSTEM}
+    assert differences([complete(engines.alone, prompt)], [answer.answer]) == []
+
+
+def test_what_a_step_under_way_computes_is_not_lent(engines: Engines) -> None:
+    """The holder has 4,000 tokens in its cache as soon as their steps are scheduled."""
+    prompts = [tokens_of(SYSTEM + 32, seed) for seed in (400, 401, 402)]
+    with nothing_left(*engines[1:]), ThreadPoolExecutor(1) as pool:
+        for prompt in prompts:
+            wait_for(lambda: freed(engines.holder), "the holder is idle")
+            first = pool.submit(complete, engines.holder, prompt)
+            wait_for(lambda: not freed(engines.holder), "it computes")
+            borrow(engines, [*prompt, *tokens_of(30, 403)], holders(engines.holder, SYSTEM))
+            assert differences([complete(engines.alone, prompt)], [first.result()]) == []
+
+
+def test_an_evicted_prefix_is_computed(engines: Engines) -> None:
+    system = known_to(engines.holder, 500)
+    wait_for(lambda: freed(engines.holder), "the holder is idle")
+    assert engines.holder.post("/reset_prefix_cache", {}).status_code == 200
+    prompt = [*system, *tokens_of(64, 502)]
+    assert borrow(engines, prompt, holders(engines.holder, SYSTEM)) == (0, SYSTEM + 64)
+
+
+def test_a_loan_with_another_key_is_computed(engines: Engines) -> None:
+    system, granted = known_to(engines.decoder, 550), counted(engines.decoder, "loans_given")
+    prompt = [*system, *tokens_of(64, 552)]
+    with nothing_left(*engines[1:]):
+        assert borrow(engines, prompt, holders(engines.decoder, SYSTEM)) == (0, SYSTEM + 64)
+    assert counted(engines.decoder, "loans_given") - granted == 1, "it was given, and given back"
+
+
+def test_a_frozen_holder_costs_its_time_and_no_request(engines: Engines) -> None:
+    system = known_to(engines.holder, 600)
+    params = holders(engines.holder, SYSTEM)
+    with engines.holder.frozen():
+        prompt = [*system, *tokens_of(64, 602)]
+        assert borrow(engines, prompt, params) == (0, SYSTEM + 64)
+    wait_for(lambda: freed(engines.holder), "the holder has its blocks back")
+
+
+@pytest.mark.nightly
+def test_hundreds_of_conversations_are_those_of_one_vllm_alone(engines: Engines) -> None:
+    """They branch off each other, at both engines, which name each other."""
+    known: list[list[int]] = [tokens_of(SYSTEM // 2, 700)]
+    choices = {
+        True: (engines.holder, holders(engines.reader, SYSTEM)),
+        False: (engines.reader, holders(engines.holder, SYSTEM)),
+    }
+    total = 0
+
+    def talk(number: int) -> list[str]:
+        dice = random.Random(number)
+        prompt = list(dice.choice(known))[: dice.randrange(64, SYSTEM)]
+        prompt += tokens_of(dice.randrange(1, 200), 1000 + number)
+        server, params = choices[dice.random() < 0.5]
+        answer = prefill(server, prompt, params)
+        nonlocal total
+        total += answer.get("borrowed_tokens", 0)
+        turn = decode(engines.decoder, prompt, answer)
+        known.append([*prompt, *turn.answer.tokens])
+        return differences([complete(engines.alone, prompt)], [turn.answer])
+
+    with nothing_left(*engines[1:]), ThreadPoolExecutor(4) as pool:
+        wrong = [line for lines in pool.map(talk, range(300)) for line in lines]
+    assert wrong == []
+    assert total > 300 * 32
+
+
+def test_a_killed_holder_costs_no_request(engines: Engines) -> None:
+    """The last test: the engine is gone."""
+    system = known_to(engines.holder, 800)
+    params = holders(engines.holder, SYSTEM)
+    engines.holder.kill()
+    prompt = [*system, *tokens_of(64, 802)]
+    assert borrow(engines, prompt, params) == (0, SYSTEM + 64)

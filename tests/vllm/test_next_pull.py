@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.vllm.compat.vllm_symbols import PROMISED
 from engine_ext.vllm.optional import TIER_2
-from tests.integration.legs import decode_body, prefill
+from tests.integration.legs import decode, decode_body, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import Talk, turns
@@ -73,6 +73,19 @@ def test_it_says_that_all_of_ours_fits(pair: list[Server]) -> None:
     assert said["missing"] == {}
     promised = {"begun", "cache_hit_threshold", "streamed_kv_transfer_params", "turns"}
     assert promised <= set(said["capabilities"])
+
+
+def test_a_prefix_is_borrowed_from_an_idle_engine(pair: list[Server]) -> None:
+    prefiller, decoder = pair
+    system = tokens_of(640, 900)
+    complete(decoder, [*system, *tokens_of(20, 901)])
+    prompt, fetched = [*system, *tokens_of(50, 902)], metric(prefiller, FETCHED)
+    with nothing_left(prefiller, decoder):
+        params = prefill(prefiller, prompt, holders(decoder, 640))
+        assert params["borrowed_tokens"] == 640
+        assert metric(prefiller, FETCHED) - fetched == 640
+        turn = decode(decoder, prompt, params)
+    assert differences([complete(prefiller, prompt)], [turn.answer]) == []
 
 
 def test_prompts_through_the_router_are_those_of_one_engine_alone(

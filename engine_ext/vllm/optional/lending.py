@@ -29,11 +29,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 
 from engine_ext.common.short_hash import short_hash
-from engine_ext.common.types import BlockIds, LoanRequest
+from engine_ext.common.types import BlockIds, EngineRequest, LoanRequest
 from engine_ext.scheduler.loans import LOAN_SHARE
 from engine_ext.vllm import describe
+from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.connector import find_our_connector
+from engine_ext.vllm.optional import FAILURE_POLICY
+from engine_ext.vllm.request_view import RequestView
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class _Fenced(NamedTuple):
 
 
 class CachedBlocks:
-    """The prefix cache of one scheduler: a `PrefixCache`. All groups have full attention."""
+    """The prefix cache of one scheduler, a `PrefixCache`, and its keys, `PromptKeys`. All groups
+    have full attention."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -75,6 +79,9 @@ class CachedBlocks:
                 break
             found.append(ids)
         return tuple(zip(*found, strict=True))
+
+    def keys_of(self, request: EngineRequest) -> Sequence[bytes]:
+        return request.block_keys if isinstance(request, RequestView) else ()
 
     def pin(self, loan_id: str, block_ids: BlockIds) -> None:
         self._pinned[loan_id] = self._touch(block_ids)
@@ -140,13 +147,17 @@ class LendingPart(Host):
         ours = find_our_connector(self.connector)
         if ours is None:
             return
-        problem = describe.why_not_lent(self.vllm_config, self.kv_cache_config)
+        problem = describe.why_no_loans(self.vllm_config, self.kv_cache_config)
         if problem is not None:
-            logger.info("this engine's prefix cache is not lent to other engines: %s", problem)
+            logger.info("this engine lends and borrows no prefixes: %s", problem)
             return
-        self._lent = CachedBlocks(self)
-        ours.lend_from(self._lent)
-        self.on_outputs.append(lambda outputs: ours.answer_fenced())
+        cache = CachedBlocks(self)
+        if support.is_on(FAILURE_POLICY):
+            ours.borrow_with(cache)
+        if self.vllm_config.cache_config.enable_prefix_caching:
+            self._lent = cache
+            ours.lend_from(cache)
+            self.on_outputs.append(lambda outputs: ours.answer_fenced())
 
     def _on_wakeup(self, is_overdue: bool) -> None:
         self._is_called = not is_overdue or (self._lent is not None and self._lent.has_pins)

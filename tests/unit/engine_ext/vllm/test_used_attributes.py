@@ -61,6 +61,7 @@ NOT_VLLMS = {
         "_end",
         "_ended",
         "_on_wakeup",
+        "loan_reports",
         "loan_requests",
         "disagg_is_leaving",
         "failure",
