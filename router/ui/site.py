@@ -1,21 +1,29 @@
-"""The dashboard's routes: its files, and the feed of its events."""
+"""The dashboard's routes: its files, which are read once, and the feed of its events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator
+from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
-from starlette.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from router.auth.api_keys import has_bearer_token
 from router.openai.errors import OperatorError
 from router.ui.hub import DashboardHub, Viewer
 
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 MAX_VIEWERS = 16
 SECURITY_POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -45,7 +53,13 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
 
     The feed requires `token` as a bearer token, unless it is None. The files hold no secrets.
     """
-    files = StaticFiles(packages=[("router.ui", "static")])
+    known: dict[str, Response] = {}
+    for entry in (files("router.ui") / "static").iterdir():
+        if kind := CONTENT_TYPES.get(entry.name.rpartition(".")[2]):
+            content = entry.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            headers = {**FILE_HEADERS, "etag": etag, "content-type": kind}
+            known[entry.name] = Response(content, 200, headers)
     router = APIRouter(tags=["Dashboard"])
 
     @router.head("/ui", include_in_schema=False)
@@ -71,8 +85,11 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
 
     @router.api_route("/ui/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static(request: Request, name: str) -> Response:
-        file = await files.get_response(name, request.scope)
-        file.headers.update(FILE_HEADERS)
+        if name not in known:
+            raise HTTPException(404)
+        file, etag = known[name], known[name].headers["etag"]
+        if request.headers.get("if-none-match") == etag:
+            return Response(None, 304, {**FILE_HEADERS, "etag": etag})
         return file
 
     @router.api_route("/ui/", methods=["GET", "HEAD"], include_in_schema=False)
