@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from math import ceil
+from math import ceil, inf
 from time import perf_counter_ns
 from typing import NamedTuple
 from zlib import crc32
@@ -53,7 +53,8 @@ class Seen(EngineLoad):
     def decoder_load(self) -> DecoderLoad:
         engine = self.engine
         known = (engine.step_model, engine.step_tokens, engine.speed.kv_tokens)
-        return DecoderLoad(*known, self.total_tokens, *self.total_local_prefill)
+        limit = engine.step_s or inf
+        return DecoderLoad(*known, self.total_tokens, *self.total_local_prefill, step_limit=limit)
 
 
 class Router:

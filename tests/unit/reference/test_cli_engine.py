@@ -101,6 +101,14 @@ def test_the_flag_decides_over_the_connectors_global_threshold(model: Path) -> N
     assert read_settings(options, {}).engine.global_cache_hit_threshold == 0
 
 
+def test_the_flag_decides_over_the_connectors_target(model: Path) -> None:
+    extra = {"kv_connector_extra_config": {"target_itl_ms": 50}}
+    options = ["--model", str(model), "--kv-transfer-config", json.dumps({**KV_CONFIG, **extra})]
+    assert read_settings(options, {}).engine.target_itl_ms == 50
+    options += ["--target-itl-ms", "30"]
+    assert read_settings(options, {}).engine.target_itl_ms == 30
+
+
 def test_what_is_left_open_has_vllms_defaults(model: Path) -> None:
     settings = read_settings(["--model", str(model)], {})
     assert settings.connector is None

@@ -46,7 +46,12 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
         at = [SideChannel(rank, "127.0.0.1", one.port) for rank, one in enumerate(listeners)]
         said = identity(
             EngineDescription(
-                name="x", side_channels=at, dp_size=2, versions={"x": "1"}, max_step_tokens=256
+                name="x",
+                side_channels=at,
+                dp_size=2,
+                versions={"x": "1"},
+                max_step_tokens=256,
+                target_itl_ms=50.0,
             )
         )
     finally:
@@ -59,7 +64,7 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
         assert rank["compatibility_hash"] == compatibility_hash(FACTORS)
         assert rank["compatibility_factors"] == FACTORS
         assert (rank["block_size"], rank["num_blocks"]) == (32, 9)
-        assert rank["max_step_tokens"] == 256
+        assert (rank["max_step_tokens"], rank["target_itl_ms"]) == (256, 50.0)
 
 
 @pytest.mark.parametrize(
