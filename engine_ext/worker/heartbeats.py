@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.types import PeerAddress
-from engine_ext.worker.leases import NEVER
+from engine_ext.worker.leases import FOREVER, NEVER
 
 CLOCK_DRIFT = 0.05
 """Two clocks' rates differ by less than this share. Crystals differ by 0.01 %, virtual machines
@@ -59,7 +59,7 @@ class _EngineBeat:
     remote_ids: dict[str, str] = field(default_factory=dict)
     """Our request id -> the source's."""
     last_sent: float = NEVER
-    due: float = 0.0
+    due: float = FOREVER
     silent_since: float | None = None
     """When the first of the latest unanswered heartbeats was sent."""
     num_unanswered: int = 0
@@ -130,13 +130,22 @@ class HeartbeatTracker:
     def __len__(self) -> int:
         return len(self._engine_of)
 
-    def track(self, request_id: str, address: PeerAddress, remote_id: str, now: float) -> None:
+    def track(
+        self,
+        request_id: str,
+        address: PeerAddress,
+        remote_id: str,
+        now: float,
+        lasts: float | None = None,
+    ) -> None:
+        """Renew this lease from now on: at once, or in a quarter of the time that it `lasts`."""
         beat = self._engines.setdefault(address, _EngineBeat(self._interval))
         beat.remote_ids[request_id] = remote_id
         self._engine_of[request_id] = address
         if (address.engine_id, remote_id) in self._confirmed:
             self._lose(request_id)
-        beat.due = min(beat.due, max(now, beat.last_sent + beat.interval / 5))
+        soonest = max(now, beat.last_sent + beat.interval / 5)
+        beat.due = min(beat.due, soonest if lasts is None else now + lasts / BEATS_PER_EXTENSION)
 
     def granted(self, request_id: str, agent: str, asked_at: float, seconds: float) -> None:
         """Record a lease that this agent has granted for so long, in answer to a message that left

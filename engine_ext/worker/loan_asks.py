@@ -186,7 +186,7 @@ class LoanAsks:
         order, address = ask.order, ask.holders[0]
         del self._pending[order.request_id]
         self._stats.loans_received += 1
-        self._beats.track(order.request_id, address, loan.request_id, now)
+        self._beats.track(order.request_id, address, loan.request_id, now, loan.seconds)
         self._beats.granted(order.request_id, ask.agent, ask.sent_at, loan.seconds)
         size = self._block_size
         blocks = loan.block_ids, loan.num_tokens, size

@@ -177,6 +177,8 @@ class SimEngine:
         """Ids in `finished_sending`, ever."""
         self.may_free: Callable[[SimEngine, SimRequest], None] = lambda engine, request: None
         """Asked when a request's blocks are about to be free."""
+        self.longest_loan = 0.0
+        """Seconds from the grant of a loan until its blocks were back."""
         self.longest_step = LONGEST_STEP
         self.longest_prefill_load = float("inf")
         """Seconds that a prefill leg may wait for the last turn while this engine runs."""
@@ -204,7 +206,9 @@ class SimEngine:
     def pin(self, loan_id: str, block_ids: BlockIds) -> None:
         (blocks,) = block_ids
         self.memory.pin(blocks)
-        self.held[loan_id] = SimRequest(loan_id, [], blocks=list(blocks), is_loan=True)
+        loan = SimRequest(loan_id, [], blocks=list(blocks), is_loan=True)
+        loan.loads_since = self.network.now
+        self.held[loan_id] = loan
         self._note("lends", f"{blocks} as {loan_id}")
 
     # As an engine that borrows: `engine_ext.scheduler.borrows.PromptKeys`.
@@ -490,6 +494,9 @@ class SimEngine:
             self._violate(f"{request_id} was reported as sent twice")
         self.reports.add(request_id)
         request = self.held.pop(request_id, None)
+        if request is not None and request.is_loan:
+            age = self.network.now - request.loads_since
+            self.longest_loan = max(self.longest_loan, age)
         if request_id in self.fenced:
             self.outcomes[request_id] = False
         if request is None:

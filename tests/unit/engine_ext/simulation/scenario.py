@@ -391,6 +391,7 @@ class Scenario:
         if port is None:
             self.ports += 1
             port = self.ports
+        load_timeout = self.bytes.choice([1.0, 20.0]) if self.kind == LOANS else 1.0
         versions = (OURS, NEWER, OLDER) if self.mixes_versions else (OURS,)
         engine = self.world.engine(
             name,
@@ -409,9 +410,10 @@ class Scenario:
             retain_seconds=choose([10.0, 30.0]),
             recompute_threshold=4,
             checksums=self.compares_checksums and self.bytes.random() < 0.9,
+            prefill_load_timeout=load_timeout,
         )
         engine.longest_step = PATIENCE
-        engine.longest_prefill_load = LONGEST_PREFILL_LOAD
+        engine.longest_prefill_load = LONGEST_PREFILL_LOAD + 3 * (load_timeout - 1.0)
         return engine
 
     def _replace(self, group: list[SimEngine], dead: SimEngine, name: str) -> None:

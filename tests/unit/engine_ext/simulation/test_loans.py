@@ -99,6 +99,24 @@ def test_a_loan_that_is_revoked_while_it_is_read_is_never_accepted_too_late() ->
     lending.pair.assert_all_ended()
 
 
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_a_reader_relies_on_a_loan_no_longer_than_its_holder_keeps_it(delay: float) -> None:
+    """No message arrives after the grant, so the holder frees the blocks in the middle of the READ.
+    The world fails if the reader relies on them then."""
+    lending = Lending(prefill_load_timeout=60.0, loan_timeout=10.0, confirm_timeout=5.0)
+    lending.pair.world.network.weather = Weather(delay=delay)
+    leg = lending.ask()
+    lending.pair.world.until(lambda: lending.reader.stats.loans_received, within=20.0)
+    lending.pair.world.network.weather = Weather(transfer=2 * LOAN_SECONDS, lose=1.0)
+    assert lending.is_lent(leg)
+    lending.holder.abort(lending.holder.running["d-1"])
+    lending.pair.world.pass_time(LOAN_SECONDS + 2.0)
+    assert lending.num_lent == 0, "its blocks are the holder's again"
+    lending.pair.world.pass_time(30.0)
+    assert not lending.reader.outcomes["p-2"]
+    assert borrowed(leg) == 0
+
+
 def test_a_loan_that_finds_no_blocks_goes_back_and_what_is_gone_is_refused() -> None:
     lending = Lending()
     lending.ask()
@@ -138,3 +156,18 @@ def test_no_seed_with_loans_breaks_what_no_fault_may_break(seeds: range) -> None
         scenario.run()
         num_borrowed += scenario.num_borrowed
     assert num_borrowed > 5, "there was something to break"
+
+
+def test_no_loan_waits_for_its_end_in_good_weather() -> None:
+    """Each one is read, given back or refused: none expires."""
+    num_borrowed = 0
+    for seed in range(60):
+        scenario = Scenario(seed, kind=LOANS, mixes_versions=False)
+        for number in range(15):
+            scenario.network.timeline.at(scenario.network.now + number, scenario.request)
+        scenario.network.timeline.run_until(scenario.network.now + 15.0)
+        scenario.finish()
+        num_borrowed += scenario.num_borrowed
+        for engine in scenario.everybody:
+            assert engine.longest_loan < LOAN_SECONDS - 1.0, (seed, engine.longest_loan)
+    assert num_borrowed > 20
