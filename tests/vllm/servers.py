@@ -29,6 +29,11 @@ TRUSTING: dict[str, Any] = {
     **OURS,
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "trust_unproven_prefix": True},
 }
+PATIENT: dict[str, Any] = {
+    **OURS,
+    "kv_connector_extra_config": {**TRUSTING["kv_connector_extra_config"], "loan_timeout": 5},
+}
+"""The first loan waits for the connection to the holder, however busy the machine is."""
 ONE_WAY: dict[str, Any] = {**OURS, "kv_connector_extra_config": {}}
 STOCK: dict[str, Any] = {
     "kv_connector": "NixlConnector",
