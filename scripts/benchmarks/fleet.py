@@ -9,8 +9,9 @@
 A trace of Mooncake's format, and the shape `changing`, are replayed at their own times. One line
 for each combination: goodput (the share of requests within all goals), TTFT, TPOT, the 99th
 percentile of each request's gaps between tokens and the worst gap of all, tokens found in prefix
-caches, jobs that a decoder did alone, the busiest prefiller beside the mean one, and the median
-time of a choice on this machine. All but the last follow from --seed alone.
+caches and lent by other engines, tokens of last turns that their decoder has (`kept`) and `more` if
+it retained turns, jobs that a decoder did alone, and the busiest prefiller beside the mean one. All
+follow from --seed alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, changing, pub
 HEADER = (
     f"{'shape':<9} {'load':>4} {'fleet':>7} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
     f"{'goodput':>7} {'TTFT ms p50':>11} {'p99':>6} {'TPOT':>5} {'gap p99':>7} {'worst':>5} "
-    f"{'hits P':>6} {'D':>4} {'lent':>4} {'alone':>5} {'max/mean P':>10} {'us P':>5} {'D':>5}"
+    f"{'hits P':>6} {'D':>4} {'lent':>4} {'kept':>4} {'more':>4} "
+    f"{'alone':>5} {'max/mean P':>10}"
 )
 CHANGING = "changing"
 
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     shapes = [*traces] or options.shape
     if CHANGING in shapes:
         traces[CHANGING] = changing(options.seed)
+    speed = SPEEDS[options.speed]
+    speed = replace(speed, nic_tokens_per_s=options.network or speed.nic_tokens_per_s)
     print(HEADER, flush=True)
     charted: dict[str, Lines] = {}
     combinations = product(
@@ -75,12 +79,11 @@ def main(arguments: Sequence[str]) -> int:
             bursty=options.bursty,
             min_remote_prefill_tokens=int(min_remote) if min_remote.isdecimal() else 0,
             target_itl=options.target_itl if min_remote == "load" else 0.0,
-            slow_prefillers=options.slow_prefillers,
             cache_tokens=options.cache_tokens,
             step_tokens=options.step_tokens,
             step_s=options.step_ms / 1000,
             seed=options.seed,
-            speed=replace(SPEEDS[options.speed], mix=options.mix),
+            speed=speed,
             routers=routers,
             by_conversation=options.by_conversation,
             share_interval=options.share_interval,
@@ -102,21 +105,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def line(shape: str, setup: Setup, outcome: Outcome, goodput: float) -> str:
-    answers, jobs = outcome.answers, max(1, len(outcome.decode_costs))
+    answers, jobs = outcome.answers, max(1, outcome.jobs)
     ttft = [1000 * _quantile([one.ttft for one in answers], share) for share in (0.5, 0.99)]
     tpot = 1000 * median(one.tpot for one in answers)
     gap = 1000 * _quantile([one.gap for one in answers], 0.99)
     worst = 1000 * max(one.worst for one in answers)
     hits_p, hits_d = (_hits(engines) for engines in (outcome.prefillers, outcome.decoders))
-    cost_p, cost_d = (
-        median(costs or [0.0]) for costs in (outcome.prefill_costs, outcome.decode_costs)
-    )
+    asked = max(1, sum(engine.asked for engine in outcome.prefillers))
+    lent = sum(e.borrowed for e in (*outcome.prefillers, *outcome.decoders)) / asked
+    last = max(1, outcome.last_tokens)
+    kept, more = outcome.kept_tokens / last, outcome.retained_tokens / last
     return (
         f"{shape[:9]:<9} {setup.load:>4g} {_fleet(setup):>7} {setup.prefill_policy:<12} "
         f"{setup.decode_policy:<12} {_remote(setup):>6} {goodput:>7.3f} "
         f"{ttft[0]:>11.0f} {ttft[1]:>6.0f} {tpot:>5.1f} {gap:>7.0f} {worst:>5.0f} "
-        f"{hits_p:>6.0%} {hits_d:>4.0%} {_lent(outcome):>4.0%} {outcome.alone / jobs:>5.0%} "
-        f"{_imbalance(outcome.prefillers):>10.2f} {cost_p:>5.1f} {cost_d:>5.1f}"
+        f"{hits_p:>6.0%} {hits_d:>4.0%} {lent:>4.0%} {kept:>4.0%} {more:>4.0%} "
+        f"{outcome.alone / jobs:>5.0%} {_imbalance(outcome.prefillers):>10.2f}"
     )
 
 
@@ -135,12 +139,6 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _hits(engines: Sequence[Engine]) -> float:
     return sum(e.cached for e in engines) / max(1, sum(e.asked for e in engines))
-
-
-def _lent(outcome: Outcome) -> float:
-    """Return the share of all prompt tokens that engines borrowed."""
-    engines, answers = (*outcome.prefillers, *outcome.decoders), outcome.prefillers
-    return sum(e.borrowed for e in engines) / max(1, sum(e.asked for e in answers))
 
 
 def _imbalance(engines: Sequence[Engine]) -> float:
@@ -174,7 +172,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", nargs="+", type=_positive, default=[0.0], metavar="X",
         help="of shapes: of what the prefillers could do if nothing was cached (0.9); of traces: "
         "times as fast (1)")  # fmt: skip
-    add("--slow-prefillers", type=int, default=0, metavar="N", help="with half the speed (0)")
     add("--bursty", action="store_true", help="arrivals come in bursts, not evenly (Poisson)")
     add("--cache-tokens", type=positive, default=CACHE_TOKENS, metavar="N",
         help=f"of an engine's prefix cache, with its host's ({CACHE_TOKENS})")  # fmt: skip
@@ -182,8 +179,6 @@ def _parser() -> argparse.ArgumentParser:
         help="prompt tokens that a step of a decoder computes at most (256)")  # fmt: skip
     add("--step-ms", type=_positive, default=0.0, metavar="X",
         help="time of a decoder's step, which limits its prompt tokens (no limit)")  # fmt: skip
-    add("--mix", type=_positive, default=0.0, metavar="X", help="what a step with prompts and "
-        "answers costs beside its parts, in times that weights are read (0)")  # fmt: skip
     add("--trace", nargs="+", type=Path, default=[], metavar="FILE",
         help="replay these published traces instead of shapes")  # fmt: skip
     add("--spread", action="store_true", help="requests of one instant of a trace are spread until "
@@ -198,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--restarts", type=int, default=0, metavar="N",
         help="prefill engines that lose their cache at half of the arrivals (0)")  # fmt: skip
     add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")
+    add("--network", type=positive, default=0, metavar="N",
+        help="tokens a second through each network interface (that of --speed)")  # fmt: skip
     add("--ttft-goal", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--tpot-goal", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
     add("--gap-goal", type=_positive, default=0.05, metavar="S",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import ceil, inf
-from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from router.fleet.engine import EngineLoad
@@ -23,7 +22,7 @@ from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFi
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
-from router.routing.prompt_chunks import MAX_CHUNKS
+from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import POLICIES, PREFILL_POLICIES
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine, PrefixCache, Speed, Task
 from scripts.benchmarks.traces import SHAPES, Arrival, Job
@@ -33,6 +32,8 @@ TRANSFER_S = 0.003
 WARM_UP_SHARE = 0.2
 """Share of a shape's requests that is not in the figures."""
 SAMPLED_ARRIVALS = 2000
+# The defaults of retained_blocks_share and decoder_kv_blocks_ttl.
+RETAINED_SHARE, RETAINED_S = 0.5, 480.0
 # Bursty arrivals: mean seconds of a quiet and of a busy time, and their rates beside the mean.
 QUIET, QUIET_RATE = 20.0, 0.5
 BURST, BURST_RATE = 5.0, 3.0
@@ -116,8 +117,6 @@ class Setup:
     decode_policy: str
     load: float = 0.9
     bursty: bool = False
-    slow_prefillers: int = 0
-    """The number of prefill engines that have half the speed."""
     min_remote_prefill_tokens: int = 0
     target_itl: float = 0.0
     cache_tokens: int = CACHE_TOKENS
@@ -150,38 +149,30 @@ class Latency(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """`costs` (microseconds of a choice) are the only thing that doesn't replay."""
+    """What the engines did."""
 
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
     answers: list[Latency] = field(default_factory=list)
+    jobs: int = 0
     alone: int = 0
     """Jobs that a decode engine did alone."""
-    prefill_costs: list[float] = field(default_factory=list)
-    decode_costs: list[float] = field(default_factory=list)
+    last_tokens: int = 0
+    """The tokens of last turns, when the next turn arrives."""
+    kept_tokens: int = 0
+    """Those that the last turn's decode engine has in its cache by then."""
+    retained_tokens: int = 0
+    """Those that it would have only if it retained turns."""
 
 
 class Simulation:
     def __init__(self, setup: Setup) -> None:
-        self.setup, speed = setup, setup.speed
-        slow = replace(speed, base=2 * speed.base, token=2 * speed.token)
-        self.prefillers = tuple(
-            Engine(
-                f"10.1.{n // 256}.{n % 256}:8000",
-                PrefixCache(setup.cache_tokens),
-                slow if n < setup.slow_prefillers else speed,
-            )
-            for n in range(setup.prefillers)
-        )
+        self.setup = setup
+        self.prefillers = tuple(self._engine(f"10.1.{n}") for n in range(setup.prefillers))
         budget = (setup.step_tokens, setup.step_s)
-        self.decoders = tuple(
-            Engine(
-                f"10.2.{n // 256}.{n % 256}:8000", PrefixCache(setup.cache_tokens), speed, *budget
-            )
-            for n in range(setup.decoders)
-        )
-        for engine in (*self.prefillers, *self.decoders):
-            engine.borrow = partial(self._borrow, engine)
+        self.decoders = tuple(self._engine(f"10.2.{n}", *budget) for n in range(setup.decoders))
+        self._turns: dict[str, tuple[Engine, Sequence[int], float]] = {}
+        """The last answer of each conversation: its engine, chunks and time, oldest first."""
         self.routers = [Router(setup, self.prefillers, self.decoders) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
         self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
@@ -194,8 +185,13 @@ class Simulation:
         self._done = 0
         self._turn = 0
         self._phase_ends, self._rate_now = 0.0, 1.0
-        tokens_a_second = setup.load * setup.prefillers / speed.token
+        tokens_a_second = setup.load * setup.prefillers / setup.speed.token
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
+
+    def _engine(self, name: str, *budget: Any) -> Engine:
+        engine = Engine(name, PrefixCache(self.setup.cache_tokens), self.setup.speed, *budget)
+        engine.borrow = partial(self._borrow, engine)
+        return engine
 
     def run(self) -> Outcome:
         for at, job in self.setup.arrivals:
@@ -242,16 +238,15 @@ class Simulation:
             self._restart()
         self._turn += 1
         job.arrived = self._now
+        self._count_turn(job)
         routers = self.routers
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         if self.setup.by_conversation and job.session:
             router = routers[crc32(job.session.encode()) % len(routers)]
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
-        costs = self.outcome
-        decoders = self._order(router.decode_policy, router.decoders, ask, costs.decode_costs)
-        prefiller, *_ = self._order(
-            router.prefill_policy, router.prefillers, ask, costs.prefill_costs
-        )
+        self.outcome.jobs += 1
+        decoders = router.decode_policy.order(router.decoders, ask)
+        prefiller = router.prefill_policy.order(router.prefillers, ask)[0]
         task = Task(job, ask, router, decoders[0], prefiller)
         least, target = self.setup.min_remote_prefill_tokens, self.setup.target_itl
         if least and self._uncached(task, decoders[0]) < least:
@@ -283,13 +278,20 @@ class Simulation:
         policy = task.router.decode_policy
         return max(1, task.job.tokens - policy.expected_tokens(decoder.name, task.query))
 
-    def _order(
-        self, policy: Policy, engines: Sequence[Seen], ask: RoutingQuery, costs: list[float]
-    ) -> Sequence[Seen]:
-        began = perf_counter_ns()
-        order = policy.order(engines, ask)
-        costs.append((perf_counter_ns() - began) / 1000)
-        return order
+    def _count_turn(self, job: Job) -> None:
+        """Count what the decode engine of the last turn has of it: in its prefix cache, or at least
+        if it retained the newest turns in RETAINED_SHARE of its KV cache for RETAINED_S."""
+        if job.session not in self._turns:
+            return
+        engine, chunks, at = self._turns[job.session]
+        outcome, last = self.outcome, len(chunks) * TOKENS_PER_CHUNK
+        held = engine.cache.held(chunks)
+        room = RETAINED_SHARE * engine.speed.kv_tokens
+        newer = (len(c) for one, c, ended in self._turns.values() if one is engine and ended >= at)
+        is_retained = self._now < at + RETAINED_S and sum(newer) * TOKENS_PER_CHUNK <= room
+        outcome.last_tokens += last
+        outcome.kept_tokens += held
+        outcome.retained_tokens += last - held if is_retained else 0
 
     def _stay(self, task: Task) -> None:
         self.outcome.alone += 1
@@ -404,6 +406,8 @@ class Simulation:
     def _answered(self, task: Task) -> None:
         job = task.job
         task.decoder.add_load(-1, -job.tokens)
+        self._turns.pop(job.session, None)
+        self._turns[job.session] = task.decoder.engine, job.after, self._now
         self._done += 1
         if self._done > self._counted_from:
             gaps = sorted(task.gaps, reverse=True)

@@ -47,15 +47,13 @@ class Speed:
     kv_tokens: int
     """Tokens of running requests that the accelerator's memory holds."""
     nic_tokens_per_s: float
-    mix: float = 0.0
-    """The additional time of a step with prompts and answers, as a share of `base`."""
 
     def step(self, tokens: int, attention: float, sequences: int, contexts: int) -> float:
         """Return the seconds of a step. `attention` is the sum of each prompt token's context."""
         seconds = self.base
         if tokens:
             seconds = (self.base**4 + (self.token * tokens) ** 4) ** 0.25
-            seconds += self.token_context * attention + self.mix * self.base * (sequences > 0)
+            seconds += self.token_context * attention
         return seconds + self.sequence * sequences + self.context * contexts
 
 
