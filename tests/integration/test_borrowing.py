@@ -98,8 +98,7 @@ def test_what_the_own_cache_holds_is_not_requested(asker: Server, decoder: Serve
     prompt = [*warm(decoder, 20), *tokens_of(50, 23)]
     complete(asker, prompt)
     requested = metric(asker, REQUESTED)
-    params = prefill(asker, prompt, {"holders": [named(decoder)]})
-    assert "borrowed_tokens" not in params
+    assert prefill_and_decode(asker, decoder, prompt, named(decoder))[1] == 0
     assert metric(asker, REQUESTED) == requested
 
 
