@@ -15,8 +15,8 @@ from time import monotonic as now
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
+from router.proxy.kv_params import KvParams
 from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
-from router.proxy.prefill_answer import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 

@@ -30,6 +30,7 @@ from router.openai.errors import (
 from router.openai.request_fields import restate_prompt_limit
 from router.proxy import messages
 from router.proxy.answer_check import (
+    PrefillAnswer,
     StreamValidator,
     cached_share,
     failure_of,
@@ -37,6 +38,7 @@ from router.proxy.answer_check import (
     passthrough_content,
     preemption_in,
 )
+from router.proxy.kv_params import KvParams, with_field
 from router.proxy.load_failure import (
     LoadFailure,
     LoadFailureWatch,
@@ -47,7 +49,6 @@ from router.proxy.load_failure import (
 from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import error_text
 from router.proxy.plan import queue_local_prefill
-from router.proxy.prefill_answer import KvParams, PrefillAnswer, with_field
 from router.proxy.push import PushParams
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns

@@ -27,7 +27,7 @@ from router.common.exact_json import dumps
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.proxy.exchange import Header
-from router.proxy.prefill_answer import KvParams
+from router.proxy.kv_params import KvParams
 from router.proxy.request import CONVERSATION_STREAM, KV_PARAMS, THRESHOLD, Body
 from router.proxy.resume_buffer import ResumeBuffer
 

@@ -15,8 +15,8 @@ from msgspec import structs
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine, EngineRank, Place, engine_of
+from router.proxy.kv_params import KvParams
 from router.proxy.messages import new_leg_id
-from router.proxy.prefill_answer import KvParams
 from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
 

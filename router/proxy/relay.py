@@ -42,6 +42,7 @@ from router.openai.errors import EngineUnavailableError, PreemptedError
 from router.proxy import messages
 from router.proxy.answer_check import (
     LongAnswerCheck,
+    PrefillAnswer,
     StreamValidator,
     failure_midway,
     failure_of,
@@ -49,7 +50,6 @@ from router.proxy.answer_check import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
-from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.request import KV_PARAMS, PASSED, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run

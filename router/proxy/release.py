@@ -30,7 +30,8 @@ from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.answers import chunks_in
-from router.proxy.prefill_answer import KvParams, PrefillAnswer
+from router.proxy.answer_check import PrefillAnswer
+from router.proxy.kv_params import KvParams
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.proxy.side_requests import one_token_body, send_side_request
 from router.telemetry.logs import LogThrottle

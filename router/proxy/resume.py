@@ -25,8 +25,8 @@ from router.proxy.first_token import (
     renders_alike,
 )
 from router.proxy.gateway import Gateway
+from router.proxy.kv_params import KvParams, with_field
 from router.proxy.messages import error_text
-from router.proxy.prefill_answer import KvParams, with_field
 from router.proxy.request import AS_SENT, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError

@@ -43,7 +43,7 @@ from router.openai.answers import (
     error_in,
     parse_object,
 )
-from router.proxy.prefill_answer import PROMPT_IDS, KvParams, with_field
+from router.proxy.kv_params import PROMPT_IDS, KvParams, with_field
 
 # Which ids an engine is asked for: the prompt's, too, unless they are known.
 OUTPUT, ALL = b'"output"', b'"all"'

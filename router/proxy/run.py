@@ -22,9 +22,9 @@ from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, LoadFailedError, NoEngineError, UnknownModelError
+from router.proxy.kv_params import KvParams
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
-from router.proxy.prefill_answer import KvParams
 from router.proxy.request import Body, Request
 from router.proxy.resume import ResumeState, can_continue
 from router.routing.route import Route

@@ -27,7 +27,9 @@ from typing import Any
 from router.conversations.reuse import TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine
 from router.openai.errors import PreemptedError
+from router.proxy.answer_check import PrefillAnswer
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
+from router.proxy.kv_params import KvParams
 from router.proxy.legs import (
     DecodeLegResult,
     LegFailure,
@@ -37,7 +39,6 @@ from router.proxy.legs import (
     prefill_leg,
 )
 from router.proxy.plan import DECODE_ONLY, ONE_TOKEN_ANSWER, PULL, SAME_ENGINE, may_reject
-from router.proxy.prefill_answer import KvParams, PrefillAnswer
 from router.proxy.push import PUSHES, PushParams, make_push
 from router.proxy.ranks import place_of_leg
 from router.proxy.recovery import (

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.common.exact_json import SLOW_LIMIT, dumps, loads, number
-from router.proxy.prefill_answer import KvParams
+from router.proxy.kv_params import KvParams
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, stream, whole
 from tests.unit.router.harness import Router

@@ -16,8 +16,8 @@ from router.http_client import errors as upstream
 from router.http_client.errors import BrokenAnswerError
 from router.openai import errors
 from router.proxy import messages
+from router.proxy.answer_check import PrefillAnswer
 from router.proxy.dispatch import read_request_id
-from router.proxy.prefill_answer import PrefillAnswer
 from router.proxy.request import (
     Body,
     find_decode_only_reason,

@@ -14,7 +14,7 @@ from router.fleet import probes
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
-from router.proxy.prefill_answer import KvParams
+from router.proxy.kv_params import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
