@@ -34,7 +34,7 @@ import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from router.common.exact_json import NEGATIVE_ZERO, SLOW_LIMIT, dumps, loads, read_number
+from router.common.exact_json import SLOW_LIMIT, dumps, loads, read_number
 from router.openai.answers import AnswerChoice, Json
 
 VERSION = 1
@@ -225,7 +225,7 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     @classmethod
     def from_bytes(cls, raw: bytes) -> Entry | None:
         """Return None for anything that this version did not write; never raises."""
-        if raw.startswith(ENTRY_START) and len(raw) <= SLOW_LIMIT and not NEGATIVE_ZERO.search(raw):
+        if raw.startswith(ENTRY_START) and len(raw) <= SLOW_LIMIT and raw.find(b"-0") < 0:
             try:
                 return _decode_entry(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
