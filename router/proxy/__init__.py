@@ -11,6 +11,8 @@ decode_first.
   `relay` passes the answer to the client. `hedging` sends one leg to several engines.
 * After a failure: `retry.decide` returns what follows, `recovery` does it. `resume` lets another
   engine continue an answer, `release` frees KV that no engine will read.
+* `kv_params` holds the kv_transfer_params of a leg; `loans` names engines from whose prefix caches
+  a leg's engine may read.
 * `Gateway` (gateway) is what all requests share. `Exchange` (exchange) is the client's connection
   as this room sees it; `CorsExchange`, `heartbeat` and `key_limits` wrap it.
 """
