@@ -124,7 +124,8 @@ class Server:
             yield
         finally:
             for pid in processes:
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """As its machine would be lost: a vLLM whose server alone is killed leaves an engine and
