@@ -36,7 +36,7 @@ class LegLoan:
         self._run, self._loan, self._query = run, loan, query
         self._began, self._is_over, self._borrowed = now(), False, 0
         self.tokens = loan.tokens
-        self.field = b'"holders":' + dumps([_entry(*holder) for holder in loan.holders])
+        self.field = b'"holders":' + dumps([holder_entry(*holder) for holder in loan.holders])
 
     def watch(self, answer: EngineAnswer) -> None:
         """Read the report of a decode engine, which the client does not get."""
@@ -100,7 +100,7 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
         if place is reader:
             return own.expected_tokens(place.name)
         holder = engine_of(place)
-        if holder is engine or holder.group != engine.group or _endpoint_of(place) is None:
+        if holder is engine or holder.group != engine.group or loan_endpoint(place) is None:
             return 0
         if not (holder.is_available and holder.capabilities.lends):
             return 0
@@ -116,9 +116,9 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
     return LegLoan(run, loan, own.query)
 
 
-def _entry(place: Place, tokens: int) -> dict[str, object]:
+def holder_entry(place: Place, tokens: int) -> dict[str, object]:
     """Return the entry of a holder in a leg's params."""
-    endpoint = _endpoint_of(place)
+    endpoint = loan_endpoint(place)
     assert endpoint is not None
     return {
         "remote_engine_id": endpoint.remote_engine_id,
@@ -129,7 +129,7 @@ def _entry(place: Place, tokens: int) -> dict[str, object]:
     }
 
 
-def _endpoint_of(place: Place) -> RankEndpoint | None:
+def loan_endpoint(place: Place) -> RankEndpoint | None:
     """Return where an engine, or its data-parallel rank, is asked for loans; None if unknown."""
     known = engine_of(place).capabilities.rank_endpoints
     if isinstance(place, EngineRank):

@@ -56,6 +56,8 @@ def test_fleet_that_is_well_has_no_failed_check_and_moves_kv(
         assert moved.startswith("yes, ")
         back = texts(checks, "KV moved back")
         assert [text[:5] for text in back] == (["yes, "] if p is fleet.p else [])
+        (borrowed,) = texts(checks, "prefix borrowed")
+        assert borrowed.startswith("yes, " if p is fleet.p else "no engine lends")
     with launcher.router([fleet.p], [fleet.d]) as router:
         _, checks = doctor(router.url)
         assert failed(checks) == []

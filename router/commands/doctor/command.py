@@ -43,7 +43,8 @@ from router.settings import Settings, SettingsError, flag_of, load, read_secret
 
 DESCRIPTION = f"""\
 Checks a fleet and prints a line for each check, with what to do if it fails: names, ports, /health,
-models, whether prefill and decode engines can exchange KV, and a request through each of them.
+models, whether prefill and decode engines can exchange KV, a request through each of them, and a
+loan of one engine's prefix cache to another.
 
 With the router's options it checks the engines and files that they name. With the URL of a running
 router it checks that router (default: {DEFAULT_URL}). The variable {API_KEY} is the API

@@ -14,6 +14,7 @@ from time import monotonic as now
 from typing import NamedTuple
 
 from router.commands.doctor.checks import Check, EngineChecker, Findings
+from router.commands.doctor.loan_check import check_loan
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import SECRET_NONE, Difference
@@ -120,6 +121,8 @@ async def check_fleet(
     if all(one.health is Health.HEALTHY or one.name not in reached for one in fleet.engines):
         checks += check_roles(fleet.engines)
     checks += check_shared_facts(gateway)
+    progress("a loan between two engines")
+    checks += await check_loan(fleet.engines, timeout_s)
     pairs = choose_pairs(fleet.engines)
     progress(f"test requests through {len(pairs)} pairs of engines")
     limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)

@@ -25,9 +25,11 @@ from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
 from tests.unit.router.mock_engine import (
+    LendingEngines,
     MockEngine,
     Peer,
     Received,
+    fails,
     running_engine,
     usual_decode,
     usual_prefill,
@@ -116,6 +118,44 @@ async def test_prefill_engine_that_cannot_read_from_the_decode_engine_is_named(
     assert found(checks, "KV moved").state is State.OK
     text = f"no: 127.0.0.1:{p.port} has computed the prompt itself"
     assert failed(checks) == {"KV moved back": text}
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "text"),
+    [
+        ("none", State.OK, "yes, 128 of 512 tokens"),
+        ("evicted", State.FAIL, "no: 127.0.0.1:{} has computed the prompt itself"),
+        ("failing", State.FAIL, "no: 127.0.0.1:{} answers 500: no"),
+        ("no lender", State.SKIPPED, "no engine lends its prefix cache"),
+        ("no borrower", State.SKIPPED, "no engine of the same group borrows"),
+        ("one unhealthy", State.SKIPPED, "no engine of the same group borrows"),
+    ],
+)
+async def test_a_loan_between_two_prefill_engines_is_tested(
+    p: MockEngine, d: MockEngine, change: str, state: State, text: str
+) -> None:
+    """The mock engines count four ids as one token."""
+    lending = LendingEngines()
+    lending.rank |= {"lends": change != "no lender", "borrows": change != "no borrower"}
+    if change == "evicted":
+        lending.rank["remote_engine_id"] = "empty"
+        lending.prompts["empty"] = []
+    async with running_engine(usual_prefill) as p2:
+        lending.add(p, "p-1")
+        lending.add(p2, "p-2")
+        if change == "failing":
+            p2.usual = fails
+        p2.healthy = change != "one unhealthy"
+        check = found(await examine(settings_of([p, p2], [d])), "prefix borrowed")
+        tested = (p2 if change == "failing" else p).port
+        assert (check.state, check.text[: len(text.format(tested))]) == (state, text.format(tested))
+        assert ("can it reach the side channel" in check.cure) == (state is State.FAIL)
+        if state is State.OK:
+            assert check.subject == f"127.0.0.1:{p2.port} -> 127.0.0.1:{p.port}"
+            (params,) = [
+                one.json["kv_transfer_params"] for one in p.requests if b"holders" in one.body
+            ]
+            assert params["holders"][0]["remote_engine_id"] == "p-2"
 
 
 @pytest.mark.parametrize(
