@@ -22,9 +22,10 @@ step has written.
 
 Bounds
     `MAX_LOANS` loans and `LOAN_SHARE` of the cache; a block that is in several loans counts once.
-    Beyond that, and when nothing is found, the answer is a refusal. A request that lacks blocks
-    revokes all loans first, and none is granted until it has some. The blocks are free when the
-    readers have confirmed, and at the latest `LOAN_SECONDS` later, because no horizon is longer.
+    A longer prefix is cut, and when nothing is left or found, the answer is a refusal. A request
+    that lacks blocks revokes all loans first, and none is granted until it has some. The blocks are
+    free when the readers have confirmed, and at the latest `LOAN_SECONDS` later, because no horizon
+    is longer.
 """
 
 import secrets
@@ -146,7 +147,7 @@ class Loans:
             return ""
         if cache is None or request.scheme != cache.scheme:
             return ""
-        blocks = cache.find(request.keys)
+        blocks = self._cut(cache.find(request.keys))
         num_found = min(map(len, blocks), default=0)
         if not num_found:
             return ""
@@ -155,7 +156,7 @@ class Loans:
             if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
                 readers.add(request.reader)
                 return loan_id
-        if len(self) >= MAX_LOANS or self._num_pinned(blocks) > self._max_blocks:
+        if len(self) >= MAX_LOANS:
             return ""
         self._count += 1
         loan_id = f"loan-{self._run_id}-{self._count:08}"
@@ -164,6 +165,12 @@ class Loans:
         sums = blocks if self._checksums else ()
         self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
         return loan_id
+
+    def _cut(self, blocks: BlockIds) -> BlockIds:
+        """Return the beginning of these blocks that may be pinned beside the others."""
+        excess = max(0, self._num_pinned(blocks) - self._max_blocks)
+        num_blocks = min(map(len, blocks), default=0) - -(-excess // max(1, len(blocks)))
+        return tuple(group[: max(0, num_blocks)] for group in blocks)
 
     def _num_pinned(self, more: BlockIds) -> int:
         """Return how many blocks are pinned together with these, each counted once."""

@@ -129,10 +129,18 @@ def test_a_shared_prefix_counts_once_against_the_share_of_the_cache(lender: Lend
     shared = range(MOST - 2)
     for last in (MOST - 2, MOST - 1):
         assert lender.ask(*shared, last).loan_id
-    refused = lender.ask(*shared, MOST)
-    assert not refused.loan_id
+    assert lender.ask(*shared, MOST).block_ids == (tuple(shared),)
     lender.report(next(iter(lender.cache.pinned)))
-    assert lender.ask(*shared, MOST).loan_id
+    assert lender.ask(*shared, MOST).block_ids == ((*shared, MOST),)
+
+
+def test_a_prefix_that_is_longer_than_the_share_of_the_cache_is_cut(lender: Lender) -> None:
+    long = range(MOST + 40)
+    first, second = (lender.ask(*long, reader=reader) for reader in "ab")
+    assert first.block_ids == (tuple(range(MOST)),)
+    assert (first.num_tokens, first.last_key) == (MOST * BLOCK, b"%d" % (MOST - 1))
+    assert second.loan_id == first.loan_id
+    assert not lender.ask(MOST + 50).loan_id, "no room is left"
 
 
 def test_revoked_loans_count_until_they_are_reported(lender: Lender) -> None:
