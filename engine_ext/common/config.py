@@ -56,7 +56,7 @@ class ConnectorConfig:
     prefill_load_timeout: float = 1.0
     """The longest time in seconds that a prefill waits for the connection and the READ of the last
     turn's KV, plus a second per gigabyte. The source's answer may take as long again."""
-    loan_timeout: float = 0.25
+    loan_timeout: float = 1.0
     """The longest time in seconds that a request waits for a loan of another engine's prefix."""
     recompute_threshold: int = 64
     """A prefill engine computes fewer tokens than this instead of pulling them from a decode

@@ -164,7 +164,7 @@ def test_a_frozen_holder_costs_little_and_its_late_loan_is_given_back(
         params = prefill(prefiller, prompt, {"holders": [holder]})
         waited = time.monotonic() - begun - computes
     assert "borrowed_tokens" not in params
-    assert waited < 2.0, "and a quarter of a second on an idle machine"
+    assert waited < 3.0, "and one second on an idle machine"
     assert differences([complete(alone, prompt)], [decode(decoder, prompt, params).answer]) == []
     wait_for(lambda: metric(decoder, DELAYED) == 0, "the blocks come back", 5)
 

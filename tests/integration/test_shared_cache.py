@@ -21,8 +21,6 @@ SHARED, OWN, LONG = 1280, 50, 4500
 busy: a third of them is more than SHARED."""
 SMALL = ("--num-blocks", "384", "--max-num-batched-tokens", "512")
 """An eighth of these blocks may be lent."""
-QUICK = {"loan_timeout": 1.0}
-"""Of a holder that computes long prompts on a machine that is busy."""
 REQUESTED = "disagg_engine_kv_loans_requested_total"
 MAX_SECONDS = 8.0
 """For one answer, on a machine that is busy. A frozen engine never answers."""
@@ -82,8 +80,8 @@ def running(launcher: Launcher, decoder: Server, **second: Any) -> Iterator[Flee
     with ExitStack() as stack:
         enter = stack.enter_context
         ps = [
-            enter(launcher.engine("p-1", *SMALL, extra=QUICK)),
-            enter(launcher.engine("p-2", *SMALL, **{"extra": QUICK, **second})),
+            enter(launcher.engine("p-1", *SMALL)),
+            enter(launcher.engine("p-2", *SMALL, **second)),
         ]
         options = ["--log-format", "json", "--target-itl", "0", "--health-interval", "60"]
         router = enter(launcher.router(ps, [decoder], *options))

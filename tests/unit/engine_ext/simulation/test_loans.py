@@ -140,7 +140,7 @@ def test_a_client_that_leaves_gives_the_loan_back(moment: str) -> None:
 
 
 def test_a_frozen_holder_costs_the_time_limit() -> None:
-    lending = Lending()
+    lending = Lending(loan_timeout=0.25)
     leg = lending.ask()
     lending.holder.freeze(60.0)
     before = lending.pair.world.now
