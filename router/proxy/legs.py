@@ -68,6 +68,7 @@ SOUND_CONNECTION_IDLE_S = 1.0
 ERROR_BODY_TIMEOUT_S = 1.0
 MAX_ERROR_BODY_BYTES = 256 * 1024
 NOT_LOADED = "the decode engine could not load the KV of this prompt"
+NOT_BORROWED = "the engine could not load the KV that it was to borrow"
 T = TypeVar("T")
 
 
@@ -184,7 +185,7 @@ async def _prefill_leg(
         if answer.error is not None:
             raise answer.error
         if answer.status != 200:
-            raise await _error_answer(run, engine, answer, request.body)
+            raise await _error_answer(run, engine, answer, loan, request.body)
         raw = answer.held[0] if answer.is_complete and len(answer.held) == 1 else b""
         if not raw or len(raw) > limits.max_answer_size:
             raw = await answer.read(limits.max_answer_size)
@@ -337,7 +338,7 @@ async def _decode_leg(
         if answer.error is not None:
             raise answer.error
         if answer.status != 200:
-            raise await _error_answer(run, engine, answer)
+            raise await _error_answer(run, engine, answer, loan)
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
         if loan is not None:
@@ -467,7 +468,11 @@ def _note_decoder(run: Run, engine: Engine, place: Place, started: float) -> Non
 
 
 async def _error_answer(
-    run: Run, engine: Engine, answer: EngineAnswer, asked: Body | None = None
+    run: Run,
+    engine: Engine,
+    answer: EngineAnswer,
+    loan: LegLoan | None,
+    asked: Body | None = None,
 ) -> Exception:
     """Return the error for an answer with another status than 200.
 
@@ -481,8 +486,11 @@ async def _error_answer(
         return EngineRejectedError(answer.status, answer.headers, body)
     if answer.status >= 500:
         body = await _error_body(answer)
-        failure = failure_in_error(body) if asked is None else None
+        failure = failure_in_error(body) if asked is None or loan is not None else None
         if failure is not None:
+            if loan is not None:
+                loan.note_failure(failure)
+                return LoadFailedError(NOT_BORROWED, failure.is_of_pair)
             _note_load_failure(run, engine, failure)
             return LoadFailedError(NOT_LOADED, failure.is_of_pair)
     else:

@@ -20,6 +20,7 @@ from router.routing.prompt_chunks import has_media
 
 if TYPE_CHECKING:
     from router.http_client.engine_answer import EngineAnswer
+    from router.proxy.load_failure import LoadFailure
     from router.proxy.run import Run
 
 BORROWED_KEY = b'"borrowed_tokens"'
@@ -60,14 +61,25 @@ class LegLoan:
         gateway.metrics.loans.add(("granted" if tokens else "refused",))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
-            holder = engine_of(self._loan.holders[0].place)
+            holder, reader = engine_of(self._loan.holders[0].place), engine_of(self._loan.reader)
             record.borrowed_from, record.borrowed_tokens = holder.name, tokens
+            gateway.fleet.unreachable_pairs.record_success(holder.name, reader.name)
         finder = gateway.routes.holders
         if finder is not None:
             finder.note_answer(self._loan, self._query, cached)
             if tokens and not completion and prompt is not None and cached is not None:
                 moment, computed = now(), max(0, prompt - cached)
                 finder.note_transfer(self._loan, tokens, computed, moment - self._began, moment)
+
+    def note_failure(self, failure: LoadFailure) -> None:
+        """The engine could not read a loan. If no other prompt's loan can be read either, the
+        holder is not named to this engine for a while."""
+        pairs, reader = self._run.gateway.fleet.unreachable_pairs, engine_of(self._loan.reader)
+        for place, _ in self._loan.holders:
+            endpoint = loan_endpoint(place)
+            is_it = endpoint and failure.remote.startswith(f"{endpoint.remote_engine_id} at ")
+            if is_it and failure.is_of_pair:
+                pairs.record_failure(engine_of(place).name, reader.name, now())
 
     def close(self) -> None:
         """The leg is over. Without an answer, the loan has failed with it."""
@@ -92,7 +104,7 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
     own = route.prefill_feedback if role is PREFILL else route.decode_feedback
     if finder is None or own is None or own.query.marks:  # adapters' KV is not lent
         return None
-    if run.failed or run.resume.continued is not None or request.decode_only_reason:
+    if run.failure is not None or run.resume.continued is not None or request.decode_only_reason:
         return None
     pairs, moment = gateway.fleet.unreachable_pairs, now()
 

@@ -168,6 +168,8 @@ def test_a_leg_whose_loan_may_still_arrive_is_retried_without_holders(
         assert (line["retries"], fleet.loans("failed"), fleet.loans("granted")) == (1, 1, 0)
         assert metric(borrower, "disagg_engine_kv_pulls_failed_total") == 1
         assert sum(metric(p, REQUESTED) for p in fleet.ps) == 1
+        avoided = rf'disagg_router_pair_avoided\{{.*"{name_of(borrower)}".*"{name_of(holder)}".*\}}'
+        assert metric(fleet.router, avoided) == 1
         assert "borrowed_tokens" not in line
         assert differences([complete(alone, prompt)], [answer]) == []
         long.result(timeout=120)

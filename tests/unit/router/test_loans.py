@@ -216,6 +216,33 @@ async def test_the_decode_engine_that_answered_lends_the_prompt_to_a_new_prefill
     await router.settled()
 
 
+@pytest.mark.parametrize("scope", ["pair", "request"])
+async def test_a_loan_that_cannot_be_read_is_no_fault_of_the_engine(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine, scope: str
+) -> None:
+    """The leg is tried again without holders, and a pair that cannot exchange KV is avoided."""
+    router = await start_lending()
+    answer, reader = p2.usual, router.engine(p2)
+
+    async def cannot_read(request: Received, peer: Peer) -> None:
+        failure = {"remote_engine_id": "p-1", "remote_host": "10.9.8.7", "remote_port": 5600}
+        failure |= {"scope": scope, "reason": "it took too long"}
+        await peer.answer({"error": {"message": "no", "kv_load_failure": failure}}, 500)
+
+    p2.usual = cannot_read
+    assert (await router.complete(prompt=PROMPT[: len(PROMPT) // 2])).status_code == 200
+    assert (len(p2.requests), loans(router, "failed")) == (1, 1)
+    assert "holders" not in params_of(p)
+    assert reader.is_available
+    assert not reader.failed_recently
+    p2.usual = answer
+    pairs, name = router.gateway.fleet.unreachable_pairs, router.engine(p).name
+    assert pairs.is_avoided(name, reader.name, now()) == (scope == "pair")
+    await router.complete(prompt=PROMPT)
+    assert ("holders" in params_of(p2)) == (scope == "request")
+    await release(router, p)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_nothing_of_it(
     start_router: StartRouter,
