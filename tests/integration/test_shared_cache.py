@@ -21,6 +21,7 @@ SHARED, OWN, LONG = 1280, 50, 4500
 busy: a third of them is more than SHARED."""
 SMALL = ("--num-blocks", "384", "--max-num-batched-tokens", "512")
 """An eighth of these blocks may be lent."""
+OPTIONS = ("--log-format", "json", "--target-itl", "0")
 REQUESTED = "disagg_engine_kv_loans_requested_total"
 MAX_SECONDS = 8.0
 """For one answer, on a machine that is busy. A frozen engine never answers."""
@@ -83,8 +84,7 @@ def running(launcher: Launcher, decoder: Server, **second: Any) -> Iterator[Flee
             enter(launcher.engine("p-1", *SMALL)),
             enter(launcher.engine("p-2", *SMALL, **second)),
         ]
-        options = ["--log-format", "json", "--target-itl", "0", "--health-interval", "60"]
-        router = enter(launcher.router(ps, [decoder], *options))
+        router = enter(launcher.router(ps, [decoder], *OPTIONS, "--health-interval", "60"))
         yield Fleet(ps, router, enter(ThreadPoolExecutor(4)))
 
 
@@ -173,3 +173,27 @@ def test_a_leg_whose_loan_may_still_arrive_is_retried_without_holders(
         assert "borrowed_tokens" not in line
         assert differences([complete(alone, prompt)], [answer]) == []
         long.result(timeout=120)
+
+
+def test_an_engine_that_has_restarted_borrows_from_the_decode_engine(
+    launcher: Launcher, alone: Server
+) -> None:
+    shared, ports = tokens_of(SHARED, 50), launcher.free_ports(2)
+    place = (ports[0], ports[1])
+    with (
+        ExitStack() as stack,
+        launcher.engine("decode", *SMALL) as lender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with ExitStack() as life:
+            p = life.enter_context(launcher.engine("p", *SMALL, ports=place))
+            router = stack.enter_context(launcher.router([p], [lender], *OPTIONS))
+            fleet = Fleet([p], router, pool)
+            fleet.send("before", [*shared, *tokens_of(OWN, 51)])
+        wait_for(lambda: router.get("/ready").json()["status"] == "degraded", "it is missed")
+        with launcher.engine("p", *SMALL, ports=place):
+            wait_for(lambda: router.get("/ready").json()["status"] == "ready", "it is back")
+            prompt = [*shared, *tokens_of(OWN, 52)]
+            answer, line = fleet.send("after", prompt)
+            assert (line["borrowed_from"], line["borrowed_tokens"]) == (name_of(lender), SHARED)
+            assert differences([complete(alone, prompt)], [answer]) == []
