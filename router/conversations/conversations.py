@@ -287,8 +287,8 @@ class Conversations:
         try:
             for key in dict.fromkeys((turn.take_key, turn.other_key)):
                 if key is not None and raw is None:
-                    self._recent.forget(turn.session, key)
                     raw = await self.store.take(key)
+                    self._recent.forget(turn.session, key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
             turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED

@@ -342,6 +342,9 @@ async def _decode_leg(
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             watch = _watch_for_load_failure(run, engine, answer)
         if loan is not None:
+            if not answer.is_event_stream and not answer.is_complete:
+                # The report may be at its end.
+                await answer.read_in_place(gateway.limits.max_answer_size)
             loan.watch(answer)
         validator: StreamValidator | None = None
         content: Json | None = None

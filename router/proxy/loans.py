@@ -125,6 +125,7 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
     loan = finder.find(reader, lenders, own.query, expected_tokens, moment)
     if loan is None or has_media(request.body):
         return None
+    finder.note_named(loan, moment)
     return LegLoan(run, loan, own.query)
 
 

@@ -167,7 +167,7 @@ class LegBodies:
             asked = self._threshold if self._threshold == threshold else threshold
             fields.append(b'"cache_hit_threshold":' + dumps(asked))
         if has_params:
-            start = b"{" if params is None else params.raw[:-1] + b","
+            start = b"{" if params is None or params.raw == b"{}" else params.raw[:-1] + b","
             retained = b'"retain":true}' if retains else b'"retain":false}'
             fields.append(b'"kv_transfer_params":%b%b' % (start, retained))
         return self._with(fields)

@@ -154,7 +154,10 @@ async def deliver_turn(
         await _relay_turn(run, engine, answer, validator, keep)
         record.stage, record.outcome = DONE, "ok"
         return
-    raw, given = answer.checked or await answer.read(limits.max_answer_size), answer.headers
+    raw, given = answer.checked, answer.headers
+    is_checked = 0 < len(raw) <= limits.max_answer_size
+    if not is_checked:
+        raw = await answer.read(limits.max_answer_size)
     record.answer_end = raw[-USAGE_SEARCH_BYTES:]
     try:
         content = loads(raw)
@@ -162,7 +165,7 @@ async def deliver_turn(
         content = None
     if not isinstance(content, dict):
         raise BrokenAnswerError("an answer that is not a JSON object")
-    if not answer.checked and (failure := failure_of(content, engine.role)) is not None:
+    if not is_checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
     params = content.pop(KV_PARAMS, None)
     if params is not None:

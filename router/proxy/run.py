@@ -166,6 +166,11 @@ class Run(Struct, eq=False):
         record, reuse = self.request.record, self.plan.reuse
         if reuse is None or record.conversation:
             return
+        if record.ended is not None:  # the prefill leg of a push may end after the answer
+            metrics = self.gateway.metrics.requests
+            metrics.conversation_turns.add((offer.outcome, offer.reason))
+            metrics.conversation_tokens.add((), offer.tokens)
+            return
         record.conversation, record.conversation_reason = offer.outcome, offer.reason
         record.offered_tokens = offer.tokens
         if offer.params is not None and reuse.entry is not None:

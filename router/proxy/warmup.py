@@ -274,7 +274,7 @@ def _test_request(
     record = Record(ENDPOINT, moment, f"warm-up-{random.getrandbits(64):016x}")
     latest = moment + WARM_UP_TIMEOUT_S
     made = Request(exchange, record, gateway.engine_line, latest, next_number())
-    made.body, made.tokens = body, num_tokens
+    made.body, made.model, made.tokens = body, body.get("model"), num_tokens
     return made
 
 

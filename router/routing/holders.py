@@ -92,7 +92,7 @@ class HolderFinder:
         """Return what the reader may borrow of a prompt; None if no loan is worth it.
 
         `expected_tokens` returns how many tokens of the prompt an engine has by now, and 0 for an
-        engine that cannot lend. The transfer counts as queued at both engines from now on.
+        engine that cannot lend. A loan that a leg names is reported by `note_named`.
         """
         own_tokens, chunks = expected_tokens(reader), query.chunks
         least = own_tokens + MIN_BORROWED_TOKENS
@@ -119,10 +119,13 @@ class HolderFinder:
             return None
         found.sort(key=itemgetter(0), reverse=True)
         holders = [holder for _, holder in found[:MAX_HOLDERS]]
-        loan = NamedHolders(holders, reader, own_tokens, not reader.total_legs)
-        end = self._free_from(reader, holders[0].place, now) + loan.tokens * self._pace(now)
-        self._free_at[reader.name] = self._free_at[holders[0].place.name] = end
-        return loan
+        return NamedHolders(holders, reader, own_tokens, not reader.total_legs)
+
+    def note_named(self, loan: NamedHolders[E], now: float) -> None:
+        """Count the transfer as queued at the network interfaces of both engines."""
+        reader, holder = loan.reader, loan.holders[0].place
+        end = self._free_from(reader, holder, now) + loan.tokens * self._pace(now)
+        self._free_at[reader.name] = self._free_at[holder.name] = end
 
     def note_answer(
         self, loan: NamedHolders[E], query: RoutingQuery, cached_tokens: int | None

@@ -36,7 +36,8 @@ ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03),
     *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1),
 )
-Count = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
+MAX_COUNT = 10**15
+Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 RecordReader = Callable[[Sequence[Record]], None]
 
 
@@ -80,14 +81,35 @@ def tokens_of(record: Record) -> Tokens:
 
 
 def tokens_in(usage: bytes) -> Tokens:
-    """Parse one usage object; an invalid one has no known tokens."""
+    """Parse one usage object. What is no count of tokens is unknown."""
     try:
         reported = _decode(usage)
+    except msgspec.ValidationError:
+        return _valid_tokens_in(usage)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return UNKNOWN
     details = reported.prompt_tokens_details
     cached = reported.cached_tokens if details is None else details.cached_tokens
     return Tokens(reported.prompt_tokens, reported.completion_tokens, cached)
+
+
+def _valid_tokens_in(usage: bytes) -> Tokens:
+    """Return the counts of a usage object in which some field is not a count."""
+    try:
+        reported = msgspec.json.decode(usage)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return UNKNOWN
+
+    def count(of: object, name: str) -> int | None:
+        value = of.get(name) if isinstance(of, dict) else None
+        return value if type(value) is int and 0 <= value < MAX_COUNT else None
+
+    details = reported.get("prompt_tokens_details") if isinstance(reported, dict) else None
+    return Tokens(
+        count(reported, "prompt_tokens"),
+        count(reported, "completion_tokens"),
+        count(reported if details is None else details, "cached_tokens"),
+    )
 
 
 def _end_of(answer: bytes, start: int, end: int, latest: int) -> int:
@@ -132,6 +154,8 @@ class RecordBatches:
         if not ended:
             return
         for record in ended:
+            record.usage = record.usage or usage_in(record.answer_end)
+            record.answer_end = b""  # records may be held for a while
             record.tokens = tokens_of(record)
         for read in self._readers:
             try:

@@ -86,6 +86,7 @@ class Router:
 
         task.loan = self.finder.find(reader, self.engines, task.query, expected, now)
         if task.loan is not None:
+            self.finder.note_named(task.loan, now)
             task.load = max(1, task.load - task.loan.tokens)
 
     def note_loan(self, task: Task, loan: NamedHolders[Seen], now: float) -> None:

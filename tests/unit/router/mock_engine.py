@@ -74,6 +74,8 @@ class LendingEngines:
         """Fields of a rank on each identity page."""
         self.prompts: dict[str, list[str]] = {}
         """What each engine's cache holds, by engine id."""
+        self.text = ""
+        """The text of answers that are not streamed, instead of the usual one."""
 
     def add(self, engine: MockEngine, name: str) -> None:
         """Make it one of the engines, under this engine id."""
@@ -97,7 +99,8 @@ class LendingEngines:
                 last = json.dumps({"choices": []} | end).encode()
                 await peer.stream(event("a"), b"data: %b\n\n" % last, DONE)
             else:
-                await peer.answer(USUAL | end)
+                choice = {"index": 0, "text": self.text, "finish_reason": "stop"}
+                await peer.answer(USUAL | ({"choices": [choice]} if self.text else {}) | end)
 
         engine.usual = answer
 

@@ -187,6 +187,27 @@ async def test_a_too_large_prefill_answer_is_a_502(
     assert (await router.complete()).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "text", [b'"x", "logprobs": [-Infinity, NaN]', b'"\\ud83d"'], ids=["NaN", "half a pair"]
+)
+async def test_answers_that_only_strict_readers_reject_pass_unchanged(
+    router: Router, d: MockEngine, text: bytes
+) -> None:
+    raw = b'{"choices": [{"index": 0, "finish_reason": "stop", "text": %b}]}' % text
+    d.scripts = [answering(200, raw)]
+    answer = await router.complete()
+    assert (answer.status_code, answer.content) == (200, raw)
+    assert len(d.requests) == 1
+
+
+async def test_a_rejection_is_seen_by_its_stop_reason_as_well(
+    router: Router, d: MockEngine
+) -> None:
+    choice = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "cache_threshold"}
+    d.scripts = [answering(200, {"choices": [choice]})]
+    assert (await router.complete()).status_code == 502, "the router has set no threshold"
+
+
 @pytest.mark.parametrize("absent", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
 async def test_without_params_the_decoder_prefills_itself_and_a_counter_says_so(
     router: Router, p: MockEngine, d: MockEngine, absent: dict[str, object]

@@ -243,13 +243,16 @@ async def test_a_loan_that_cannot_be_read_is_no_fault_of_the_engine(
     await release(router, p)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("is_stream", "text"), [(False, ""), (False, "long" * 200_000), (True, "")]
+)
 async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_nothing_of_it(
     start_router: StartRouter,
     lending: LendingEngines,
     p: MockEngine,
     d: MockEngine,
     is_stream: bool,
+    text: str,
 ) -> None:
     async with running_engine(usual_decode) as d2:
         for engine, name in ((p, "p-1"), (d, "d-1"), (d2, "d-2")):
@@ -263,10 +266,12 @@ async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_noth
         router.engine(d2).add_load(-20, -FAR_TOO_BUSY)
         router.gateway.fleet.set_intent(router.engine(p), Intent.DRAINING)
         router.engine(d).add_load(20, FAR_TOO_BUSY)
+        lending.text = text
         answer = await router.complete(prompt=PROMPT + "And now?", stream=is_stream)
         router.engine(d).add_load(-20, -FAR_TOO_BUSY)
         assert answer.status_code == 200
         assert "borrowed_tokens" not in answer.text
+        assert not text or answer.json()["choices"][0]["text"] == text
         assert [one["remote_engine_id"] for one in params_of(d2)["holders"]] == ["d-1"]
         assert "do_remote_decode" not in params_of(d2)
         assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)

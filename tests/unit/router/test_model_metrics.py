@@ -9,12 +9,13 @@ import pytest
 
 from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record
+from router.telemetry.record import UNKNOWN, Record
 from router.telemetry.request_metrics import (
     MAX_BATCH_RECORDS,
     MAX_LABEL_PAIRS,
     MAX_UNSORTED,
     RecordBatches,
+    tokens_in,
     tokens_of,
 )
 from tests.unit.router.conftest import StartRouter
@@ -113,6 +114,23 @@ async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> No
     batches.add(ended())
     batches.flush()
     assert len(seen) == 1
+
+
+async def test_a_record_that_was_passed_on_holds_no_text_of_the_answer() -> None:
+    seen: list[Record] = []
+    record = Record("/v1/completions", 10.0, "id", answer_end=b'"secret", "usage":' + USAGE)
+    batches = RecordBatches([seen.extend])
+    batches.add(record)
+    batches.flush()
+    assert (record.answer_end, record.usage) == (b"", USAGE)
+    assert record.tokens == tokens_in(USAGE) != UNKNOWN
+
+
+@pytest.mark.parametrize("odd", ["1.0", "-1", '"1"', "[]"])
+def test_a_count_that_is_none_hides_no_other(odd: str) -> None:
+    counts = f'"prompt_tokens": 7, "completion_tokens": {odd}'
+    usage = f'{{{counts}, "prompt_tokens_details": {{"cached_tokens": 3}}}}'
+    assert tokens_in(usage.encode()) == (7, None, 3)
 
 
 async def stream_with_usage(request: Received, peer: Peer) -> None:

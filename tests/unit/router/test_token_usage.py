@@ -26,7 +26,7 @@ from router.telemetry.request_metrics import tokens_in, usage_in
             b'{"reasoning":{"a":1}},"prompt_tokens":9,"completion_tokens":7},"kv":{"a":{}}}',
             (9, 7, 5),
         ),
-        (b'{"prompt_tokens":"many","completion_tokens":7}', UNKNOWN),
+        (b'{"prompt_tokens":"many","completion_tokens":7}', (None, 7, None)),
         (b'{"prompt_tokens":-1}', UNKNOWN),
         (b'{"prompt_tokens":1' + b"0" * 30 + b"}", UNKNOWN),
         (b'{"prompt_tokens":1.5}', UNKNOWN),

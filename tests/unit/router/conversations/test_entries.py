@@ -24,8 +24,8 @@ from router.conversations.entry import (
     prompt_of,
 )
 from router.conversations.reuse import truncate_params
-from router.conversations.store import MemoryStore
-from router.openai.answers import read_choice
+from router.conversations.store import MemoryStore, StoreError
+from router.openai.answers import AnswerChoice, read_choice
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 
 NOW = 1000.0
@@ -92,6 +92,29 @@ async def written(body: dict[str, Any], params: dict[str, Any], said: Any, token
         )
         await conversations.keep(turn, "d:1", params, said, tokens)
     return shelf.last
+
+
+async def test_a_store_that_fails_once_hides_no_turn_for_ever() -> None:
+    class Failing(StoreWrapper):
+        fails = False
+
+        async def take(self, key: str) -> bytes | None:
+            if self.fails:
+                raise StoreError("no answer")
+            return await super().take(key)
+
+    store = Failing(MemoryStore(9, 10**6))
+    conversations = Conversations(store, ["conversation_id"], "authorization", 450, lambda: NOW)
+    first = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
+    turn = turn_of(conversations, first)
+    said = AnswerChoice(message={"role": "assistant", "content": "2"}, prompt_tokens=500)
+    await conversations.keep(turn, "d:1", {"remote_block_ids": [[1]]}, said, 500)
+    recalled = []
+    for store.fails in (True, False):
+        turn = turn_of(conversations, first)  # asked again: the answer is generated anew
+        await conversations.recall(turn)
+        recalled.append(turn.recalled)
+    assert recalled == [RecallOutcome.STORE_FAILED, RecallOutcome.ENTRY]
 
 
 @given(BODIES, PARAMS, ANSWERS, TOKENS)

@@ -88,6 +88,16 @@ async def test_the_next_turns_prefiller_gets_the_decoders_params_verbatim(
         assert all("conversation_id" not in request.json for request in engine.requests)
 
 
+async def test_a_turns_answer_has_the_limit_of_others(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(conversation_store="memory", max_answer_size=2000)
+    d.usual = decoding({"content": "long" * 1000})
+    body = {"model": "m", "messages": ASKED, "conversation_id": "c"}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 502
+
+
 def two_ranks(first: int = 0) -> dict[str, Any]:
     where = {"remote_host": "10.1.1.1", "remote_port": 5601, "remote_engine_id": "decoder-1"}
     ranks = [{"dp_rank": rank, **where} for rank in range(first, first + 2)]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import decoding, prefilling
+from tests.unit.router.conversations.test_turns import ASKED, chat
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
     PARAMS,
@@ -178,6 +180,26 @@ async def test_failed_leg_ends_the_other_and_both_are_retried_elsewhere(
         assert len(set(transfers)) == len(transfers) >= 1
         for engine in everyone:
             engine.tokens_in_flight = 0
+
+
+async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    may_end, usual = asyncio.Event(), prefilling()
+
+    async def late(request: Received, peer: Peer) -> None:
+        await may_end.wait()
+        await usual(request, peer)
+
+    p.usual, d.usual = late, decoding()
+    router = await known(await start_router(conversation_store="memory"))
+    await chat(router, ASKED)
+    router.gateway.records.flush()
+    assert not router.metric("conversation_turns_total", outcome="new", reason="")
+    may_end.set()
+    await eventually(
+        lambda: router.metric("conversation_turns_total", outcome="new", reason="") == 1
+    )
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
