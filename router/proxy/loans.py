@@ -58,7 +58,10 @@ class LegLoan:
             return
         self._is_over = True
         record, gateway, tokens = self._run.request.record, self._run.gateway, self._borrowed
-        gateway.metrics.loans.add(("granted" if tokens else "refused",))
+        outcome = "granted" if tokens else "refused"
+        if not tokens and 2 * (cached or 0) >= self._loan.holders[0].tokens:
+            outcome = "cached"
+        gateway.metrics.loans.add((outcome,))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
             holder, reader = engine_of(self._loan.holders[0].place), engine_of(self._loan.reader)

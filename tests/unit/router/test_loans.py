@@ -174,6 +174,18 @@ async def test_holders_that_cannot_lend_are_not_named(
     await release(router, p)
 
 
+async def test_a_prefix_that_the_engine_has_got_meanwhile_is_no_refusal(
+    start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine
+) -> None:
+    """As in a burst of prompts with one prefix: the first one borrows for all."""
+    router = await start_lending()
+    lending.prompts["p-2"].append(PROMPT)
+    await router.complete(prompt=PROMPT + "And now?")
+    assert "holders" in params_of(p2)
+    assert [loans(router, one) for one in ("granted", "refused", "cached")] == [0, 0, 1]
+    await release(router, p)
+
+
 async def test_clients_cannot_name_holders(
     start_lending: StartRouter, p: MockEngine, p2: MockEngine
 ) -> None:
