@@ -83,9 +83,10 @@ class SelectionSettings(SettingsGroup):
     min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
         tokens than this (estimated). The router knows cached tokens of conversations, and with
         --decode-policy prefix those of all prompts. 0: never.
-    target_itl: Longest ITL that prompts may cause. A decode engine computes a prompt itself if its
-        steps keep this target and it is sooner than a prefill engine. Needs decode engines with our
-        connector, which report the time of their steps. 0: off.
+    target_itl: Longest ITL that the router accepts where it leaves a prompt to a decode engine. The
+        engine computes the prompt itself if its steps keep this target and it is sooner than a
+        prefill engine. It limits no step. Needs decode engines with our connector, which report the
+        time of their steps. 0: off.
     without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
         answer 503.
     without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine computes if

@@ -65,7 +65,7 @@ class Metrics:
         self.engine_prefill_rate = made.callback_gauge(
             "engine_prefill_tokens_per_second{role,engine}",
             "Prompt tokens per second that an engine computes, by the times of its prefill legs; "
-            "absent until 65,536 tokens were computed.",
+            "absent until it has computed eight samples of 8,192 tokens or more.",
         )
         self.engines_needed = made.callback_gauge(
             "engines_needed{group,role}",

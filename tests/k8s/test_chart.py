@@ -176,6 +176,7 @@ def test_names_that_look_like_numbers_stay_text() -> None:
             "engines.enabled=true,engines.decode.maxReplicas=4,engines.decode.replicas=5",
             "replicas from",
         ),
+        ("engines.decode.maxReplicas=4", "maxReplicas needs engines.enabled"),
         ("engines.enabled=true,engines.ucxPorts.last=1", "ucxPorts.first"),
     ],
 )

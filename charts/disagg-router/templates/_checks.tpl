@@ -50,6 +50,9 @@ autoscaling.enabled needs autoscaling.targetCPU or autoscaling.metrics
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- with index $.Values.engines $role }}
+{{- if and .maxReplicas (not $.Values.engines.enabled) }}
+engines.{{ $role }}.maxReplicas needs engines.enabled
+{{- end }}
 {{- if and .maxReplicas (or (lt (int .replicas) 1) (lt (int .maxReplicas) (int .replicas))) }}
 engines.{{ $role }}.maxReplicas needs engines.{{ $role }}.replicas from 1 to this number
 {{- end }}
