@@ -65,4 +65,4 @@ def test_identity_page_has_the_times_of_steps_that_the_engine_measures(
     ]
     # On a CPU the next step's model runs before this step's output is taken: each step ahead gets
     # the time of its successor, and the prediction is less exact than on a GPU.
-    assert statistics.median(errors) < (1.0 if is_ahead else 0.35)
+    assert statistics.median(errors) < (1.0 if is_ahead else 0.7)

@@ -205,7 +205,7 @@ def config_of(backend: Any, block_size: int, layout: str | None, ranks: int, ran
     return SimpleNamespace(
         cache_config=cache,
         attention_config=SimpleNamespace(hisparse_config=None),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, scheduler_cls=None),
         speculative_config=None,
         kv_transfer_config=KVTransferConfig(
             kv_connector="DisaggConnector",
@@ -222,6 +222,8 @@ def config_of(backend: Any, block_size: int, layout: str | None, ranks: int, ran
         ),
         parallel_config=SimpleNamespace(
             rank=rank,
+            nnodes=1,
+            distributed_executor_backend="uni",
             tensor_parallel_size=ranks,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
