@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,11 @@ class Containers:
     def _secret(self) -> Path:
         """The file of the side channel's Secret, which all engines share."""
         file = self.folder / "side-channel-secret"
-        file.write_text("0123456789abcdef0123456789abcdef")
+        if not file.exists():
+            _, whole = tempfile.mkstemp(dir=self.folder)
+            # Another pod may read the file while this one writes it.
+            Path(whole).write_text("0123456789abcdef0123456789abcdef")
+            Path(whole).rename(file)
         return file
 
     def _router(self, pod: Manifest, container: Manifest, ip: str, folder: Path) -> ChildProcesses:
