@@ -26,8 +26,6 @@ seconds, tokens are as engines report them.
 
 The router bounds its labels: `model` is a name that the fleet serves. It is `{OTHER}` for requests
 without a known model, and beyond {MAX_LABEL_PAIRS} pairs of model and group in a process's life.
-On the liveness port and with several workers, a request's figures appear a tenth of a second after
-its end.
 
 The chart has alerts (`charts/disagg-router/files/alerts.yaml`) and a Grafana dashboard
 (`charts/disagg-router/files/dashboard.json`) for these metrics. Engines have [their

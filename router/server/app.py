@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic as now
@@ -55,6 +56,7 @@ from router.server.router_state import RouterState
 from router.settings import BrokenFileError, Settings, SettingsError, read_secret
 from router.telemetry.metric_types import Reading
 from router.telemetry.metrics import Metrics
+from router.telemetry.request_metrics import RecordBatches
 from router.telemetry.tracing import tracer_of
 from router.ui.hub import DashboardHub
 from router.ui.site import dashboard_routes
@@ -132,7 +134,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         registry=registry,
         stored_responses=responses,
         signed_store=store if isinstance(store, SignedStore) else None,
-        exposition=metrics.exposition,
+        exposition=partial(_current_metrics, gateway.records, metrics),
         watched_files=watched,
         certificates=certificates,
         failures=lambda: {
@@ -186,6 +188,12 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     app.add_middleware(HttpMethodsMiddleware, known=app, origins=settings.cors_origins)
     fastapi_errors.install(app)
     return app
+
+
+def _current_metrics(records: RecordBatches, metrics: Metrics) -> bytes:
+    """Return the metrics with all requests that have ended. Called in a thread."""
+    records.flush_from_thread()
+    return metrics.exposition()
 
 
 def _authenticator(settings: Settings, metrics: Metrics) -> Authenticator | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import Annotated
@@ -24,6 +25,8 @@ from router.telemetry.record import UNKNOWN, Record, Tokens
 logger = logging.getLogger("disagg_router")
 MAX_BATCH_DELAY_S = 0.1
 MAX_BATCH_RECORDS = 512
+# A thread waits no longer for an event loop that is busy.
+FLUSH_TIMEOUT_S = 0.2
 USAGE_NAME = b'"usage":'
 # The usage object begins at most this far from the answer's end.
 USAGE_SEARCH_BYTES = 8192
@@ -133,6 +136,7 @@ class RecordBatches:
         self._max_delay_s = max_delay_s
         self._ended: list[Record] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def add_reader(self, reader: RecordReader) -> None:
         """Also pass records to `reader`, after the others."""
@@ -141,9 +145,27 @@ class RecordBatches:
     def add(self, record: Record) -> None:
         self._ended.append(record)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._max_delay_s, self.flush)
+            self._loop = asyncio.get_running_loop()
+            self._timer = self._loop.call_later(self._max_delay_s, self.flush)
         elif len(self._ended) >= MAX_BATCH_RECORDS:
             self.flush()
+
+    def flush_from_thread(self) -> None:
+        """Have the event loop pass on all records now, and wait for that, but not for long. Called
+        by another thread than the loop's."""
+        loop, is_flushed = self._loop, threading.Event()
+        if loop is None or self._timer is None:
+            return
+
+        def flush() -> None:
+            self.flush()
+            is_flushed.set()
+
+        try:
+            loop.call_soon_threadsafe(flush)
+        except RuntimeError:  # the loop has ended
+            return
+        is_flushed.wait(FLUSH_TIMEOUT_S)
 
     def flush(self) -> None:
         """Pass on all records now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -114,6 +115,19 @@ async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> No
     batches.add(ended())
     batches.flush()
     assert len(seen) == 1
+
+
+async def test_a_thread_gets_all_records_that_there_are() -> None:
+    seen: list[Record] = []
+    batches = RecordBatches([seen.extend], max_delay_s=60)
+    await asyncio.to_thread(batches.flush_from_thread)
+    batches.add(ended())
+    await asyncio.to_thread(batches.flush_from_thread)
+    assert len(seen) == 1
+    batches.add(ended())
+    batches.flush_from_thread()  # the loop is busy
+    assert len(seen) == 1
+    batches.flush()
 
 
 async def test_a_record_that_was_passed_on_holds_no_text_of_the_answer() -> None:
