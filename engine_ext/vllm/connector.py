@@ -154,7 +154,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._unprocessed = NO_RESULTS
         """Results during which our half has raised; it gets them once more."""
         self._loans = NO_RESULTS
-        """What the worker half has received about loans, until it goes with a step's output."""
+        """The worker half's messages about loans, which are sent with the next step's output."""
         self._lent: CachedBlocks | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()

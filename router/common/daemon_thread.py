@@ -1,4 +1,4 @@
-"""Run a blocking function in a thread that keeps nobody from ending."""
+"""Run a blocking function in a daemon thread, which does not delay the end of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill engine may read of the KV that a conversation's last turn has left. No I/O.
+"""Decide which KV of a conversation's last turn a prefill engine may read. No I/O.
 
 How much of it the prompt may use is decided by the messages (`entry.decide_reuse`). What a certain
 prefill engine may read depends on that engine (`TurnReuse.offer`).

@@ -25,8 +25,8 @@ DP_RANK = re.compile(DP_RANK_MARK + r"(\d{1,6})$")
 
 
 class RankEndpoint(Struct, frozen=True):
-    """Where a rank of a prefill engine takes registrations for push; fields of
-    kv_transfer_params."""
+    """The address at which a rank takes registrations for push and requests for loans. The names
+    are those of fields of kv_transfer_params."""
 
     remote_engine_id: str
     remote_host: str

@@ -241,7 +241,7 @@ async def _prefill_leg(
         if loan is not None:
             loan.close()
         place.add_load(-1, -tokens)
-        if answer is not None and (answer.reservation is not None or not answer.is_complete):
+        if answer is not None:
             answer.close()
         if engine.breaker.trial is run:
             gateway.fleet.note_trial_abandoned(engine)

@@ -150,8 +150,8 @@ class LegBodies:
 
         `threshold` is the share of the prompt that the decode engine must have in its cache; with 0
         the engine must answer. With `whole` the answer is not streamed. With `retains` the engine
-        is to keep the answer's KV for the next turn; without, it is told to keep nothing if it gets
-        params at all: engine_ext keeps the KV if nothing is said, and stock vLLM ignores the field.
+        retains the answer's KV for the next turn. Otherwise params say that it shall not, because
+        engine_ext retains the KV if the field is missing. Stock vLLM ignores the field.
         """
         own = self._own
         if whole:

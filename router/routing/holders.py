@@ -47,8 +47,8 @@ class LikelyHolder(NamedTuple, Generic[E]):
 
 
 class NamedHolders(Struct, Generic[E], frozen=True):
-    """What one leg may borrow. The reader was expected to hold `own_tokens` of the prompt itself;
-    `is_alone`: it had no other leg."""
+    """The holders that one leg names, best first. The reader was expected to hold `own_tokens` of
+    the prompt itself; `is_alone`: it had no other leg."""
 
     holders: Sequence[LikelyHolder[E]]
     reader: E

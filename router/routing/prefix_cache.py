@@ -49,8 +49,8 @@ MAX_STRIKES = 3
 FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
-# Sorted by pace, engines are told apart where one is this many times as slow as the one before.
-# Equal engines differ by up to 1.2, because they get different prompts.
+# In the order of their pace, two neighbours count as different engines if one is this many times
+# as slow as the other. Equal engines differ by up to 1.2, because they get different prompts.
 CLEAR_DIFFERENCE = 1.25
 MAX_SLOWNESS = 8.0
 

@@ -118,7 +118,8 @@ class Record:
     offered_tokens: int = 0
     """Tokens of the last turn that the prefill engine could pull."""
     kept: str = ""
-    """Whether the turn left KV for the next one; empty outside conversations."""
+    """Label of the metric conversation_kept_total: the turn left KV for the next one or not. Empty
+    outside conversations."""
     reused_from: str = ""
     """The decode engine from which the prefill engine pulled the last turn's KV."""
     borrowed_from: str = ""

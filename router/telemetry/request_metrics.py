@@ -1,4 +1,4 @@
-"""What is made of requests' records: token counts, and metrics of requests that have ended.
+"""Read token counts from the records of ended requests, and count the requests.
 
 Token counts are those that engines report. The router does not parse an answer for them: it
 searches for the usage object by name near the end. A model's text cannot be mistaken for it,

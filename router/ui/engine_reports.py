@@ -1,6 +1,6 @@
-"""What engines report of themselves: KV usage, bytes per second by link, transfers of a request.
+"""Poll engines for KV usage, bytes per second by link, and the transfers of a request.
 
-They are polled once a second, while somebody looks. A failed poll does not affect an engine's
+The dashboard polls once a second while it has viewers. A failed poll does not affect an engine's
 health, which only probes determine. The reader reports a pull, the writer a push. Stock engines
 report neither.
 """

@@ -150,7 +150,7 @@ class Latency(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What the engines did."""
+    """The results of a run."""
 
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]

@@ -47,7 +47,7 @@ class _Fenced(NamedTuple):
     request: LoanRequest
     last_step: int
     blocks: list[KVCacheBlock]
-    """What it may be lent, pinned until then."""
+    """The blocks that it may be lent. They are pinned until the request is answered."""
 
 
 class CachedBlocks:

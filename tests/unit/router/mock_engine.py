@@ -73,7 +73,7 @@ class LendingEngines:
         }
         """Fields of a rank on each identity page."""
         self.prompts: dict[str, list[str]] = {}
-        """What each engine's cache holds, by engine id."""
+        """The prompts in each engine's cache, by engine id."""
         self.text = ""
         """The text of answers that are not streamed, instead of the usual one."""
 

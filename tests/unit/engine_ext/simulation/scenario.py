@@ -99,14 +99,14 @@ class Scenario:
     def finish(self) -> None:
         """The storm is over: all is as it was, and a request is served."""
         self.is_storm = False
-        for engine in self.everybody:
+        for engine in self.all_engines:
             engine.agent.failing = set()
             engine.agent.freeze = None
         self.world.settle(LAST)
         self._serve_one()
 
     @property
-    def everybody(self) -> list[SimEngine]:
+    def all_engines(self) -> list[SimEngine]:
         return [*self.prefillers, *self.decoders]
 
     # What may happen.
@@ -144,25 +144,25 @@ class Scenario:
             self.network.weather = self.random.choice([calm, self._weather(), self._weather()])
 
     def freeze(self) -> None:
-        self.random.choice(self.everybody).freeze(self._while())
+        self.random.choice(self.all_engines).freeze(self._while())
 
     def freeze_in_a_call(self) -> None:
         method = self.random.choice([*METHODS, "poll", "notifications", "start_read", "notify"])
         moment = "before" if self.random.random() < 0.5 else "after"
-        self.random.choice(self.everybody).agent.freeze = Freeze(method, self._while(), moment)  # type: ignore[arg-type] # one of the two
+        self.random.choice(self.all_engines).agent.freeze = Freeze(method, self._while(), moment)  # type: ignore[arg-type] # one of the two
 
     def forge(self) -> None:
         """Several at once: most make no sense."""
-        target = self.random.choice(self.everybody)
+        target = self.random.choice(self.all_engines)
         for _ in range(8):
             speaker = None
             if self.random.random() < 0.3:
-                speaker = self.random.choice(self.everybody).agent.name
+                speaker = self.random.choice(self.all_engines).agent.name
             if speaker != target.agent.name:
                 self.forger.say(target.agent.name, speaker)
 
     def release(self) -> None:
-        engine = self.random.choice(self.everybody)
+        engine = self.random.choice(self.all_engines)
         if self.kind == LOANS and engine.can_act and self.random.random() < 0.5:
             engine.scheduler.end_turns()
             engine.wake()
@@ -173,14 +173,14 @@ class Scenario:
             engine.wake()
 
     def drain(self) -> None:
-        engine = self.random.choice(self.everybody)
+        engine = self.random.choice(self.all_engines)
         if engine.can_act:
             engine.scheduler.drain()
             self.network.note(engine.name, "drains")
             engine.wake()
 
     def break_nixl(self) -> None:
-        agent = self.random.choice(self.everybody).agent
+        agent = self.random.choice(self.all_engines).agent
         agent.failing = {self.random.choice(METHODS)}
         self.network.note(agent.name, "fails to", agent.failing)
         self.network.later(self.random.choice([0.1, 1.0, 10.0, 40.0]), partial(_mend, agent))
@@ -229,7 +229,7 @@ class Scenario:
 
     def _holders(self, reader: SimEngine) -> list[SimEngine]:
         """Engines with KV, if this one can ask them."""
-        others = [one for one in self.everybody if one.is_alive and one is not reader]
+        others = [one for one in self.all_engines if one.is_alive and one is not reader]
         return [one for one in others if _with_kv(one)] if reader.can_act else []
 
     def _prefill(self, prefiller: SimEngine, leg: SimRequest) -> None:
@@ -370,7 +370,9 @@ class Scenario:
             for name in (transfer.agent.name, transfer.remote_name)
         }
         able = [
-            engine for engine in self.everybody if engine.can_act and engine.agent.name not in stuck
+            engine
+            for engine in self.all_engines
+            if engine.can_act and engine.agent.name not in stuck
         ]
         pairs = product((one for one in able if one in self.prefillers), able)
         fitting = (

@@ -168,6 +168,6 @@ def test_no_loan_waits_for_its_end_in_good_weather() -> None:
         scenario.network.timeline.run_until(scenario.network.now + 15.0)
         scenario.finish()
         num_borrowed += scenario.num_borrowed
-        for engine in scenario.everybody:
+        for engine in scenario.all_engines:
             assert engine.longest_loan < LOAN_SECONDS - 1.0, (seed, engine.longest_loan)
     assert num_borrowed > 20
