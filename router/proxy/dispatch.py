@@ -114,20 +114,14 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             request.exchange.close()
         if permit is not None and gateway.authenticator is not None:
             key_limits.release_permit(request, permit, gateway.authenticator)
-        request.record.ended = now()
-        gateway.records.add(request.record)
-        if gateway.watch is not None:
-            gateway.watch.closed(request.record)
+        _close_record(request.record, gateway)
 
 
 async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None:
     """Answer with `error` a request that was not received completely."""
     request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
-    request.record.ended = now()
-    gateway.records.add(request.record)
-    if gateway.watch is not None:
-        gateway.watch.closed(request.record)
+    _close_record(request.record, gateway)
 
 
 def read_request_id(headers: Sequence[Header]) -> str:
@@ -155,6 +149,13 @@ def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
     if gateway.watch is not None:
         gateway.watch.opened(record)
     return Request(exchange, record, lines, latest, next_number())
+
+
+def _close_record(record: Record, gateway: Gateway) -> None:
+    record.ended = now()
+    gateway.records.add(record)
+    if gateway.watch is not None:
+        gateway.watch.closed(record)
 
 
 def _note_disconnect(record: Record, metrics: Metrics) -> None:
