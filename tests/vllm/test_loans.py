@@ -23,6 +23,7 @@ SYSTEM = 4096
 LONG = ("--max-model-len", "8192", "--kv-cache-memory-bytes", "1G")
 BRIEF = ("--max-num-batched-tokens", "512")
 """So a prompt is computed in many steps."""
+CONVERSATIONS = 500
 
 
 class Engines(NamedTuple):
@@ -172,9 +173,9 @@ def test_hundreds_of_conversations_are_those_of_one_vllm_alone(engines: Engines)
         return differences([complete(engines.alone, prompt)], [turn.answer])
 
     with nothing_left(*engines[1:]), ThreadPoolExecutor(4) as pool:
-        wrong = [line for lines in pool.map(talk, range(300)) for line in lines]
+        wrong = [line for lines in pool.map(talk, range(CONVERSATIONS)) for line in lines]
     assert wrong == []
-    assert total > 300 * 32
+    assert total > CONVERSATIONS * 32
 
 
 def test_a_killed_holder_costs_no_request(engines: Engines) -> None:
