@@ -35,6 +35,8 @@ class StepModel:
     token: float
     token_context: float
     context: float
+    mixing: float | None = None
+    """Weight reads that a step with prompts and answers takes beyond the other parts."""
 
     @classmethod
     def parse(cls, value: object) -> StepModel | None:

@@ -1,0 +1,169 @@
+"""Which role each engine of both roles prefers: capacity follows the traffic.
+
+An engine of both roles can compute prompts and answers alike, so a role is only a preference, and
+a change needs no drain: from then on the engine gets other work, and ends what it has. One of two
+forms holds in a group:
+
+    free      every engine does both, and `free_placement` chooses by cost for each request. That is
+              best where steps are limited in time (`target_itl_ms`) and mixing costs little: less
+              than MAX_MIXING weight reads per step with prompts and answers
+    boundary  the first engines, in the order of their names, compute prompts and the others
+              decode, with conditional disaggregation by load (`local_prefill`). The boundary moves
+              by at most one engine each INTERVAL_S, by the work that is offered
+
+In simulations of published traces at the measured costs of H200, free placement served 1.6 times
+the rate of the best fixed division of the engines, but less than that division where mixing costs a
+whole weight read; the boundary served 1.3 times the rate in both cases (docs/performance.md).
+
+The share of prompts is need_prefill / (need_prefill + need_decode), both in engines. Offered work
+is the signal, because a decode engine is busy at any load, and a queue shows bursts instead of
+need. The queue of prompts and the KV of answers are guards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from router.fleet.engine import BOTH, DECODE, PREFILL, EngineRole
+from router.fleet.step_model import StepModel
+
+INTERVAL_S = 2.0
+# Weight reads that a step with prompts and answers may cost beyond its parts, for free placement.
+MAX_MIXING = 0.3
+WORK_WINDOW_S = 20.0
+# The parts of the target that a decode engine's steps, and of its cache that KV, should take.
+STEP_SHARE = 0.5
+CACHE_SHARE = 0.8
+CACHE_MARGIN = 1.1
+# The boundary moves if it is so many engines off.
+LEAST_CHANGE = 0.7
+# Seconds of queued prompts per prefill engine: with more than the first, no engine stops computing
+# prompts; with more than the second, one more does.
+BUSY_QUEUE_S = 0.5
+LONG_QUEUE_S = 1.0
+
+
+class EngineState(NamedTuple):
+    """An engine of a group, at one moment. The contexts are the tokens of requests whose answers
+    run there."""
+
+    name: str
+    role: EngineRole
+    model: StepModel | None
+    has_step_limit: bool
+    """Its steps with answers are limited in time."""
+    cache_tokens: int
+    """0 if unknown."""
+    own_contexts: int
+    """Those of this router's requests."""
+    contexts: int
+    """Those of all routers' requests."""
+    offered_s: float
+    """Seconds of work of all prompts that this router has sent there so far."""
+    queued_s: float
+    """Seconds of work of all routers' prompts that it has to compute."""
+
+
+class Balance(NamedTuple):
+    """The preferred role of each engine of both roles, by name, and the reason in words."""
+
+    is_free: bool
+    roles: dict[str, EngineRole]
+    reason: str
+
+
+class RoleBalancer:
+    """Decides for one group. `target_itl` is in seconds; times are any monotonic clock's."""
+
+    def __init__(self, target_itl: float) -> None:
+        self._target_itl = target_itl
+        self._prefillers = 0
+        """The number of engines that prefer prompts."""
+        self._offered: dict[str, float] = {}
+        self._work: float | None = None
+        """Seconds of prompts per second, averaged over WORK_WINDOW_S."""
+        self._updated = -math.inf
+
+    def update(self, engines: Sequence[EngineState], moment: float) -> Balance | None:
+        """Return the preferences for the usable engines of the group. None if there is nothing to
+        divide: no engine plays both roles, or only one engine is usable."""
+        movable = sorted(one.name for one in engines if one.role is BOTH)
+        if not movable or len(engines) < 2:
+            return None
+        self._measure_work(engines, moment)
+        mixing = self._mixing_of(engines)
+        if mixing is not None and mixing < MAX_MIXING:
+            reason = f"mixing prompts and answers costs {mixing:.2f} weight reads per step"
+            return Balance(True, dict.fromkeys(movable, BOTH), reason)
+        prompts, answers, queue_s = self._needs(engines)
+        fixed = sum(one.role is PREFILL for one in engines)
+        least = 0 if fixed else 1
+        most = len(movable) - (not any(one.role is DECODE for one in engines))
+        if not self._prefillers:
+            self._prefillers = len(movable) // 2
+        count = min(max(self._prefillers, least), most)
+        self._prefillers = count = min(
+            max(self._moved(count, fixed, len(engines), prompts, answers, queue_s), least), most
+        )
+        roles = {name: PREFILL if i < count else DECODE for i, name in enumerate(movable)}
+        reason = f"prompts need {prompts:.1f} engines and answers {answers:.1f}"
+        return Balance(False, roles, reason)
+
+    def _moved(
+        self, count: int, fixed: int, total: int, prompts: float, answers: float, queue_s: float
+    ) -> int:
+        """Return how many engines should prefer prompts, where `count` do."""
+        prefillers = fixed + count
+        decoders = total - prefillers
+        queue_s /= max(1, prefillers)
+        may_take = answers <= decoders - 1
+        if queue_s > LONG_QUEUE_S and may_take:
+            return count + 1
+        if not prompts + answers:
+            return count
+        wanted = total * prompts / (prompts + answers)
+        if wanted - prefillers > LEAST_CHANGE and may_take:
+            return count + 1
+        if prefillers - wanted > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S:
+            return count - 1
+        return count
+
+    def _measure_work(self, engines: Sequence[EngineState], moment: float) -> None:
+        elapsed, self._updated = moment - self._updated, moment
+        before, self._offered = self._offered, {one.name: one.offered_s for one in engines}
+        if math.isinf(elapsed) or elapsed <= 0:
+            return
+        new = sum(max(0.0, one.offered_s - before.get(one.name, one.offered_s)) for one in engines)
+        rate = new / elapsed
+        mean = rate if self._work is None else self._work
+        self._work = mean - math.expm1(-elapsed / WORK_WINDOW_S) * (rate - mean)
+
+    def _needs(self, engines: Sequence[EngineState]) -> tuple[float, float, float]:
+        """Return the engines that all routers' prompts and answers need, and the seconds of all
+        queued prompts. This router's share of the offered work is its share of the contexts."""
+        room = steps = 0.0
+        for one in engines:
+            if one.cache_tokens:
+                room += CACHE_MARGIN * one.contexts / (CACHE_SHARE * one.cache_tokens)
+            if one.model is not None:
+                left = STEP_SHARE * self._target_itl - one.model.base
+                left = max(left, 0.1 * self._target_itl)
+                steps += one.model.context * one.contexts / left
+        contexts, own = (sum(one.contexts for one in engines), sum(e.own_contexts for e in engines))
+        share = own / contexts if own else 1.0
+        queue_s = sum(one.queued_s for one in engines)
+        return (self._work or 0.0) / share, max(room, steps), queue_s
+
+    def _mixing_of(self, engines: Sequence[EngineState]) -> float | None:
+        """Return the median of the engines' mixing penalties. None if an engine does not play both
+        roles, does not limit its steps in time, or has not measured the penalty."""
+        found = [
+            one.model.mixing
+            for one in engines
+            if one.role is BOTH and one.has_step_limit and one.model is not None
+        ]
+        known = [mixing for mixing in found if mixing is not None]
+        return median(known) if len(known) == len(engines) else None
