@@ -4,9 +4,11 @@ A step computes a chunk of prompts and one token of each running answer. Its tim
 
     base + token * T + token_context * sum(chunk * context) + context * sum(contexts of answers)
 
-with T prompt tokens in the step, and the tokens before and in each chunk as its context. The engine
-fits the four factors to its own steps. `max_step_tokens` of the page bounds T. So does
-`target_itl_ms`, if the page has one: the engine lets a step with answers take LIMIT_SHARE of it.
+with T prompt tokens in the step, and the tokens before and in each chunk as its context. A step
+with both a chunk and answers takes `mixing * base` longer: 0 if the engine reads its weights once
+for both, 1 if it reads them twice. The engine fits the factors to its own steps. `max_step_tokens`
+of the page bounds T. So does `target_itl_ms`, if the page has one: the engine lets a step with
+answers take LIMIT_SHARE of it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ FACTORS = {
     "token_context_ns": (1e-9, 1e-3),
     "context_ns": (1e-9, 1e-3),
 }
+MAX_MIXING = 100.0
 MAX_STEP_TOKENS = 10_000_000
 LIMIT_SHARE = 0.9
 MAX_TARGET_MS = 60_000.0
@@ -36,7 +39,8 @@ class StepModel:
     token_context: float
     context: float
     mixing: float | None = None
-    """Weight reads that a step with prompts and answers takes beyond the other parts."""
+    """The mixing penalty: weight reads that a step with prompts and answers takes beyond the other
+    parts. None if unknown: then predictions have none."""
 
     @classmethod
     def parse(cls, value: object) -> StepModel | None:
@@ -47,17 +51,24 @@ class StepModel:
         factors = [factor for factor in found if factor is not None]
         if len(factors) < len(FACTORS) or not (factors[0] and factors[1]):
             return None
-        return cls(*factors)
+        base, token, token_context, context = factors
+        mixing = _factor(value.get("mixing"), 1.0, MAX_MIXING)
+        return cls(base, token, token_context, context, mixing)
 
     def decode_step(self, contexts: int) -> float:
         """Return the seconds of a step without prompts. `contexts` are the tokens of all running
         answers and their prompts."""
         return self.base + self.context * contexts
 
+    def mixed_step(self, contexts: int) -> float:
+        """Return the seconds of a step with prompts, less those of its prompt tokens."""
+        penalty = (self.mixing or 0.0) * self.base if contexts else 0.0
+        return self.decode_step(contexts) + penalty
+
     def worst_step(self, chunk: int, context: int, contexts: int) -> float:
         """Return the seconds of a step with the last `chunk` tokens of a prompt of `context`
         tokens."""
-        return self.decode_step(contexts) + chunk * (self.token + self.token_context * context)
+        return self.mixed_step(contexts) + chunk * (self.token + self.token_context * context)
 
     def prefill_seconds(
         self, uncached: int, total: int, chunk: int = MAX_STEP_TOKENS, contexts: int = 0
@@ -67,7 +78,7 @@ class StepModel:
         mean_context = total - uncached / 2
         steps = -(-uncached // max(1, chunk))
         tokens = uncached * (self.token + self.token_context * mean_context)
-        return steps * self.decode_step(contexts) + tokens
+        return steps * self.mixed_step(contexts) + tokens
 
 
 def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
@@ -81,6 +92,7 @@ def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
         max(one.token for one in models),
         max(one.token_context for one in models),
         max(one.context for one in models),
+        max((one.mixing for one in models if one.mixing is not None), default=None),
     )
 
 

@@ -84,7 +84,7 @@ class DecoderLoad(Struct, frozen=True):
 
     def chunk(self, total: int) -> int:
         """Return the most tokens of a prompt of `total` tokens in a step beside its answers."""
-        left = self.step_limit - self.model.decode_step(self.contexts)
+        left = self.step_limit - self.model.mixed_step(self.contexts)
         fitting = left / (self.model.token + self.model.token_context * total)
         return int(min(self.max_step_tokens, max(fitting, MIN_STEP_TOKENS)))
 

@@ -44,6 +44,37 @@ def test_prefill_takes_a_step_for_each_chunk() -> None:
     assert model.prefill_seconds(0, 1000) == 0
 
 
+def test_each_step_with_prompts_and_answers_has_the_mixing_penalty() -> None:
+    model = StepModel.parse(PAGE | {"mixing": 0.3})
+    assert model is not None
+    assert model.decode_step(100_000) == pytest.approx(0.013)
+    assert model.worst_step(256, 10_000, 100_000) == pytest.approx(0.03092 + 0.003)
+    assert model.worst_step(256, 10_000, 0) == pytest.approx(0.02792)
+    assert model.prefill_seconds(1000, 1000, 256, 100_000) == pytest.approx(4 * 0.016 + 0.051)
+    assert model.prefill_seconds(1000, 1000, 256) == pytest.approx(4 * 0.010 + 0.051)
+
+
+@pytest.mark.parametrize(
+    ("value", "mixing"),
+    [
+        *((known, known) for known in (0, 0.0, 1e-9, 0.3, 1, 100, 100.0)),
+        *((bad, None) for bad in (-0.1, 100.1, 10**400, math.nan, math.inf, -math.inf)),
+        ("0", None),
+        (True, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_strange_mixing_penalty_is_unknown_and_the_rest_of_the_page_holds(
+    value: object, mixing: float | None
+) -> None:
+    model, without = StepModel.parse(PAGE | {"mixing": value}), StepModel.parse(PAGE)
+    assert model is not None
+    assert model.mixing == mixing
+    if mixing is None:
+        assert model == without
+
+
 @pytest.mark.parametrize("name", ["base_ms", "token_us", "token_context_ns", "context_ns"])
 @pytest.mark.parametrize(
     "value", [None, "1", True, -1, float("nan"), float("inf"), 1e300, 10**400, [], {}]
@@ -72,6 +103,14 @@ def test_the_slowest_rank_of_an_engine_counts() -> None:
     for unknown in strange:
         made = capabilities(one, unknown)
         assert (made.step_model, made.max_step_tokens) == (StepModel.parse(PAGE), 0)
+
+
+def test_the_largest_known_mixing_penalty_of_the_ranks_counts() -> None:
+    unknown, zero, half = ({"step_model": {**PAGE, "mixing": value}} for value in (None, 0, 0.5))
+    for ranks, mixing in (((unknown, half, zero), 0.5), ((unknown, zero), 0), ((unknown,), None)):
+        model = capabilities(*ranks).step_model
+        assert model is not None
+        assert model.mixing == mixing
 
 
 def test_step_limit_is_that_of_the_slowest_rank_or_none() -> None:

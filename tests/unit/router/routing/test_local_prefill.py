@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from typing import Any, cast
 
 import pytest
@@ -64,11 +66,13 @@ def test_an_engine_with_a_step_budget_in_time_keeps_the_target_whatever_its_toke
     assert not slow.allows(4000, 8000, TARGET)
 
 
-def test_the_time_of_a_prompt_depends_on_the_step_budget_in_time() -> None:
-    limited = replace(BUSY, max_step_tokens=8192, step_limit=0.045)
+@pytest.mark.parametrize("mixing", [None, 0.0, 0.5])
+def test_the_time_of_a_prompt_depends_on_the_step_budget_in_time(mixing: float | None) -> None:
+    model = dataclasses.replace(MODEL, mixing=mixing)
+    limited = replace(BUSY, model=model, max_step_tokens=8192, step_limit=0.045)
     chunk = limited.chunk(8000)
-    assert MODEL.worst_step(chunk, 8000, 256_000) == pytest.approx(0.045, rel=0.01)
-    as_tokens = replace(BUSY, max_step_tokens=chunk)
+    assert model.worst_step(chunk, 8000, 256_000) == pytest.approx(0.045, rel=0.01)
+    as_tokens = replace(limited, step_limit=math.inf, max_step_tokens=chunk)
     assert limited.prefill_seconds(4000, 8000) == as_tokens.prefill_seconds(4000, 8000)
     assert replace(BUSY, step_limit=0.045).chunk(8000) == 256
 
