@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration import stopping_engine
+from tests.integration.nixl_puppet import TCP
 from tests.integration.oracle import Answer, body_of, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Launcher, Server, metric, wait_for, wait_until_stopped
 
 SHARED, OWN, LONG = 1280, 50, 4500
 """Tokens that prompts have in common, of each prompt alone, and of the one that keeps the holder
@@ -154,6 +157,35 @@ def test_a_holder_that_does_not_answer_costs_little(
     assert (fleet.loans("granted"), fleet.loans("refused")) == (0, 1)
     whole = [*shared, *tokens_of(LONG, 22)]
     assert differences([complete(alone, whole)], [long.result(timeout=120)[0]]) == []
+
+
+def test_a_holder_that_is_killed_in_the_middle_of_a_read_costs_little(
+    launcher: Launcher,
+    decoder: Server,
+    alone: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, value in {**TCP, stopping_engine.HOLDER: str(tmp_path / "holder")}.items():
+        monkeypatch.setenv(name, value)
+    with running(launcher, decoder, module=stopping_engine.__name__) as fleet:
+        shared, holder, borrower = fleet.warm(60, fleet.ps[0])
+        prompt = [*shared, *tokens_of(OWN, 64)]
+        long = fleet.keep_busy(holder, shared, 60)
+        stopping_engine.stop_at_next_read(holder, tmp_path / "holder")
+        short = fleet.pool.submit(fleet.send, "mid-read", prompt)
+        wait_until_stopped(holder.process.pid)
+        holder.kill()
+        killed = time.monotonic()
+        answer, line = short.result(timeout=60)
+        assert time.monotonic() - killed < MAX_SECONDS
+        assert line["prefiller"] == name_of(borrower)
+        assert "borrowed_tokens" not in line
+        assert metric(borrower, "disagg_engine_kv_loans_received_total") == 1
+        assert metric(borrower, "disagg_engine_kv_pulls_failed_total") == 1
+        assert differences([complete(alone, prompt)], [answer]) == []
+        whole = [*shared, *tokens_of(LONG, 62)]
+        assert differences([complete(alone, whole)], [long.result(timeout=120)[0]]) == []
 
 
 def test_a_leg_whose_loan_may_still_arrive_is_retried_without_holders(

@@ -5,13 +5,16 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.integration.legs import decode, holders, prefill
+from tests.integration import stopping_engine
+from tests.integration.legs import decode, holders, prefill, prefill_body
+from tests.integration.nixl_puppet import TCP
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for, wait_until_stopped
 from tests.vllm import forced_async, forged_loans
 from tests.vllm.measures import COMPUTED, FETCHED, counted, freed, nothing_left
 from tests.vllm.plugins import found_in, write_plugin
@@ -27,11 +30,17 @@ CONVERSATIONS = 500
 
 
 class Engines(NamedTuple):
+    to_stop: Path
+    """Where the reader finds the processes that it stops in the middle of a READ."""
     alone: Server
     holder: Server
     reader: Server
     decoder: Server
     """It lends as well, but what it answers is forged."""
+
+    @property
+    def connected(self) -> tuple[Server, Server, Server]:
+        return self.holder, self.reader, self.decoder
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +48,17 @@ def engines(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     plugin = write_plugin(tmp_path_factory.mktemp("async"), forced_async)
     environment = {**found_in(plugin), "VLLM_SERVER_DEV_MODE": "1"}
     forging = found_in(write_plugin(tmp_path_factory.mktemp("forged"), forged_loans))
+    stopping = found_in(write_plugin(tmp_path_factory.mktemp("stopping"), stopping_engine))
+    to_stop = tmp_path_factory.mktemp("holder") / "processes"
+    stopping |= {**TCP, stopping_engine.HOLDER: str(to_stop)}
     kinds = (
         Kind("loans-alone", None, LONG),
         Kind("loans-holder", OURS, (*ASYNC, *LONG, *BRIEF), environment=environment),
-        Kind("loans-reader", PATIENT, (*SCHEDULER, *LONG)),
+        Kind("loans-reader", PATIENT, (*SCHEDULER, *LONG), environment=stopping),
         Kind("loans-decoder", PATIENT, (*SCHEDULER, *LONG), environment=forging),
     )
     with fleet.servers(*kinds) as servers:
-        yield Engines(*servers)
+        yield Engines(to_stop, *servers)
 
 
 def borrow(engines: Engines, prompt: list[int], params: dict[str, Any]) -> tuple[int, int]:
@@ -71,7 +83,7 @@ def known_to(holder: Server, seed: int) -> list[int]:
 
 
 def test_identity_pages_tell_who_lends_and_borrows(engines: Engines) -> None:
-    for server in engines[1:]:
+    for server in engines.connected:
         (rank,) = server.get("/disagg/identity").json()["ranks"]
         assert (rank["lends"], rank["borrows"]) == (True, True)
         assert rank["num_blocks"] // 8 >= SYSTEM // 32, "the system prompt may be lent"
@@ -80,7 +92,7 @@ def test_identity_pages_tell_who_lends_and_borrows(engines: Engines) -> None:
 def test_a_system_prompt_is_read_from_an_idle_engine(engines: Engines) -> None:
     system = known_to(engines.holder, 100)
     wait_for(lambda: freed(engines.holder), "the holder is idle")
-    with nothing_left(*engines[1:]):
+    with nothing_left(*engines.connected):
         prompt = [*system, *tokens_of(64, 102)]
         assert borrow(engines, prompt, holders(engines.holder, SYSTEM)) == (SYSTEM, 64)
         # From now on the reader has it.
@@ -116,7 +128,7 @@ def test_a_decode_only_leg_borrows(engines: Engines) -> None:
 def test_what_a_step_under_way_computes_is_not_lent(engines: Engines) -> None:
     """The holder has 4,000 tokens in its cache as soon as their steps are scheduled."""
     prompts = [tokens_of(SYSTEM + 32, seed) for seed in (400, 401, 402)]
-    with nothing_left(*engines[1:]), ThreadPoolExecutor(1) as pool:
+    with nothing_left(*engines.connected), ThreadPoolExecutor(1) as pool:
         for prompt in prompts:
             wait_for(lambda: freed(engines.holder), "the holder is idle")
             first = pool.submit(complete, engines.holder, prompt)
@@ -136,7 +148,7 @@ def test_an_evicted_prefix_is_computed(engines: Engines) -> None:
 def test_a_loan_with_another_key_is_computed(engines: Engines) -> None:
     system, granted = known_to(engines.decoder, 550), counted(engines.decoder, "loans_given")
     prompt = [*system, *tokens_of(64, 552)]
-    with nothing_left(*engines[1:]):
+    with nothing_left(*engines.connected):
         assert borrow(engines, prompt, holders(engines.decoder, SYSTEM)) == (0, SYSTEM + 64)
     assert counted(engines.decoder, "loans_given") - granted == 1, "it was given, and given back"
 
@@ -148,6 +160,21 @@ def test_a_frozen_holder_costs_its_time_and_no_request(engines: Engines) -> None
         prompt = [*system, *tokens_of(64, 602)]
         assert borrow(engines, prompt, params) == (0, SYSTEM + 64)
     wait_for(lambda: freed(engines.holder), "the holder has its blocks back")
+
+
+def test_a_holder_frozen_in_the_middle_of_a_read_fails_the_leg_and_not_its_retry(
+    engines: Engines,
+) -> None:
+    prompt = [*known_to(engines.holder, 650), *tokens_of(64, 652)]
+    body = prefill_body(prompt, holders(engines.holder, SYSTEM))
+    stopping_engine.stop_at_next_read(engines.holder, engines.to_stop)
+    with nothing_left(*engines.connected), ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(engines.reader.post, "/v1/completions", body)
+        wait_until_stopped(engines.holder.process.pid)
+        with engines.holder.frozen():
+            answer = leg.result(timeout=60)
+            assert "kv_load" in answer.text, "a READ may still write into its blocks"
+            assert borrow(engines, prompt, {}) == (0, SYSTEM + 64)
 
 
 @pytest.mark.nightly
@@ -172,16 +199,22 @@ def test_hundreds_of_conversations_are_those_of_one_vllm_alone(engines: Engines)
         known.append([*prompt, *turn.answer.tokens])
         return differences([complete(engines.alone, prompt)], [turn.answer])
 
-    with nothing_left(*engines[1:]), ThreadPoolExecutor(4) as pool:
+    with nothing_left(*engines.connected), ThreadPoolExecutor(4) as pool:
         wrong = [line for lines in pool.map(talk, range(CONVERSATIONS)) for line in lines]
     assert wrong == []
     assert total > CONVERSATIONS * 32
 
 
-def test_a_killed_holder_costs_no_request(engines: Engines) -> None:
-    """The last test: the engine is gone."""
-    system = known_to(engines.holder, 800)
+def test_a_holder_killed_in_the_middle_of_a_read_costs_no_request(engines: Engines) -> None:
+    """From now on the engine is gone."""
+    read, requested = known_to(engines.holder, 800), known_to(engines.holder, 810)
     params = holders(engines.holder, SYSTEM)
-    engines.holder.kill()
-    prompt = [*system, *tokens_of(64, 802)]
-    assert borrow(engines, prompt, params) == (0, SYSTEM + 64)
+    received = counted(engines.reader, "loans_received")
+    stopping_engine.stop_at_next_read(engines.holder, engines.to_stop)
+    with ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(borrow, engines, [*read, *tokens_of(64, 802)], params)
+        wait_until_stopped(engines.holder.process.pid)
+        engines.holder.kill()
+        assert leg.result(timeout=120) == (0, SYSTEM + 64)
+    assert counted(engines.reader, "loans_received") - received == 1
+    assert borrow(engines, [*requested, *tokens_of(64, 812)], params) == (0, SYSTEM + 64)
