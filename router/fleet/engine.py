@@ -241,17 +241,23 @@ class EngineLoad:
     prefill_rate: PrefillRate = field(default_factory=PrefillRate, init=False)
     local_prefill_s: float = field(default=0.0, init=False)
     """Estimated seconds of work for this router's prompts that the engine computes as a decode
-    engine, until their first token."""
+    engine, until their first token. At an engine of both roles those of prefill legs count here,
+    too, and not in `tokens_in_flight`, so that the load of prompts and of answers can be told
+    apart."""
     local_prefill_tokens: int = field(default=0, init=False)
     """The uncached tokens of these prompts."""
     local_prefill_elsewhere: tuple[float, int] = field(default=(0.0, 0), init=False)
     """The seconds and tokens that other routers report of their prompts."""
+    offered_prefill_s: float = field(default=0.0, init=False)
+    """Seconds of work of all prompts that have ever counted in `local_prefill_s`."""
 
     def add_local_prefill(self, seconds: float, tokens: int) -> None:
         """Count a prompt that it computes as a decode engine."""
         self.local_prefill_tokens += tokens
         # Sums of floats drift.
         self.local_prefill_s = max(0.0, self.local_prefill_s + seconds)
+        if seconds > 0:
+            self.offered_prefill_s += seconds
 
     @property
     def total_local_prefill(self) -> tuple[float, int]:
@@ -262,8 +268,9 @@ class EngineLoad:
     def note_prefill(self, sent: float, ended: float, computed: int | None) -> None:
         """Learn the engine's speed from a prefill leg that still counts as load; see
         PrefillRate."""
-        total = self.total_tokens
-        share = self.tokens_in_flight / total if total else 1.0
+        own = self.tokens_in_flight + self.local_prefill_tokens
+        total = self.total_tokens + self.total_local_prefill[1]
+        share = own / total if total else 1.0
         self.prefill_rate.note_leg(sent, ended, computed, share)
 
     def add_load(self, legs: int, tokens: int) -> None:
@@ -333,12 +340,18 @@ class Engine(EngineLoad):
     engine does not change the groups of the others."""
     credential: str = ""
     """The Authorization header for the router's own requests."""
+    preferred_role: EngineRole = field(init=False)
+    """The role of its new legs, as long as there are others for the other role; see
+    `Fleet.prefer_roles`. It differs from `role` only for engines of both roles."""
+    role_reason: str = ""
+    """Why it prefers that role; empty if there is no choice."""
     name: str = field(init=False)
     role: EngineRole = field(init=False)
     intent: Intent = field(init=False)
 
     def __post_init__(self) -> None:
         self.name, self.models = self.spec.name, self.spec.models or None
+        self.preferred_role = self.spec.role
         self.update_spec(self.spec)
 
     @property
@@ -357,6 +370,8 @@ class Engine(EngineLoad):
         """Replace the description of the engine at this address."""
         if spec.models != self.spec.models:
             self.models = spec.models or None  # models that it reported itself may be outdated
+        if spec.role is not self.spec.role:
+            self.preferred_role, self.role_reason = spec.role, ""
         self.spec, self.role, self.group, self.intent = spec, spec.role, spec.group, spec.intent
         self.update_availability()
 

@@ -75,6 +75,8 @@ class GroupPool:
     decode_places: Sequence[Place] = ()
     """The engines of a role, with the data-parallel ranks of those that have several; empty if none
     has."""
+    is_free: bool = False
+    """Each engine computes prompts and answers, by cost; see router.routing.free_placement."""
 
     def by_role(self, role: EngineRole) -> Sequence[Engine]:
         return self.prefillers if role is EngineRole.PREFILL else self.decoders
@@ -145,6 +147,8 @@ class Fleet:
         """Engines that become healthy are avoided until `note_warm`, if there are others."""
         self.group_weights: Mapping[str, float] = {}
         """The weights of groups that do not use their engines' weights."""
+        self.free_groups: Set[str] = frozenset()
+        """The groups where each engine computes prompts and answers, by cost."""
         self.report = NOTHING_FOUND
         """Why some engines exchange no KV, as last compared; see `compare`."""
         self._is_compared = True
@@ -249,6 +253,22 @@ class Fleet:
             engine.pool = self._make_pool(spec)
         engine.update_spec(spec)
         self._refresh()
+
+    def prefer_roles(self, roles: Mapping[str, tuple[EngineRole, str]], free: Set[str]) -> None:
+        """Give engines of both roles a preferred role with its reason, by name, from now on: their
+        running legs go on. In the groups `free`, requests choose by cost."""
+        has_changed = free != self.free_groups
+        self.free_groups = free
+        for name, (role, reason) in roles.items():
+            engine = self._engines.get(name)
+            if engine is None or engine.role is not EngineRole.BOTH:
+                continue
+            if engine.preferred_role is not role:
+                logger.info("engine %s now prefers %s legs: %s", name, role, reason)
+                has_changed = True
+            engine.preferred_role, engine.role_reason = role, reason
+        if has_changed:
+            self._refresh()
 
     def set_group_weights(self, weights: Mapping[str, float]) -> None:
         """Use these weights of groups; the other groups use their engines' weights."""
@@ -436,7 +456,9 @@ class Fleet:
         removed, self._removed = self._removed, set()
         if removed:
             self._tuples.forget(removed)
-        self.snapshot = build_snapshot(self.engines, self._tuples, self.group_weights)
+        self.snapshot = build_snapshot(
+            self.engines, self._tuples, self.group_weights, self.free_groups
+        )
         for engine in removed:
             self.on_lost(engine)
         if self.groups != before:
@@ -515,8 +537,10 @@ def build_snapshot(
     engines: Iterable[Engine],
     tuples: EngineTuples | None = None,
     weights: Mapping[str, float] | None = None,
+    free: Set[str] = frozenset(),
 ) -> Snapshot:
-    """Make a snapshot. `weights` of groups take precedence over the weights of their engines."""
+    """Make a snapshot. `weights` of groups take precedence over the weights of their engines. In
+    the groups `free`, requests choose engines by cost."""
     tuples, weights = tuples or EngineTuples(), weights or {}
     usable = [engine for engine in engines if engine.is_usable]
     unknown = [engine for engine in usable if engine.models is None]
@@ -525,9 +549,12 @@ def build_snapshot(
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
     return Snapshot(
-        {model: _pools([*named, *unknown], tuples, weights) for model, named in serving.items()},
-        _pools(usable, tuples, weights),
-        _pools(unknown, tuples, weights),
+        {
+            model: _pools([*named, *unknown], tuples, weights, free)
+            for model, named in serving.items()
+        },
+        _pools(usable, tuples, weights, free),
+        _pools(unknown, tuples, weights, free),
         {} if unknown else _context_lengths(serving),
         frozenset().union(*[engine.adapters for engine in usable]),
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
@@ -555,7 +582,7 @@ def _context_lengths(serving: Mapping[str, Sequence[Engine]]) -> dict[str, int]:
 
 
 def _pools(
-    engines: Sequence[Engine], tuples: EngineTuples, weights: Mapping[str, float]
+    engines: Sequence[Engine], tuples: EngineTuples, weights: Mapping[str, float], free: Set[str]
 ) -> tuple[GroupPool, ...]:
     groups: dict[str, list[Engine]] = {}
     for engine in engines:
@@ -566,7 +593,7 @@ def _pools(
         decoders = tuples.get(_best(members, EngineRole.DECODE))
         weight = weights.get(group, sum([e.spec.weight for e in decoders or prefillers]))
         places = (_places(prefillers, tuples), _places(decoders, tuples))
-        pools.append(GroupPool(group, weight, prefillers, decoders, *places))
+        pools.append(GroupPool(group, weight, prefillers, decoders, *places, group in free))
     return tuple(pools)
 
 
@@ -577,8 +604,11 @@ def _places(engines: Sequence[Engine], tuples: EngineTuples) -> Sequence[Place]:
 
 
 def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
-    """Return the available engines, or else the healthy ones, or else those not probed yet. So an
-    open circuit or an overload never leaves a role without any engine."""
+    """Return the available engines that prefer the role, or else all available ones, or else the
+    healthy ones, or else those not probed yet. So an open circuit or an overload never leaves a
+    role without any engine."""
     able = [engine for engine in members if engine.role.plays(role)]
     available = [engine for engine in able if engine.is_available]
-    return available or [engine for engine in able if engine.health is Health.HEALTHY] or able
+    preferred = [engine for engine in available if engine.preferred_role.plays(role)]
+    healthy = [engine for engine in able if engine.health is Health.HEALTHY]
+    return preferred or available or healthy or able

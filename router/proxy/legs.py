@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
-from router.fleet.engine import DECODE, HALF_OPEN, PREFILL, Engine, EngineRole, Place
+from router.fleet.engine import BOTH, DECODE, HALF_OPEN, PREFILL, Engine, EngineRole, Place
 from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
@@ -48,7 +48,7 @@ from router.proxy.load_failure import (
 )
 from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import error_text
-from router.proxy.plan import queue_local_prefill
+from router.proxy.plan import queue_local_prefill, queue_prefill
 from router.proxy.push import PushParams
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
@@ -157,7 +157,11 @@ async def _prefill_leg(
         notes.sent(place.name)
     answer: EngineAnswer | None = None
     computed: int | None = None
-    place.add_load(1, tokens)
+    queued: QueuedPrefill | None = None
+    load = tokens
+    if engine.role is BOTH:
+        queued, load = queue_prefill(request, engine, place, tokens), 0
+    place.add_load(1, load)
     if engine.breaker.circuit is HALF_OPEN:
         gateway.fleet.note_leg_started(engine, run)
     try:
@@ -240,7 +244,9 @@ async def _prefill_leg(
         place.note_prefill(started, now(), computed)
         if loan is not None:
             loan.close()
-        place.add_load(-1, -tokens)
+        place.add_load(-1, -load)
+        if queued is not None:
+            queued.end()
         if answer is not None:
             answer.close()
         if engine.breaker.trial is run:

@@ -34,11 +34,12 @@ from router.routing.route import Route
 MAX_SHORT_BODY_BYTES = 4096
 # Reasons why one decode engine answers: its cache lacks little of the prompt; it computes the
 # prompt sooner than a prefill engine; it measures its steps with the prompt; it is also the only
-# prefill engine; the prompt is embeddings that engines cannot share.
+# prefill engine; it costs least for both legs; the prompt is embeddings that engines cannot share.
 SHORT_PROMPT = "short"
 SOONER = "sooner"
 TRIAL = "trial"
 SAME_ENGINE = "same_engine"
+CHEAPEST = "cheapest"
 PROMPT_EMBEDS = "prompt_embeds"
 # Reason why one prefill engine answers: the client wants only the token that it samples anyway.
 ONE_TOKEN_ANSWER = "one_token"
@@ -92,8 +93,11 @@ def make_plan(
         return Plan(PASSED, DECODE_ONLY, route, PASSED)
     if request.decode_only_reason:
         return Plan("decode_only", DECODE_ONLY, route, request.decode_only_reason)
+    name = "turn" if request.names_conversation else "decode_only"
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
         # The engine plays both roles, and no engine loads KV from itself.
+        if route.is_free and not request.threshold:
+            return Plan(name, DECODE_ONLY, route, CHEAPEST, reuse=reuse)
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:
             return Plan("decode_only", DECODE_ONLY, route, SAME_ENGINE, reuse=reuse)
@@ -105,7 +109,6 @@ def make_plan(
         return Plan("prefill_only", DECODE_ONLY, route, ONE_TOKEN_ANSWER)
     local = find_local_prefill(request, route, reuse, limits, is_placed)
     if local is not None:
-        name = "turn" if request.names_conversation else "decode_only"
         decoder, reason = local
         others = [engine for engine in route.decoders if engine is not decoder]
         route = replace(route, decoders=[decoder, *others])
@@ -171,7 +174,7 @@ def find_local_prefill(
     """
     least, target = limits.min_remote_prefill_tokens, limits.target_itl
     candidates: Sequence[Engine] = ()
-    if target and route.prefillers and not request.is_several:
+    if target and route.prefillers and not request.is_several and not route.is_free:
         is_bound = is_placed or limits.decode_policy == "session"
         is_bound = is_bound or (reuse is not None and reuse.decoder is not None)
         found = route.decoders[:1] if is_bound else route.decoders
@@ -244,6 +247,15 @@ def queue_local_prefill(
     if request.exact_stream or request.body.get("stream") is not True:
         queued.end_in_time(request.exchange.loop)
     return queued
+
+
+def queue_prefill(request: Request, engine: Engine, place: Place, uncached: int) -> QueuedPrefill:
+    """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank."""
+    load, uncached = DecoderLoad.of(engine, place), max(1, uncached)
+    if load is None:
+        return QueuedPrefill({engine, place}, uncached * place.prefill_rate.token_seconds, uncached)
+    seconds = load.prefill_seconds(uncached, max(uncached, request.tokens))
+    return QueuedPrefill({engine, place}, seconds, uncached)
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:

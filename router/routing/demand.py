@@ -81,8 +81,9 @@ class EngineDemand:
                 rate = rates[engine.name] or median(known)
                 new = computed - last.get(engine.name, computed)
                 needed += max(0, new) / max(elapsed, 1e-3) / rate / BUSY_SHARE
-                if engine.role is not BOTH:  # the load of which is that of answers, too
-                    needed += engine.tokens_in_flight / rate / DRAIN_S
+                both = engine.role is BOTH  # its tokens in flight are those of answers
+                queued = engine.local_prefill_tokens if both else engine.tokens_in_flight
+                needed += queued / rate / DRAIN_S
         return needed if known else None
 
     def _decode(self, engines: list[Engine]) -> float | None:

@@ -70,8 +70,6 @@ class DecoderLoad(Struct, frozen=True):
             return None
         parts = _count_ranks(place)
         queued_s, queued = place.total_local_prefill
-        if engine.role is BOTH:  # its prefill legs may fill each step
-            queued = parts * known.max_step_tokens
         return cls(
             known.step_model,
             known.max_step_tokens,
@@ -140,10 +138,12 @@ class PrefillerLoad(Struct, frozen=True):
         """
         known = engine.capabilities
         model = known.step_model or decoder.model
-        # The load of an engine of both roles does not show which part is queued prompts.
-        queued = 0 if engine.role is BOTH else place.total_tokens // _count_ranks(place)
+        parts = _count_ranks(place)
         chunk = known.max_step_tokens or MAX_STEP_TOKENS
-        return cls(model, chunk, queued * (place.prefill_rate.token_seconds or model.token))
+        if engine.role is BOTH:  # its tokens are those of answers
+            return cls(model, chunk, place.total_local_prefill[0] / parts)
+        seconds = place.prefill_rate.token_seconds or model.token
+        return cls(model, chunk, place.total_tokens // parts * seconds)
 
     def cost(self, uncached: int, total: int) -> float:
         """Return the cost in seconds of a prompt of which it lacks `uncached` tokens, with the

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from router.fleet.engine import PrefillRate
+from router.fleet.engine import BOTH, PrefillRate
 
 MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
@@ -35,6 +35,12 @@ class Candidate(Protocol):
     total_tokens: int
     """Estimated prompt tokens of these legs."""
     prefill_rate: PrefillRate
+
+    @property
+    def total_local_prefill(self) -> tuple[float, int]:
+        """Seconds and tokens of the prompts that it computes as a decode engine; at an engine of
+        both roles, of all prompts."""
+        ...
 
     @property
     def cache_tokens(self) -> int:
@@ -157,6 +163,15 @@ legs = attrgetter("total_legs")
 load = attrgetter("total_tokens", "total_legs")
 
 
+def queued_tokens(engine: Candidate) -> int:
+    """Return the tokens of the prompts that the engine has to compute as a prefill engine."""
+    return engine.total_local_prefill[1] if engine.role == BOTH else engine.total_tokens
+
+
+def prefill_load(engine: Candidate) -> tuple[int, int]:
+    return queued_tokens(engine), engine.total_legs
+
+
 def filled(order: list[E], *more: Iterable[E]) -> list[E]:
     """Return the order, extended to MAX_ORDERED engines from `more` if there are enough."""
     for engines in more:
@@ -237,14 +252,18 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """The engine with the fewest prompt tokens in flight.
+    """The engine with the least load: with the fewest prompt tokens in flight, if nothing else is
+    given.
 
     Of many engines it considers a sample: the best of 64 is nearly the best of all, and routers
     that do not know each other's requests do not all choose the same engine.
     """
 
+    def __init__(self, load_of: Callable[[Candidate], tuple[int, int]] = load) -> None:
+        self._load_of = load_of
+
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
-        return sorted(some_of(candidates, query.turn), key=load)[:MAX_ORDERED]
+        return sorted(some_of(candidates, query.turn), key=self._load_of)[:MAX_ORDERED]
 
 
 class PowerOfTwo(Policy):

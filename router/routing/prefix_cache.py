@@ -28,6 +28,8 @@ from router.routing.policy import (
     filled,
     load,
     mix,
+    prefill_load,
+    queued_tokens,
     some_of,
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
@@ -214,7 +216,8 @@ class PrefillCost(PrefixAffinity):
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         super().__init__(bound, index)
-        self._by_load = LeastLoaded()
+        self._by_load = LeastLoaded(prefill_load)
+        self._load_of = prefill_load
         self._slowness: dict[str, float] = {}
         """The slowness of each engine, by name; empty while all engines seem equally fast."""
         self._fastest = 1.0
@@ -235,15 +238,15 @@ class PrefillCost(PrefixAffinity):
         if not depth:
             return self._soonest(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query)
-        if not one.total_tokens and not slowness:
+        if not queued_tokens(one) and not slowness:
             return _with_stand_in(one, candidates, query.turn)
         idle = self._soonest(candidates, query)
         # With several idle engines, the wait is all that counts.
-        share = 1.0 if len(idle) > 2 and not idle[-1].total_tokens else QUEUE_SHARE
+        share = 1.0 if len(idle) > 2 and not queued_tokens(idle[-1]) else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
 
         def cost_of(engine: E, uncached: int) -> float:
-            return slowness.get(engine.name, 1.0) * (uncached + share * engine.total_tokens)
+            return slowness.get(engine.name, 1.0) * (uncached + share * queued_tokens(engine))
 
         costs = [(cost_of(engine, tokens), engine) for engine in idle]
         least, among = costs[0][0], bits.all
@@ -265,7 +268,7 @@ class PrefillCost(PrefixAffinity):
             return self._by_load.order(candidates, query)
         considered = some_of(candidates, query.turn)
         return sorted(
-            considered, key=lambda one: slowness.get(one.name, 1.0) * (one.total_tokens + tokens)
+            considered, key=lambda one: slowness.get(one.name, 1.0) * (queued_tokens(one) + tokens)
         )[:MAX_ORDERED]
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> None:
@@ -276,11 +279,11 @@ class PrefillCost(PrefixAffinity):
             self._slowness.pop(engine.name, None)
         self._slowness.update(zip((engine.name for engine in candidates), found, strict=False))
         self._fastest = min(self._slowness.values(), default=1.0)
-        self._load_of = self._seconds_of if self._slowness else load
+        self._load_of = self._seconds_of if self._slowness else prefill_load
 
     def _seconds_of(self, engine: Candidate) -> float:
         """Return when the engine would have computed a chunk more, without a unit."""
-        return self._slowness.get(engine.name, 1.0) * (engine.total_tokens + TOKENS_PER_CHUNK)
+        return self._slowness.get(engine.name, 1.0) * (queued_tokens(engine) + TOKENS_PER_CHUNK)
 
     def forget(self, name: str) -> None:
         super().forget(name)

@@ -15,20 +15,27 @@ In simulations of published traces at the measured costs of H200, free placement
 the rate of the best fixed division of the engines, but less than that division where mixing costs a
 whole weight read; the boundary served 1.3 times the rate in both cases (docs/performance.md).
 
-The share of prompts is need_prefill / (need_prefill + need_decode), both in engines. Offered work
-is the signal, because a decode engine is busy at any load, and a queue shows bursts instead of
-need. The queue of prompts and the KV of answers are guards.
+The share of engines for prompts is need_prefill / (need_prefill + need_decode), both in engines.
+Offered work is the signal, because a decode engine is busy at any load, and a queue shows bursts
+instead of need. The queue of prompts and the KV of answers are guards.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from time import monotonic as now
 from typing import NamedTuple
 
-from router.fleet.engine import BOTH, DECODE, PREFILL, EngineRole
+from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole
+from router.fleet.fleet import Fleet
 from router.fleet.step_model import StepModel
+
+logger = logging.getLogger("disagg_router.routing")
 
 INTERVAL_S = 2.0
 # Weight reads that a step with prompts and answers may cost beyond its parts, for free placement.
@@ -167,3 +174,58 @@ class RoleBalancer:
         ]
         known = [mixing for mixing in found if mixing is not None]
         return median(known) if len(known) == len(engines) else None
+
+
+class RoleKeeper:
+    """Gives the engines of a fleet their preferred roles, each INTERVAL_S. Without engines of both
+    roles it does nothing."""
+
+    def __init__(self, fleet: Fleet, target_itl: float) -> None:
+        self._fleet, self._target_itl = fleet, target_itl
+        self._balancers: dict[str, RoleBalancer] = {}
+
+    async def run(self) -> None:
+        """Update until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                self.update(now())
+            except Exception:  # the preferences stay as they are
+                logger.exception("roles cannot be balanced")
+
+    def update(self, moment: float) -> None:
+        groups: defaultdict[str, list[Engine]] = defaultdict(list)
+        for engine in self._fleet.engines:
+            if engine.is_available:
+                groups[engine.group].append(engine)
+        roles: dict[str, tuple[EngineRole, str]] = {}
+        free: set[str] = set()
+        balancers, self._balancers = self._balancers, {}
+        for group, engines in groups.items():
+            if not any(engine.role is BOTH for engine in engines):
+                continue
+            balancer = balancers.get(group) or RoleBalancer(self._target_itl)
+            self._balancers[group] = balancer
+            found = balancer.update([state_of(engine) for engine in engines], moment)
+            if found is None:
+                roles |= {e.name: (BOTH, "") for e in engines}
+                continue
+            roles |= {name: (role, found.reason) for name, role in found.roles.items()}
+            if found.is_free:
+                free.add(group)
+        self._fleet.prefer_roles(roles, free)
+
+
+def state_of(engine: Engine) -> EngineState:
+    known = engine.capabilities
+    return EngineState(
+        engine.name,
+        engine.role,
+        known.step_model,
+        not math.isinf(known.step_limit),
+        engine.cache_tokens,
+        engine.tokens_in_flight,
+        engine.total_tokens,
+        engine.offered_prefill_s,
+        engine.total_local_prefill[0],
+    )

@@ -13,13 +13,17 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from math import inf, log
 from operator import attrgetter
+from random import random
 
 from msgspec import Struct
 
 from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
 from router.fleet.fleet import GroupPool
 from router.routing.chunk_index import ChunkIndex
+from router.routing.free_placement import Choice, place_freely
+from router.routing.local_prefill import DecoderLoad
 from router.routing.policy import (
+    MAX_ORDERED,
     LeastLoaded,
     LoadBound,
     Policy,
@@ -28,6 +32,8 @@ from router.routing.policy import (
     RoundRobin,
     RoutingQuery,
     load,
+    prefill_load,
+    some_of,
 )
 from router.routing.prefix_cache import PrefillCost, PrefixAffinity
 from router.routing.session_affinity import SessionAffinity
@@ -41,7 +47,10 @@ POLICIES: dict[str, PolicyMaker] = {
     "prefix": PrefixAffinity,
 }
 # The load of a prefill engine is work that is queued there, so both count in one cost.
-PREFILL_POLICIES = POLICIES | {"prefix": PrefillCost}
+PREFILL_POLICIES = POLICIES | {
+    "least_loaded": lambda bound, index: LeastLoaded(prefill_load),
+    "prefix": PrefillCost,
+}
 
 
 class GroupPolicies(dict[str, Policy]):
@@ -85,6 +94,8 @@ class Route(Struct, frozen=True):
     decode_feedback: PolicyFeedback | None = None
     all_decoders: Sequence[Engine] = ()
     """All decode engines of the group, in no order; `decoders` are those that the policy named."""
+    is_free: bool = False
+    """The engines were chosen by cost for both legs together; the first ones may be the same."""
     prefill_ranks: Mapping[Engine, EngineRank] = {}
     decode_ranks: Mapping[Engine, EngineRank] = {}
     """The best data-parallel ranks of engines that the policy named, if it chooses ranks."""
@@ -127,6 +138,9 @@ def route(
     if pool is None:
         return NOWHERE
     group = pool.group
+    if pool.is_free and prefill_query is not None:
+        policies = prefill[group], decode[group]
+        return _route_freely(pool, policies, (prefill_query, decode_query), preferred)
     prefillers, p_ranks, prefill_feedback = _order(
         prefill, group, pool.prefillers, pool.prefill_places, prefill_query
     )
@@ -142,8 +156,48 @@ def route(
         prefill_feedback,
         decode_feedback,
         pool.decoders,
-        p_ranks,
-        d_ranks,
+        prefill_ranks=p_ranks,
+        decode_ranks=d_ranks,
+    )
+
+
+def _route_freely(
+    pool: GroupPool,
+    policies: tuple[Policy, Policy],
+    queries: tuple[RoutingQuery, RoutingQuery],
+    preferred: Engine | None,
+) -> Route:
+    """Choose the engines for both legs by cost, among all engines of a group that do both."""
+    query = queries[0]
+    prefill_feedback, decode_feedback = (
+        PolicyFeedback(policy, one) if one.chunks and policy.uses_feedback else None
+        for policy, one in zip(policies, queries, strict=True)
+    )
+    for policy in policies:  # so that they know the names of these engines
+        policy.order(pool.decoders, query)
+    engines = list(some_of(pool.decoders, query.turn))
+    if preferred is not None and preferred in pool.decoders and preferred not in engines:
+        engines.append(preferred)
+    choices = []
+    for engine in engines:
+        load = DecoderLoad.of(engine, engine)
+        if load is not None:
+            held = [policy.expected_tokens(engine.name, query) for policy in policies]
+            uncached, legs = max(1, query.tokens - min(held)), engine.total_legs
+            choices.append(Choice(engine, load, uncached, legs, engine.kv_leases))
+    prefillers = decoders = engines[:MAX_ORDERED]
+    if choices:
+        has_others = any(engine.total_legs > engine.in_flight for engine in engines)
+        chance = random if has_others else None
+        prefillers, decoders = place_freely(choices, query.tokens, preferred, chance)
+    return Route(
+        pool.group,
+        prefillers,
+        decoders,
+        prefill_feedback,
+        decode_feedback,
+        pool.decoders,
+        is_free=True,
     )
 
 

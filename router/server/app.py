@@ -49,6 +49,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
 from router.routing.demand import EngineDemand
 from router.routing.peers import PeerRouters
+from router.routing.role_balance import RoleKeeper
 from router.routing.worker_exchange import WorkerExchange
 from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
@@ -154,6 +155,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
             tasks.append(loop.create_task(authenticator.renew_leases()))
         if exchange is not None:
             tasks.append(loop.create_task(exchange.exchange_forever()))
+        if settings.target_itl:
+            tasks.append(loop.create_task(RoleKeeper(fleet, settings.target_itl).run()))
         try:
             await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
             if settings.warm_up != "off":

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+
+from router.fleet.engine import Engine
+from router.fleet.step_model import StepModel
+from router.routing.role_balance import RoleKeeper
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import (
     PARAMS,
     MockEngine,
@@ -59,3 +68,105 @@ async def test_the_one_that_prefilled_for_another_decodes_by_itself_where_it_is_
         assert not any(params and params.get("remote_engine_id") == own for params in legs)
         assert router.metric("decode_only_total", reason="same_engine")
         await router.settled()
+
+
+STEP_MODEL = {"base_ms": 10.0, "token_us": 50.0, "token_context_ns": 1.0, "context_ns": 30.0}
+PROMPT = "a few words " * 3000  # 9,000 tokens
+RANK = {
+    "num_blocks": 100_000,
+    "block_size": 16,
+    "max_step_tokens": 2048,
+    "target_itl_ms": 50.0,
+    "step_model": STEP_MODEL | {"mixing": 0.1},
+}
+
+
+@pytest.fixture
+async def both(start_router: StartRouter, p: MockEngine) -> AsyncIterator[Both]:
+    """A router with two engines of both roles, which report `RANK`."""
+    p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
+    async with running_engine(either) as other:
+        other.identity = {"capabilities": [], "ranks": [RANK]}
+        router = await start_router(ps=[p, other], ds=[p, other], target_itl=0.05)
+        await router.knows_its_engines()
+        yield Both(router, p, other, RoleKeeper(router.gateway.fleet, 0.05))
+
+
+class Both(NamedTuple):
+    router: Router
+    p: MockEngine
+    other: MockEngine
+    keeper: RoleKeeper
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.router.engine(self.p), self.router.engine(self.other)]
+
+    async def prompt(self, text: str = PROMPT) -> tuple[int, int]:
+        """Send a prompt; return how many requests each engine got for it."""
+        before = len(self.p.requests), len(self.other.requests)
+        answer = await self.router.complete(prompt=text, stream=True)
+        assert answer.status_code == 200
+        return len(self.p.requests) - before[0], len(self.other.requests) - before[1]
+
+
+async def test_an_idle_engine_of_a_free_group_does_both_legs(both: Both) -> None:
+    both.keeper.update(0.0)
+    assert [one.preferred_role for one in both.engines] == ["both", "both"]
+    assert "0.10 weight reads" in both.engines[0].role_reason
+    assert sorted(await both.prompt()) == [0, 1]
+    assert both.router.metric("decode_only_total", reason="cheapest") == 1
+
+
+async def test_a_busy_engine_of_a_free_group_leaves_the_prompt_to_another(both: Both) -> None:
+    both.keeper.update(0.0)
+    busy, idle = both.engines
+    busy.add_local_prefill(30.0, 100_000)
+    idle.add_load(20, 1_500_000)  # and its cache is full
+    assert await both.prompt() == (1, 0)
+    idle.add_load(-10, -900_000)  # it has room, but its steps are long
+    busy.add_local_prefill(-30.0, -100_000)
+    busy.add_load(20, 1_550_000)
+    assert sorted(await both.prompt("other words " * 3000)) == [0, 1]
+    assert both.router.metric("decode_only_total", reason="cheapest") == 2
+
+
+async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: Both) -> None:
+    for engine in both.engines:
+        engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
+    both.keeper.update(0.0)
+    roles = {engine.name: engine.preferred_role for engine in both.engines}
+    assert sorted(roles.values()) == ["decode", "prefill"]
+    (pool,) = both.router.gateway.fleet.snapshot.any_model
+    assert [one.preferred_role for one in pool.prefillers] == ["prefill"]
+    assert [one.preferred_role for one in pool.decoders] == ["decode"]
+    assert not pool.is_free
+    prefers_prompts = pool.prefillers[0]
+    prefers_prompts.add_load(30, 300_000)  # old answers, which are no queue of prompts
+    pool.decoders[0].add_load(1, 900_000)  # no time for a prompt of its own
+    assert await both.prompt() == (1, 1)
+    both.router.gateway.fleet.note_unreachable(prefers_prompts, "test")
+    (pool,) = both.router.gateway.fleet.snapshot.any_model
+    assert pool.prefillers == pool.decoders != ()
+
+
+async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def look(request: Received, peer: Peer) -> None:
+        engines = both.engines
+        seen.append(
+            (sum(e.total_tokens for e in engines), sum(e.local_prefill_tokens for e in engines))
+        )
+        await either(request, peer)
+
+    both.p.usual = both.other.usual = look
+    await both.prompt()
+    (contexts, queued) = seen[0]
+    assert contexts == 0 and queued > 9000 * 0.9
+    (contexts, queued) = seen[1]
+    assert contexts > 9000 * 0.9 and queued == 0
+    await both.router.settled()
+    for engine in both.engines:
+        assert (engine.total_legs, engine.total_tokens, engine.total_local_prefill[1]) == (0, 0, 0)
+    assert sum(engine.offered_prefill_s for engine in both.engines) > 0

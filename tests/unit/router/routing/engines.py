@@ -16,6 +16,7 @@ class Engine:
     total_legs: int = 0
     total_tokens: int = 0
     prefill_rate: PrefillRate = field(default_factory=PrefillRate)
+    total_local_prefill: tuple[float, int] = (0.0, 0)
     cache_tokens: int = 0
     role: str = "prefill"
 
