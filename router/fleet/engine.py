@@ -249,15 +249,14 @@ class EngineLoad:
     local_prefill_elsewhere: tuple[float, int] = field(default=(0.0, 0), init=False)
     """The seconds and tokens that other routers report of their prompts."""
     offered_prefill_s: float = field(default=0.0, init=False)
-    """Seconds of work of all prompts that have ever counted in `local_prefill_s`."""
+    """Seconds of work of all prompts that have ever counted in `local_prefill_s`, on an engine
+    without answers."""
 
     def add_local_prefill(self, seconds: float, tokens: int) -> None:
         """Count a prompt that it computes as a decode engine."""
         self.local_prefill_tokens += tokens
         # Sums of floats drift.
         self.local_prefill_s = max(0.0, self.local_prefill_s + seconds)
-        if seconds > 0:
-            self.offered_prefill_s += seconds
 
     @property
     def total_local_prefill(self) -> tuple[float, int]:

@@ -243,7 +243,7 @@ def queue_local_prefill(
             return None  # it shows little of the time of its steps
         decoder.capabilities.trial_prefills += 1
         return QueuedPrefill({decoder, place}, 0.0, uncached)
-    queued = QueuedPrefill({decoder, place}, load.prefill_seconds(uncached, total), uncached)
+    queued = load.queue({decoder, place}, uncached, total)
     if request.exact_stream or request.body.get("stream") is not True:
         queued.end_in_time(request.exchange.loop)
     return queued
@@ -253,9 +253,9 @@ def queue_prefill(request: Request, engine: Engine, place: Place, uncached: int)
     """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank."""
     load, uncached = DecoderLoad.of(engine, place), max(1, uncached)
     if load is None:
-        return QueuedPrefill({engine, place}, uncached * place.prefill_rate.token_seconds, uncached)
-    seconds = load.prefill_seconds(uncached, max(uncached, request.tokens))
-    return QueuedPrefill({engine, place}, seconds, uncached)
+        seconds = uncached * place.prefill_rate.token_seconds
+        return QueuedPrefill({engine, place}, seconds, uncached, seconds)
+    return load.queue({engine, place}, uncached, max(uncached, request.tokens))
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:

@@ -102,6 +102,12 @@ class DecoderLoad(Struct, frozen=True):
             and self.contexts + total < CACHE_SHARE * self.cache_tokens
         )
 
+    def queue(self, places: Collection[Place], uncached: int, total: int) -> QueuedPrefill:
+        """Count a prompt as queued there."""
+        seconds = self.prefill_seconds(uncached, total)
+        work = self.model.prefill_seconds(uncached, total, self.max_step_tokens)
+        return QueuedPrefill(places, seconds, uncached, work)
+
     def cost(self, uncached: int, total: int) -> float:
         """Return the cost of this prompt in seconds of work."""
         return self.prefill_seconds(uncached, total) + QUEUE_SHARE * self.queued_s
@@ -177,12 +183,16 @@ class QueuedPrefill:
 
     __slots__ = ("_places", "_seconds", "_timer", "_tokens")
 
-    def __init__(self, places: Collection[Place], seconds: float, uncached: int) -> None:
-        """`places` are the engine, and its data-parallel rank if one is chosen."""
+    def __init__(
+        self, places: Collection[Place], seconds: float, uncached: int, work: float = 0.0
+    ) -> None:
+        """`places` are the engine, and its data-parallel rank if one is chosen. `work`: the seconds
+        that the prompt would take without answers beside it."""
         self._places, self._seconds, self._tokens = places, seconds, uncached
         self._timer: TimerHandle | None = None
         for place in places:
             place.add_local_prefill(self._seconds, uncached)
+            place.offered_prefill_s += work
 
     def end_in_time(self, loop: AbstractEventLoop) -> None:
         """End when the prompt should be computed, because its answer will not show it: only a

@@ -121,14 +121,16 @@ async def test_an_idle_engine_of_a_free_group_does_both_legs(both: Both) -> None
 async def test_a_busy_engine_of_a_free_group_leaves_the_prompt_to_another(both: Both) -> None:
     both.keeper.update(0.0)
     busy, idle = both.engines
-    busy.add_local_prefill(30.0, 100_000)
+    busy.add_local_prefill(3.0, 100_000)
     idle.add_load(20, 1_500_000)  # and its cache is full
     assert await both.prompt() == (1, 0)
     idle.add_load(-10, -900_000)  # it has room, but its steps are long
-    busy.add_local_prefill(-30.0, -100_000)
+    busy.add_local_prefill(-3.0, -100_000)
     busy.add_load(20, 1_550_000)
     assert sorted(await both.prompt("other words " * 3000)) == [0, 1]
     assert both.router.metric("decode_only_total", reason="cheapest") == 2
+    busy.add_load(-20, -1_550_000)
+    idle.add_load(-10, -600_000)
 
 
 async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: Both) -> None:
@@ -143,11 +145,16 @@ async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: B
     assert not pool.is_free
     prefers_prompts = pool.prefillers[0]
     prefers_prompts.add_load(30, 300_000)  # old answers, which are no queue of prompts
-    pool.decoders[0].add_load(1, 900_000)  # no time for a prompt of its own
+    decoder = pool.decoders[0]
+    decoder.add_load(1, 900_000)  # no time for a prompt of its own
     assert await both.prompt() == (1, 1)
-    both.router.gateway.fleet.note_unreachable(prefers_prompts, "test")
-    (pool,) = both.router.gateway.fleet.snapshot.any_model
-    assert pool.prefillers == pool.decoders != ()
+    prefers_prompts.add_load(-30, -300_000)
+    decoder.add_load(-1, -900_000)
+    fleet = both.router.gateway.fleet
+    fleet.cool_down(prefers_prompts, 30.0)
+    (pool,) = fleet.snapshot.any_model
+    assert pool.prefillers == pool.decoders
+    assert pool.prefillers[0].preferred_role == "decode"
 
 
 async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -> None:
@@ -163,9 +170,11 @@ async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -
     both.p.usual = both.other.usual = look
     await both.prompt()
     (contexts, queued) = seen[0]
-    assert contexts == 0 and queued > 9000 * 0.9
+    assert contexts == 0
+    assert queued > 9000 * 0.9
     (contexts, queued) = seen[1]
-    assert contexts > 9000 * 0.9 and queued == 0
+    assert contexts > 9000 * 0.9
+    assert queued == 0
     await both.router.settled()
     for engine in both.engines:
         assert (engine.total_legs, engine.total_tokens, engine.total_local_prefill[1]) == (0, 0, 0)
