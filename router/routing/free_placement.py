@@ -86,15 +86,29 @@ def place_freely(
     The engine `home`, if it is one of them, answers in any case: it has the conversation's last
     turn. `chance` returns numbers in [0, 1) if other routers send requests to the same engines.
     """
+    return place_legs(choices, choices, total, home, chance)
 
-    def jitter() -> float:
-        return 1.0 if chance is None else 1.0 + JITTER * chance()
 
-    costs = [(one.prefill_cost(total) * jitter(), index) for index, one in enumerate(choices)]
-    prefillers = [choices[index] for _, index in sorted(costs)[:MAX_ORDERED]]
-    first = prefillers[0]
-    costs = [(one.decode_cost(total, first) * jitter(), index) for index, one in enumerate(choices)]
-    decoders = [choices[index].engine for _, index in sorted(costs)[:MAX_ORDERED]]
-    if home is not None and any(one.engine is home for one in choices):
-        decoders = [home, *(engine for engine in decoders if engine is not home)]
-    return [one.engine for one in prefillers], decoders
+def place_legs(
+    prefillers: Sequence[Choice[E]],
+    decoders: Sequence[Choice[E]],
+    total: int,
+    home: E | None = None,
+    chance: Callable[[], float] | None = None,
+) -> tuple[list[E], list[E]]:
+    """Do the same where some engines prefer one role: `prefillers` may compute the prompt and
+    `decoders` may answer."""
+
+    def cheapest(
+        choices: Sequence[Choice[E]], cost: Callable[[Choice[E]], float]
+    ) -> list[Choice[E]]:
+        jitters = (1.0 if chance is None else 1.0 + JITTER * chance() for _ in choices)
+        costs = [cost(one) * jitter for one, jitter in zip(choices, jitters, strict=True)]
+        order = sorted(range(len(choices)), key=costs.__getitem__)
+        return [choices[index] for index in order[:MAX_ORDERED]]
+
+    first, *others = cheapest(prefillers, lambda one: one.prefill_cost(total))
+    found = [one.engine for one in cheapest(decoders, lambda one: one.decode_cost(total, first))]
+    if home is not None and any(one.engine is home for one in decoders):
+        found = [home, *(engine for engine in found if engine is not home)]
+    return [first.engine, *(one.engine for one in others)], found

@@ -9,23 +9,32 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import ceil, inf
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from router.fleet.engine import EngineLoad
+from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
+from router.routing.free_placement import Choice, place_legs
 from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
+from router.routing.role_balance import INTERVAL_S, EngineState, RoleBalancer
 from router.routing.route import POLICIES, PREFILL_POLICIES
-from scripts.benchmarks.simulated_engine import SPEEDS, Engine, PrefixCache, Speed, Task
-from scripts.benchmarks.traces import SHAPES, Arrival, Job
+from scripts.benchmarks.simulated_engine import (
+    BATCH_TOKENS,
+    SPEEDS,
+    Engine,
+    PrefixCache,
+    Speed,
+    Task,
+)
+from scripts.benchmarks.traces import SHAPES, Arrival, Job, Pauses
 
 CACHE_TOKENS = 500_000
 TRANSFER_S = 0.003
@@ -34,9 +43,6 @@ WARM_UP_SHARE = 0.2
 SAMPLED_ARRIVALS = 2000
 # The defaults of retained_blocks_share and decoder_kv_blocks_ttl.
 RETAINED_SHARE, RETAINED_S = 0.5, 480.0
-# Bursty arrivals: mean seconds of a quiet and of a busy time, and their rates beside the mean.
-QUIET, QUIET_RATE = 20.0, 0.5
-BURST, BURST_RATE = 5.0, 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -45,38 +51,101 @@ class Seen(EngineLoad):
 
     engine: Engine
     name: str
-    role: str
+    role: EngineRole
+    transfers: int = 0
+    """Prompts of this router whose KV is on its way to or from the engine."""
+    offered_s: float = 0.0
+    """Seconds of work of all prompts that this router has sent there."""
 
     @property
     def cache_tokens(self) -> int:
         return self.engine.speed.kv_tokens
 
-    def decoder_load(self) -> DecoderLoad:
+    @property
+    def contexts(self) -> tuple[int, int]:
+        """Tokens of the prompts whose answers run there: this router's, and all."""
+        return (0, 0) if self.role is PREFILL else (self.tokens_in_flight, self.total_tokens)
+
+    @property
+    def queued(self) -> tuple[float, int]:
+        """Seconds and tokens of the prompts that the engine has to compute."""
+        if self.role is not PREFILL:
+            return self.total_local_prefill
+        pace = self.prefill_rate.token_seconds or self.engine.step_model.token
+        return self.total_tokens * pace, self.total_tokens
+
+    def load(self) -> DecoderLoad:
         engine = self.engine
         known = (engine.step_model, engine.step_tokens, engine.speed.kv_tokens)
-        limit = engine.step_s or inf
-        return DecoderLoad(*known, self.total_tokens, *self.total_local_prefill, step_limit=limit)
+        return DecoderLoad(*known, self.contexts[1], *self.queued, step_limit=engine.step_s or inf)
+
+    def state(self, is_measured: bool) -> EngineState:
+        """Return the state that a RoleBalancer sees. `is_measured`: with the mixing penalty."""
+        engine, model = self.engine, self.engine.step_model
+        return EngineState(
+            self.name,
+            self.role,
+            model if is_measured else replace(model, mixing=None),
+            bool(engine.step_s),
+            self.cache_tokens,
+            *self.contexts,
+            self.offered_s,
+            self.queued[0],
+        )
 
 
 class Router:
     """The policies of one router, and the engines as it sees them."""
 
-    def __init__(
-        self, setup: Setup, prefillers: Sequence[Engine], decoders: Sequence[Engine]
-    ) -> None:
+    def __init__(self, setup: Setup, engines: Sequence[Engine], seed: str) -> None:
         host_tokens = max(0, setup.cache_tokens - setup.speed.kv_tokens)
         index = ChunkIndex(host_tokens=host_tokens)
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
         self.prefill_policy = prefill(LoadBound(1.5, 2), index)
         self.decode_policy = decode(LoadBound(1.5, 8), index)
-        self.prefillers = tuple(Seen(one, one.name, "prefill") for one in prefillers)
-        self.decoders = tuple(Seen(one, one.name, "decode") for one in decoders)
+        self.engines = tuple(Seen(one, one.name, one.role) for one in engines)
+        self.prefillers = tuple(one for one in self.engines if one.role is PREFILL)
+        self.decoders = tuple(one for one in self.engines if one.role is DECODE)
+        self.has_both = any(one.role is BOTH for one in self.engines)
+        if self.has_both:  # nothing else registers them
+            known = [(one.name, one.cache_tokens, one.role) for one in self.engines]
+            index.register(*zip(*known, strict=True))
         self.peers = PeerRouters(index)
         self.finder = HolderFinder(index)
-        self.engines = (*self.prefillers, *self.decoders)
+        self._form = setup.form
+        self._balancer = RoleBalancer(setup.target_itl)
+        self.is_free = setup.form == "free"
+        self.roles = {one.name: one.role for one in self.engines}
+        """The preferred roles."""
 
     def policy_of(self, engine: Candidate) -> Policy:
-        return self.prefill_policy if engine.role == "prefill" else self.decode_policy
+        return self.prefill_policy if engine.role is PREFILL else self.decode_policy
+
+    def balance(self, now: float) -> None:
+        """Decide which roles the engines prefer."""
+        states = [one.state(self._form == "auto") for one in self.engines]
+        found = None if self._form == "free" else self._balancer.update(states, now)
+        if found is not None:
+            self.is_free = found.is_free
+            self.roles.update(found.roles)
+
+    def place(
+        self, query: RoutingQuery, chance: Callable[[], float] | None
+    ) -> tuple[Seen, Sequence[Seen]]:
+        """Return the engine for the prompt, and those for the answer, where engines have both
+        roles."""
+        total = query.tokens
+        choices = [
+            Choice(one, one.load(), self.uncached(one, query), one.total_legs, one.transfers)
+            for one in self.engines
+        ]
+        parts = [[c for c in choices if self.roles[c.engine.name].plays(leg)] for leg in LEGS]
+        prefillers, decoders = place_legs(parts[0], parts[1], total, chance=chance)
+        return prefillers[0], decoders
+
+    def uncached(self, engine: Seen, query: RoutingQuery) -> int:
+        cached = self.policy_of(engine).expected_tokens(engine.name, query)
+        return max(1, query.tokens - cached)
 
     def find_loan(self, task: Task, reader: Seen, now: float) -> None:
         """Name the holders of a prompt. What the reader borrows is no load."""
@@ -102,7 +171,7 @@ class Router:
         self.finder.forget(seen.name)
 
     def report(self) -> bytes:
-        return self.peers.report((*self.prefillers, *self.decoders))
+        return self.peers.report(self.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +185,13 @@ class Setup:
     requests: int
     prefill_policy: str
     decode_policy: str
+    both: int = 0
+    """Engines of both roles."""
+    form: str = "auto"
+    """How these are used: `free`, `boundary`, or `auto` (see router.routing.role_balance)."""
     load: float = 0.9
-    bursty: bool = False
+    rhythm: str = ""
+    """Of the arrivals; see traces.Pauses."""
     min_remote_prefill_tokens: int = 0
     target_itl: float = 0.0
     cache_tokens: int = CACHE_TOKENS
@@ -138,7 +212,7 @@ class Setup:
     arrivals: Sequence[Arrival] = ()
 
 
-class Latency(NamedTuple):
+class Answer(NamedTuple):
     """The latencies of one answer in seconds. `gap` is the 99th percentile of the times between two
     tokens, `worst` the longest of them."""
 
@@ -146,6 +220,9 @@ class Latency(NamedTuple):
     tpot: float
     gap: float
     worst: float
+    tokens: int
+    """Of its prompt."""
+    arrived: float
 
 
 @dataclass(slots=True)
@@ -154,7 +231,7 @@ class Outcome:
 
     prefillers: Sequence[Engine]
     decoders: Sequence[Engine]
-    answers: list[Latency] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     jobs: int = 0
     alone: int = 0
     """Jobs that a decode engine did alone."""
@@ -169,15 +246,22 @@ class Outcome:
 class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.prefillers = tuple(self._engine(f"10.1.{n}") for n in range(setup.prefillers))
         budget = (setup.step_tokens, setup.step_s)
-        self.decoders = tuple(self._engine(f"10.2.{n}", *budget) for n in range(setup.decoders))
+        self.prefillers = tuple(self._engine(f"10.1.{n}") for n in range(setup.prefillers))
+        decoders = [self._engine(f"10.2.{n}", *budget, DECODE) for n in range(setup.decoders)]
+        if setup.step_s:  # steps without answers are as long as those of prefill engines
+            budget = (BATCH_TOKENS, setup.step_s)
+        both = [self._engine(f"10.3.{n}", *budget, BOTH) for n in range(setup.both)]
+        self.decoders = (*decoders, *both)
         self._turns: dict[str, tuple[Engine, Sequence[int], float]] = {}
         """The last answer of each conversation: its engine, chunks and time, oldest first."""
-        self.routers = [Router(setup, self.prefillers, self.decoders) for _ in range(setup.routers)]
+        engines = (*self.prefillers, *self.decoders)
+        self.routers = [Router(setup, engines, str(number)) for number in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
-        self._trace = SHAPES[setup.shape](setup.seed, setup.prefillers)
+        able = setup.prefillers + setup.both / 2
+        self._trace = SHAPES[setup.shape](setup.seed, ceil(able))
         self._random = random.Random(setup.seed + 1)
+        self._pauses = Pauses(setup.rhythm, self._random)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
         self._now = 0.0
@@ -185,8 +269,7 @@ class Simulation:
         self._counted_from = 0.0 if setup.arrivals else WARM_UP_SHARE * self._left
         self._done = 0
         self._turn = 0
-        self._phase_ends, self._rate_now = 0.0, 1.0
-        tokens_a_second = setup.load * setup.prefillers / setup.speed.token
+        tokens_a_second = setup.load * able / setup.speed.token
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
 
     def _engine(self, name: str, *budget: Any) -> Engine:
@@ -201,6 +284,8 @@ class Simulation:
             self._at(0.0, self._arrive)
         for number, router in enumerate(self.routers if self.setup.share_interval else ()):
             self._at(number / len(self.routers) * self.setup.share_interval, self._share, router)
+        for router in self.routers if self.setup.both else ():
+            self._at(0.0, self._balance, router)
         events = self._events
         while events:
             self._now, _, act, arguments = heapq.heappop(events)
@@ -215,21 +300,18 @@ class Simulation:
         if self._done < self._total:
             self._at(self._now + self.setup.share_interval, self._share, router)
 
+    def _balance(self, router: Router) -> None:
+        router.balance(self._now)
+        if self._done < self._total:
+            self._at(self._now + INTERVAL_S, self._balance, router)
+
     def _at(self, when: float, act: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
 
     def _arrive(self) -> None:
         if self._left > 0:
             self._ask(self._trace.arrive())
-            self._at(self._now + self._pause(), self._arrive)
-
-    def _pause(self) -> float:
-        if self.setup.bursty and self._now >= self._phase_ends:
-            busy = self._rate_now == QUIET_RATE
-            self._rate_now = BURST_RATE if busy else QUIET_RATE
-            length = self._random.expovariate(1 / (BURST if busy else QUIET))
-            self._phase_ends = self._now + length
-        return self._random.expovariate(self._rate * self._rate_now)
+            self._at(self._now + self._pauses.next(self._now, self._rate), self._arrive)
 
     def _ask(self, job: Job) -> None:
         if self._left <= 0:
@@ -246,12 +328,19 @@ class Simulation:
             router = routers[crc32(job.session.encode()) % len(routers)]
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         self.outcome.jobs += 1
-        decoders = router.decode_policy.order(router.decoders, ask)
-        prefiller = router.prefill_policy.order(router.prefillers, ask)[0]
+        decoders: Sequence[Seen]
+        if router.has_both:
+            chance = self._random.random if len(routers) > 1 else None
+            prefiller, decoders = router.place(ask, chance)
+        else:
+            decoders = router.decode_policy.order(router.decoders, ask)
+            prefiller = router.prefill_policy.order(router.prefillers, ask)[0]
         task = Task(job, ask, router, decoders[0], prefiller)
         least, target = self.setup.min_remote_prefill_tokens, self.setup.target_itl
-        if least and self._uncached(task, decoders[0]) < least:
+        if prefiller is decoders[0] or (least and router.uncached(decoders[0], ask) < least):
             self._stay(task)
+        elif router.is_free:
+            self._send(task, prefiller)
         elif target and (sooner := self._sooner(task, decoders, prefiller, target)) is not None:
             task.decoder = sooner
             self._stay(task)
@@ -263,21 +352,16 @@ class Simulation:
     ) -> Seen | None:
         """Return the decoder that computes the prompt sooner than the prefiller, as the router's
         proxy.plan decides."""
-        tokens = task.job.tokens
-        loads = ((one, one.decoder_load(), self._uncached(task, one)) for one in decoders)
+        tokens, router = task.job.tokens, task.router
+        loads = ((one, one.load(), router.uncached(one, task.query)) for one in decoders)
         best = find_cheapest(loads, tokens, target)
         if best is None:
             return None
         decoder, _, cost = best
         model = prefiller.engine.step_model
-        queued_s = prefiller.total_tokens * (prefiller.prefill_rate.token_seconds or model.token)
-        remote = PrefillerLoad(model, prefiller.engine.step_tokens, queued_s)
-        cached = task.router.prefill_policy.expected_tokens(prefiller.name, task.query)
-        return decoder if cost < remote.cost(max(1, tokens - cached), tokens) else None
-
-    def _uncached(self, task: Task, decoder: Seen) -> int:
-        policy = task.router.decode_policy
-        return max(1, task.job.tokens - policy.expected_tokens(decoder.name, task.query))
+        remote = PrefillerLoad(model, prefiller.engine.step_tokens, prefiller.queued[0])
+        uncached = router.uncached(prefiller, task.query)
+        return decoder if cost < remote.cost(uncached, tokens) else None
 
     def _count_turn(self, job: Job) -> None:
         """Count what the decode engine of the last turn has of it: in its prefix cache, or at least
@@ -297,23 +381,32 @@ class Simulation:
     def _stay(self, task: Task) -> None:
         self.outcome.alone += 1
         decoder, task.prefiller = task.decoder, None
-        load, task.load = decoder.decoder_load(), self._uncached(task, decoder)
+        task.load = task.router.uncached(decoder, task.query)
         if self.setup.loans:
             task.router.find_loan(task, decoder, self._now)
-        task.load_s = load.prefill_seconds(task.load, task.job.tokens)
-        decoder.add_local_prefill(task.load_s, task.load)
+        self._queue(task, decoder)
         task.router.decode_policy.note_sent(decoder.name, task.query)
         decoder.add_load(1, task.job.tokens)
         decoder.engine.waiting.append(task)
         self._wake(decoder.engine)
 
+    def _queue(self, task: Task, engine: Seen) -> None:
+        """Count a prompt as queued at a decode engine, or at one of both roles."""
+        task.load_s = engine.load().prefill_seconds(task.load, task.job.tokens)
+        engine.add_local_prefill(task.load_s, task.load)
+        engine.offered_s += engine.engine.step_model.prefill_seconds(task.load, task.job.tokens)
+
     def _send(self, task: Task, prefiller: Seen) -> None:
-        policy, ask = task.router.prefill_policy, task.query
+        policy, ask = task.router.policy_of(prefiller), task.query
         task.load = ask.tokens - policy.expected_tokens(prefiller.name, ask)
         if self.setup.loans:
             task.router.find_loan(task, prefiller, self._now)
         policy.note_sent(prefiller.name, ask)
-        prefiller.add_load(1, task.load)
+        if prefiller.role is BOTH:
+            self._queue(task, prefiller)
+            prefiller.add_load(1, 0)
+        else:
+            prefiller.add_load(1, task.load)
         prefiller.engine.waiting.append(task)
         self._wake(prefiller.engine)
 
@@ -378,9 +471,15 @@ class Simulation:
     def _computed(self, task: Task, prefiller: Seen) -> None:
         router, ask, decoder, job = task.router, task.query, task.decoder, task.job
         computed = job.tokens - task.cached - task.borrowed
-        prefiller.note_prefill(job.arrived, self._now, computed)
-        prefiller.add_load(-1, -task.load)
-        router.prefill_policy.note_cached(prefiller.name, ask, task.cached)
+        if prefiller.role is BOTH:
+            prefiller.add_local_prefill(-task.load_s, -task.load)
+            prefiller.add_load(-1, 0)
+        else:
+            prefiller.note_prefill(job.arrived, self._now, computed)
+            prefiller.add_load(-1, -task.load)
+        router.policy_of(prefiller).note_cached(prefiller.name, ask, task.cached)
+        for one in (prefiller, decoder):
+            one.transfers += 1
         router.decode_policy.note_sent(decoder.name, ask)
         decoder.add_load(1, task.job.tokens)
         if decoder.engine.blocked or not self._transfer(task):
@@ -394,10 +493,12 @@ class Simulation:
             return False
         missing = job.tokens - engine.look_up(job)
         end = self._move(source, engine, missing)
-        self._at(end + TRANSFER_S, self._moved, task, source)
+        self._at(end + TRANSFER_S, self._moved, task, source, task.prefiller)
         return True
 
-    def _moved(self, task: Task, source: Engine) -> None:
+    def _moved(self, task: Task, source: Engine, *legs: Seen) -> None:
+        for one in (*legs, task.decoder):
+            one.transfers -= 1
         task.router.decode_policy.note_cached(task.decoder.name, task.query, task.job.tokens)
         source.used -= task.job.tokens
         self._wake(source)
@@ -416,9 +517,8 @@ class Simulation:
             left -= ceil(0.99 * left)
             gap = next(seconds for seconds, steps in gaps if (left := left - steps) < 0)
             tpot = (self._now - job.first_token) / max(1, job.output - 1)
-            self.outcome.answers.append(
-                Latency(job.first_token - job.arrived, tpot, gap, gaps[0][0])
-            )
+            ttft, worst = job.first_token - job.arrived, gaps[0][0]
+            self.outcome.answers.append(Answer(ttft, tpot, gap, worst, job.tokens, job.arrived))
         following = self._trace.follow(job)
         if following is not None:
             pause, next_job = following

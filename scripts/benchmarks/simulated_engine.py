@@ -12,10 +12,12 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
+from router.fleet.engine import BOTH, PREFILL, EngineRole
 from router.fleet.step_model import StepModel
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 MAX_DECODING = 256
 BATCH_TOKENS = 8192
 MIN_CHUNK = 64
+# The part of the KV of an engine of both roles that prompts for others may fill, or two engines
+# full of prompts would wait for each other.
+PROMPT_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,15 @@ class Speed:
     kv_tokens: int
     """Tokens of running requests that the accelerator's memory holds."""
     nic_tokens_per_s: float
+    mixing: float = 0.0
+    """Weight reads that a step with prompts and answers takes beyond its parts."""
 
     def step(self, tokens: int, attention: float, sequences: int, contexts: int) -> float:
         """Return the seconds of a step. `attention` is the sum of each prompt token's context."""
         seconds = self.base
         if tokens:
             seconds = (self.base**4 + (self.token * tokens) ** 4) ** 0.25
-            seconds += self.token_context * attention
+            seconds += self.token_context * attention + self.mixing * self.base * bool(sequences)
         return seconds + self.sequence * sequences + self.context * contexts
 
 
@@ -123,7 +130,7 @@ class Task:
     """Pairs of the seconds between two tokens, and the number of such gaps."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Engine:
     """`step_tokens`: the most prompt tokens of a step. With `step_s`, a step with running answers
     has only as many as it can compute in this time."""
@@ -133,6 +140,7 @@ class Engine:
     speed: Speed
     step_tokens: int = BATCH_TOKENS
     step_s: float = 0.0
+    role: EngineRole = PREFILL
     busy: float = 0.0
     """The seconds in which the engine computed."""
     asked: int = 0
@@ -166,12 +174,13 @@ class Engine:
     _chunks: list[tuple[Task, int]] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
 
-    @property
+    @cached_property
     def step_model(self) -> StepModel:
         """The reported model: the line through a step without prompts and a full step."""
         speed, tokens = self.speed, self.step_tokens
-        empty, full = speed.step(0, 0, 1, 0), speed.step(tokens, 0, 1, 0)
-        return StepModel(empty, (full - empty) / tokens, speed.token_context, speed.context)
+        token = (speed.step(tokens, 0, 0, 0) - speed.base) / tokens
+        factors = (speed.base + speed.sequence, token, speed.token_context, speed.context)
+        return StepModel(*factors, speed.mixing)
 
     @property
     def is_busy(self) -> bool:
@@ -184,9 +193,9 @@ class Engine:
         self.cached += cached
         return cached
 
-    def reserve(self, tokens: int) -> bool:
+    def reserve(self, tokens: int, share: float = 1.0) -> bool:
         """Reserve room for the KV of a request. An engine without requests accepts any."""
-        fits = not self.used or self.used + tokens <= self.speed.kv_tokens
+        fits = not self.used or self.used + tokens <= share * self.speed.kv_tokens
         if fits:
             self.used += tokens
         return fits
@@ -283,7 +292,11 @@ class Engine:
         yield from [*self.prefilling]
         while self.waiting:
             task = self.waiting[0]
-            if not self.reserve(task.job.tokens + (task.prefiller is None) * task.job.output):
+            if task.prefiller is None:
+                fits = self.reserve(task.job.tokens + task.job.output)
+            else:
+                fits = self.reserve(task.job.tokens, PROMPT_SHARE if self.role is BOTH else 1.0)
+            if not fits:
                 return
             self.waiting.popleft()
             task.cached = task.done = self.look_up(task.job)

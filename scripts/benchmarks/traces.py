@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,29 @@ class Talk:
     chunks: list[int]
     tokens: int
     turns_left: int
+
+
+# Arrivals in bursts: mean seconds of a quiet and of a busy time, and their rates beside the mean.
+QUIET, QUIET_RATE = 20.0, 0.5
+BURST, BURST_RATE = 5.0, 3.0
+
+
+class Pauses:
+    """The times between arrivals: Poisson, "bursty", or even ("spread")."""
+
+    def __init__(self, rhythm: str, chance: random.Random) -> None:
+        self._rhythm, self._random = rhythm, chance
+        self._until, self._rate = 0.0, 1.0
+
+    def next(self, now: float, rate: float) -> float:
+        """Return the seconds until the next arrival, with `rate` arrivals a second in the mean."""
+        if self._rhythm == "spread":
+            return 1 / rate
+        if self._rhythm == "bursty" and now >= self._until:
+            busy = self._rate == QUIET_RATE
+            self._rate = BURST_RATE if busy else QUIET_RATE
+            self._until = now + self._random.expovariate(1 / (BURST if busy else QUIET))
+        return self._random.expovariate(rate * self._rate)
 
 
 class _Shape:
@@ -143,18 +166,21 @@ SHAPES: dict[str, type[Uniform | Documents | Chat]] = {
 
 Arrival = tuple[float, Job]
 """Seconds since the trace's begin, and the job."""
-# Traffic that changes: until which second come long documents (or short prompts with long answers),
-# and how many a second.
-PHASES = [(420.0, True, 5.5), (780.0, False, 13.0), (1200.0, True, 5.5)]
+# Traffic that changes: seconds of each phase, whether it has long documents (or else short prompts
+# with long answers), and the requests a second.
+PHASES = {1: (420.0, True, 5.5), 2: (360.0, False, 13.0), 3: (420.0, True, 5.5)}
 
 
-def changing(seed: int) -> list[Arrival]:
+def changing(
+    seed: int, rhythm: str = "", phases: Sequence[int] = tuple(PHASES)
+) -> tuple[list[Arrival], list[tuple[float, float]]]:
     """Documents with short answers, then short prompts with long answers, then documents again:
-    20 minutes, for a fleet of about eight engines."""
-    shape, arrivals, now = _Shape(seed, 1), list[Arrival](), 0.0
-    recent = deque[list[int]](maxlen=200)
-    for end, has_documents, rate in PHASES:
-        while (now := now + shape.random.expovariate(rate)) < end:
+    20 minutes, for a fleet of about eight engines. Return the begin and end of each phase, too."""
+    shape, arrivals, now, times = _Shape(seed, 1), list[Arrival](), 0.0, [0.0]
+    recent, pauses = deque[list[int]](maxlen=200), Pauses(rhythm, shape.random)
+    for seconds, has_documents, rate in map(PHASES.__getitem__, phases):
+        times.append(times[-1] + seconds)
+        while (now := now + pauses.next(now, rate)) < times[-1]:
             if not has_documents:
                 job = shape.job([], shape.length(900, 0.7, 8000), shape.length(700, 0.6, 3000))
             else:
@@ -167,7 +193,7 @@ def changing(seed: int) -> list[Arrival]:
                 tokens = len(document) * TOKENS_PER_CHUNK + shape.length(150, 0.5, 500)
                 job = shape.job(list(document), tokens, shape.length(90, 0.7, 600))
             arrivals.append((now, job))
-    return arrivals
+    return arrivals, [*pairwise(times)]
 
 
 class TraceError(ValueError):

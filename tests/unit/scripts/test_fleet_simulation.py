@@ -36,7 +36,7 @@ def trace(tmp_path: Path) -> Path:
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
     """The lines without the measured times of a choice."""
     assert main(arguments) == 0
-    return [line.split()[:-2] for line in capsys.readouterr().out.splitlines()[1:]]
+    return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
 
 
 def test_trace_is_replayed_at_its_own_times(trace: Path) -> None:
@@ -52,7 +52,7 @@ def test_trace_is_replayed_at_its_own_times(trace: Path) -> None:
 def test_policy_that_knows_prefixes_finds_them_in_the_trace(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--trace", str(trace), "--prefillers", "3", "--decoders", "1")
+    arguments = ("--trace", str(trace), "--fleet", "3+1")
     found = rows(capsys, *arguments, "--prefill-policy", "round_robin", "prefix")
     assert [row[3] for row in found] == ["round_robin", "prefix"]
     hits = [int(row[12].rstrip("%")) for row in found]
@@ -64,7 +64,7 @@ def test_policy_that_knows_prefixes_finds_them_in_the_trace(
 def test_goals_that_nothing_meets_have_no_goodput(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--trace", str(trace), "--prefill-policy", "prefix", "--prefillers", "2")
+    arguments = ("--trace", str(trace), "--prefill-policy", "prefix", "--fleet", "2+16")
     assert rows(capsys, *arguments)[0][6] == "1.000"
     for goal in ("--tpot-goal", "--ttft-goal", "--gap-goal"):
         assert rows(capsys, *arguments, goal, "0.001")[0][6] == "0.000"
@@ -74,7 +74,7 @@ def test_several_routers_find_more_if_they_share_or_get_whole_conversations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = ("--shape", "chat", "--requests", "1200", "--prefill-policy", "prefix")
-    fleet = ("--prefillers", "4", "--decoders", "2")
+    fleet = ("--fleet", "4+2")
     one, four = rows(capsys, *shape, *fleet, "--routers", "1", "4")
     (sharing,) = rows(capsys, *shape, *fleet, "--routers", "4", "--share-interval", "0.2")
     (hashed,) = rows(capsys, *shape, *fleet, "--routers", "4", "--by-conversation")
@@ -166,7 +166,7 @@ def test_prompts_wait_for_room_at_the_decoder_and_for_its_network() -> None:
 
 
 def test_changing_traffic_turns_from_documents_to_answers_and_back() -> None:
-    arrivals = changing(0)
+    arrivals, _ = changing(0)
     parts = [[one for at, one in arrivals if start <= at < start + 300] for start in (0, 450, 800)]
     prompts = [sum(one.tokens for one in part) / len(part) for part in parts]
     answers = [sum(one.output for one in part) / len(part) for part in parts]
@@ -177,8 +177,31 @@ def test_changing_traffic_turns_from_documents_to_answers_and_back() -> None:
 def test_chart_has_a_line_for_each_rule(tmp_path: Path, trace: Path) -> None:
     file = tmp_path / "goodput.svg"
     policies = ("--prefill-policy", "prefix", "session", "--load", "1", "2", "4")
-    fleet = ("--prefillers", "2", "--decoders", "2")
+    fleet = ("--fleet", "2+2")
     assert main(["--trace", str(trace), *policies, *fleet, "--svg", str(file)]) == 0
     lines = [one for one in ElementTree.parse(file).iter() if one.tag.endswith("polyline")]
     assert [len(one.attrib["points"].split()) for one in lines] == [3, 3]
     assert "session, prefix, remote: all, 2+2" in file.read_text()
+
+
+@pytest.mark.parametrize("text", ["0+2", "2+", "1+1+1+1", "two", "-1"])
+def test_fleet_without_an_engine_for_a_role_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--fleet", text])
+    assert "is not P+D, N or P+D+N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["free", "boundary"])
+def test_engines_of_both_roles_serve_what_a_bad_division_cannot(form: str) -> None:
+    jobs = [(at / 1.2, one) for at, one in changing(1, phases=[1, 2])[0] if 370 < at < 500]
+    split = Setup("uniform", 7, 1, 0, "prefix", "prefix", speed=QWEN, step_s=0.045)
+    goods = []
+    for setup in (split, replace(split, prefillers=0, decoders=0, both=8, form=form)):
+        arrivals = [(at, replace(one)) for at, one in jobs]
+        outcome = Simulation(replace(setup, target_itl=0.05, arrivals=arrivals)).run()
+        assert len(outcome.answers) == len(jobs)
+        goods.append(mean(one.ttft <= 2 and one.gap <= 0.05 for one in outcome.answers))
+    assert goods[0] < 0.8
+    assert goods[1] > 0.95
