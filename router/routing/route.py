@@ -176,6 +176,7 @@ def _route_freely(
     for policy in policies:  # so that they know the names of these engines
         policy.order(pool.decoders, query)
     engines = list(some_of(pool.decoders, query.turn))
+    engines = [one for one in engines if not one.failed_recently] or engines  # they look idle
     if preferred is not None and preferred in pool.decoders and preferred not in engines:
         engines.append(preferred)
     choices = []

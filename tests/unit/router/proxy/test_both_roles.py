@@ -133,6 +133,16 @@ async def test_a_busy_engine_of_a_free_group_leaves_the_prompt_to_another(both: 
     idle.add_load(-10, -600_000)
 
 
+async def test_an_engine_that_has_just_failed_is_not_the_cheapest(both: Both) -> None:
+    both.keeper.update(0.0)
+    failing, other = both.engines
+    other.add_local_prefill(1.0, 10_000)
+    assert await both.prompt() == (1, 0)
+    failing.failed_recently = True
+    assert await both.prompt("other words " * 3000) == (0, 1)
+    other.add_local_prefill(-1.0, -10_000)
+
+
 async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: Both) -> None:
     for engine in both.engines:
         engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
