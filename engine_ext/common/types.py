@@ -195,6 +195,8 @@ class LoanReport:
     source: RemoteSource | None = None
     last_key: bytes = b""
     """The key of the last block."""
+    is_refused: bool = True
+    """Without a loan: all holders have answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,9 @@ class Borrow:
     """The key of the last block that a loan must have to be worth it."""
     give_back_at: float = 0.0
     """The time at which an offered loan is given back, if there are no blocks until then."""
-    num_tokens: int = 0
-    """The tokens that are being loaded, or were loaded."""
+    num_tokens: int | None = None
+    """The tokens that are being loaded, or were loaded: 0 if the loan has failed, None if the
+    holders have refused or none was asked."""
 
 
 class Borrows:
@@ -182,6 +183,7 @@ class Borrows:
         if borrow is None or not is_asked or not self._fits(borrow, report):
             if borrow is not None and is_asked:
                 borrow.state = BorrowState.OVER
+                borrow.num_tokens = None if report.is_refused else 0
             if report.source is not None:
                 self._give_back(report.request_id, report.source)
             return
@@ -189,6 +191,7 @@ class Borrows:
         num_tokens = report.source.num_tokens or 0
         self._loads.offer(report.request_id, report.source, TransferRole.PREFILL, num_tokens, True)
         borrow.state, borrow.give_back_at = BorrowState.OFFERED, self._clock() + OFFER_SECONDS
+        borrow.num_tokens = 0
         self._num_offered += 1
 
     def _fits(self, borrow: Borrow, report: LoanReport) -> bool:
@@ -237,11 +240,12 @@ class Borrows:
         if borrow is not None and borrow.state is not BorrowState.READING:
             self._end(request_id, borrow)
 
-    def finish(self, request_id: str) -> int:
-        """Note that the request has ended. Return the number of tokens that it has borrowed."""
+    def finish(self, request_id: str) -> int | None:
+        """Note that the request has ended. Return the number of tokens that it has borrowed: 0 if
+        its loan has failed, None if the holders have refused or none was asked."""
         borrow = self._borrows.pop(request_id, None)
         if borrow is None:
-            return 0
+            return None
         is_reading = borrow.state is BorrowState.READING
         self._end(request_id, borrow)
         return 0 if is_reading else borrow.num_tokens

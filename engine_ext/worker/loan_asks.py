@@ -55,6 +55,8 @@ class PendingAsk:
     """The number of the message to the first holder, or 0 if none was sent."""
     agent: str = ""
     sent_at: float = 0.0
+    is_refused: bool = True
+    """All holders before the first one have answered."""
 
 
 class LoanAsks:
@@ -122,6 +124,7 @@ class LoanAsks:
                 if ask.sequence:
                     until = now + SILENT_SECONDS
                     keep_latest(self._silent_until, ask.holders[0], until, MAX_REMEMBERED)
+                ask.is_refused = False
                 self._next_holder(ask, now)
                 continue
             if ask.sequence:
@@ -133,6 +136,7 @@ class LoanAsks:
                 self._send(ask, peer)
             except (PeerError, AgentError) as error:
                 logger.info("engine %s lends nothing: %s", ask.holders[0].engine_id, error)
+                ask.is_refused = False
                 self._next_holder(ask, now)
 
     def _connect(self, address: PeerAddress, now: float) -> PeerHandle | None:
@@ -166,7 +170,8 @@ class LoanAsks:
             self._advance(ask, now)
         elif self._pending.pop(ask.order.request_id, None) is not None:
             ask.holders.clear()
-            self._context.results.loan_ended(LoanReport(ask.order.request_id))
+            report = LoanReport(ask.order.request_id, is_refused=ask.is_refused)
+            self._context.results.loan_ended(report)
 
     @staticmethod
     def _share(ask: PendingAsk, now: float) -> None:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 BORROWED_KEY = b'"borrowed_tokens"'
 # With the comma behind it or else before it. No text of a model contains the key, since quotes in
 # strings are escaped.
-BORROWED = re.compile(rb"%b\s*:\s*(\d{1,9})\s*,|,?\s*%b\s*:\s*(\d{1,9})\b" % ((BORROWED_KEY,) * 2))
+BORROWED = re.compile(
+    rb"%b\s*:\s*(\d{1,9})\s*,|,?\s*%b\s*:\s*(\d{1,9})(?=\s*\})" % ((BORROWED_KEY,) * 2)
+)
 
 
 class LegLoan:
@@ -35,7 +37,8 @@ class LegLoan:
 
     def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery) -> None:
         self._run, self._loan, self._query = run, loan, query
-        self._began, self._is_over, self._borrowed = now(), False, 0
+        self._began, self._is_over = now(), False
+        self._borrowed: int | None = None
         self.tokens = loan.tokens
         self.field = b'"holders":' + dumps([holder_entry(*holder) for holder in loan.holders])
 
@@ -49,7 +52,7 @@ class LegLoan:
     def read(self, answer: bytes) -> bytes:
         """Read the report from (a part of) an answer, and return the answer without the report."""
         tokens, answer = take_borrowed_tokens(answer)
-        self._borrowed += tokens
+        self._borrowed = self._borrowed if tokens is None else tokens
         return answer
 
     def end(self, prompt: int | None, completion: int | None, cached: int | None) -> None:
@@ -58,9 +61,11 @@ class LegLoan:
             return
         self._is_over = True
         record, gateway, tokens = self._run.request.record, self._run.gateway, self._borrowed
-        outcome = "granted" if tokens else "refused"
+        outcome = "granted"
         if not tokens and 2 * (cached or 0) >= self._loan.holders[0].tokens:
             outcome = "cached"
+        elif not tokens:
+            outcome = "refused" if tokens is None else "failed"
         gateway.metrics.loans.add((outcome,))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
@@ -68,7 +73,7 @@ class LegLoan:
             record.borrowed_from, record.borrowed_tokens = holder.name, tokens
             gateway.fleet.unreachable_pairs.record_success(holder.name, reader.name)
         finder = gateway.routes.holders
-        if finder is not None:
+        if finder is not None and outcome != "failed":
             finder.note_answer(self._loan, self._query, cached)
             if tokens and not completion and prompt is not None and cached is not None:
                 moment, computed = now(), max(0, prompt - cached)
@@ -91,12 +96,12 @@ class LegLoan:
             self._run.gateway.metrics.loans.add(("failed",))
 
 
-def take_borrowed_tokens(answer: bytes) -> tuple[int, bytes]:
-    """Return the borrowed tokens that an answer, or a part of one, reports (0 if none), and the
-    answer without the report."""
+def take_borrowed_tokens(answer: bytes) -> tuple[int | None, bytes]:
+    """Return the borrowed tokens that an answer, or a part of one, reports (None without a report),
+    and the answer without the report."""
     found = None if answer.find(BORROWED_KEY) < 0 else BORROWED.search(answer)
     if found is None:
-        return 0, answer
+        return None, answer
     return int(found[1] or found[2]), answer[: found.start()] + answer[found.end() :]
 
 

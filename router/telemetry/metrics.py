@@ -141,8 +141,8 @@ class Metrics:
         self.loans = made.local_counter(
             "prefix_loans{outcome}",
             "Request legs that named engines from whose prefix caches their engine could borrow, "
-            "by outcome. cached: the engine's own cache held the prefix by then. failed: the leg "
-            "has no answer.",
+            "by outcome. cached: the engine's own cache held the prefix by then. failed: no holder "
+            "answered in time, the loan could not be read, or the leg has no answer.",
         )
         self.loan_tokens = made.local_counter(
             "prefix_loan_tokens",

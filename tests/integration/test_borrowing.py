@@ -148,9 +148,8 @@ def test_a_frozen_holder_costs_little_and_its_late_loan_is_given_back(
     """With the default time limit, between engines that know each other."""
     system, holder = warm(decoder, 50), named(decoder)
     wait_for(
-        lambda: (
+        lambda: prefill(prefiller, [*system, *tokens_of(50, 60)], {"holders": [holder]}).get(
             "borrowed_tokens"
-            in prefill(prefiller, [*system, *tokens_of(50, 60)], {"holders": [holder]})
         ),
         "the engines know each other",
     )
@@ -163,7 +162,7 @@ def test_a_frozen_holder_costs_little_and_its_late_loan_is_given_back(
         begun = time.monotonic()
         params = prefill(prefiller, prompt, {"holders": [holder]})
         waited = time.monotonic() - begun - computes
-    assert "borrowed_tokens" not in params
+    assert params["borrowed_tokens"] == 0, "it has not refused"
     assert waited < 3.0, "and one second on an idle machine"
     assert differences([complete(alone, prompt)], [decode(decoder, prompt, params).answer]) == []
     wait_for(lambda: metric(decoder, DELAYED) == 0, "the blocks come back", 5)
@@ -302,7 +301,7 @@ def test_a_holder_that_lies_costs_the_loan(
         leg = pool.submit(prefill, asker, prompt, {"holders": [liar.holder]})
         wait_for(lambda: liar.listen(tell), "it is asked")
         params = leg.result(timeout=60)
-    assert "borrowed_tokens" not in params
+    assert not params.get("borrowed_tokens")
     assert differences([complete(alone, prompt)], [decode(decoder, prompt, params).answer]) == []
     wait_for(lambda: liar.listen(tell) or liar.returned, "it is given back")
     assert set(liar.returned) == {"loan-lie"}

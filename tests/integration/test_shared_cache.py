@@ -154,7 +154,9 @@ def test_a_holder_that_does_not_answer_costs_little(
         assert line["prefiller"] == name_of(borrower)
         assert "borrowed_tokens" not in line
     assert differences([complete(alone, prompt)], [answer]) == []
-    assert (fleet.loans("granted"), fleet.loans("refused")) == (0, 1)
+    outcomes = [fleet.loans(one) for one in ("granted", "refused", "cached", "failed")]
+    # The long prompt of a killed holder is sent to the borrower, which may compute it first.
+    assert outcomes in ([0, 0, 0, 1], [0, 0, 1, 0])[: 1 + (fault == "killed")]
     whole = [*shared, *tokens_of(LONG, 22)]
     assert differences([complete(alone, whole)], [long.result(timeout=120)[0]]) == []
 

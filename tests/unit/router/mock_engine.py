@@ -61,7 +61,7 @@ class LendingEngines:
     """Engines that compute nothing, but have prefix caches and borrow from those of the others.
 
     Each answers with the tokens (four characters each) that it really had: `cached_tokens` with
-    what it has borrowed, and `borrowed_tokens`.
+    what it has borrowed, and `borrowed_tokens`, unless the holders have refused.
     """
 
     def __init__(self) -> None:
@@ -76,6 +76,8 @@ class LendingEngines:
         """The prompts in each engine's cache, by engine id."""
         self.text = ""
         """The text of answers that are not streamed, instead of the usual one."""
+        self.silent = False
+        """No holder answers in time."""
 
     def add(self, engine: MockEngine, name: str) -> None:
         """Make it one of the engines, under this engine id."""
@@ -88,12 +90,15 @@ class LendingEngines:
             params, prompt = body.get("kv_transfer_params") or {}, body["prompt"]
             loaded = params.get("remote_engine_id") is not None
             own = len(prompt) // 4 if loaded else self._held(name, prompt)
-            holders = [one["remote_engine_id"] for one in params.get("holders", ())]
+            named = () if self.silent else params.get("holders", ())
+            holders = [one["remote_engine_id"] for one in named]
             borrowed = max(0, max([self._held(one, prompt) for one in holders], default=0) - own)
             self.prompts[name].append(prompt)
             details = {"cached_tokens": own + borrowed}
             usage = {"prompt_tokens": len(prompt) // 4, "prompt_tokens_details": details}
-            given = PARAMS | {"remote_engine_id": name, "borrowed_tokens": borrowed}
+            given = PARAMS | {"remote_engine_id": name}
+            if borrowed or self.silent:
+                given["borrowed_tokens"] = borrowed
             end = {"usage": usage, "kv_transfer_params": given}
             if body.get("stream"):
                 last = json.dumps({"choices": []} | end).encode()

@@ -131,6 +131,20 @@ async def test_a_refusal_corrects_what_the_router_believes(
     await release(router, p)
 
 
+async def test_a_holder_that_answers_too_late_is_not_believed_to_have_evicted_the_prompt(
+    start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine
+) -> None:
+    router = await start_lending()
+    lending.silent = True
+    await router.complete(prompt=PROMPT)
+    assert [loans(router, one) for one in ("granted", "refused", "failed")] == [0, 0, 1]
+    router.gateway.fleet.on_lost(router.engine(p2))
+    lending.silent = False
+    await router.complete(prompt=PROMPT)
+    assert "holders" in params_of(p2)
+    await release(router, p)
+
+
 @pytest.mark.parametrize(
     ("rank", "changes"),
     [

@@ -67,8 +67,10 @@ class Borrower:
     def orders(self) -> StepMetadata:
         return self.half.build_connector_meta()
 
-    def report(self, name: str, source: RemoteSource | None, key: bytes = b"") -> None:
-        report = LoanReport(name, source, key)
+    def report(
+        self, name: str, source: RemoteSource | None, key: bytes = b"", is_refused: bool = True
+    ) -> None:
+        report = LoanReport(name, source, key, is_refused)
         self.half.update_connector_output(TransferResults(loan_reports=(report,)))
 
     def end_load(self, name: str, problem: LoadProblem | None = None) -> None:
@@ -120,13 +122,25 @@ def test_a_request_asks_loads_what_it_lacks_and_reports_how_much(
     assert borrower.finish(request)["borrowed_tokens"] == 80
 
 
-def test_what_was_not_borrowed_is_not_reported(borrower: Borrower) -> None:
-    request = borrower.arrive("r")
+@pytest.mark.parametrize(
+    ("why", "reported"), [("refused", None), ("silent", 0), ("no blocks", 0), ("not read", 0)]
+)
+def test_a_loan_that_failed_is_reported_and_a_refusal_is_not(
+    borrower: Borrower, why: str, reported: int | None
+) -> None:
+    request, is_granted = borrower.arrive("r"), why in ("no blocks", "not read")
     borrower.ask(request)
-    borrower.report("r", None)
+    borrower.report("r", loan() if is_granted else None, b"5", why == "refused")
+    if why == "no blocks":
+        borrower.now = OFFER_SECONDS
+        borrower.orders()
+    if why == "not read":
+        assert borrower.half.get_num_new_matched_tokens(request, 0) == (96, True)
+        borrower.half.update_state_after_alloc(request, (tuple(range(7)),), 96)
+        borrower.end_load("r", LoadProblem("it took too long", True))
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
     borrower.half.update_state_after_alloc(request, (tuple(range(7)),), 0)
-    assert "borrowed_tokens" not in borrower.finish(request)
+    assert borrower.finish(request).get("borrowed_tokens") == reported
     assert not borrower.orders().asks
 
 

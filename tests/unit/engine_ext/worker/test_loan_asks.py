@@ -106,7 +106,8 @@ def loan(sequence: int, **changes: Any) -> Loan:
     return msgspec.structs.replace(granted, **changes)
 
 
-NOTHING = (LoanReport("r"),)
+REFUSED = (LoanReport("r"),)
+SILENT = (LoanReport("r", is_refused=False),)
 
 
 def test_a_loan_is_reported_with_its_blocks_and_its_horizon_counts_from_the_request(
@@ -139,7 +140,7 @@ def test_the_next_holder_is_asked_when_the_first_one_lends_nothing(asker: Asker,
     if why == "unsendable":
         asker.agent.failing = {"notify"}
         asker.start(replace(ORDER, holders=(FIRST,)))
-        assert asker.reports() == NOTHING
+        assert asker.reports() == SILENT
         return
     asker.start()
     if why == "refused":
@@ -168,7 +169,7 @@ def test_a_loan_that_does_not_fit_is_given_back(asker: Asker, changes: dict[str,
     asker.start(replace(ORDER, holders=(FIRST,)))
     asker.answer(loan(asker.asked("agent-h1"), **changes))
     assert asker.sent() == [("agent-h1", Read("loan-1"))]
-    assert asker.reports() == NOTHING
+    assert asker.reports() == REFUSED
     assert len(asker.beats) == 0
 
 
@@ -191,10 +192,10 @@ def test_a_silent_holder_costs_its_share_of_the_time_and_is_left_out_for_a_while
     asker.step(TIMEOUT / 2)
     second = asker.asked("agent-h2")
     asker.answer(Loan(second), "agent-h2")
-    assert asker.reports() == NOTHING
+    assert asker.reports() == SILENT
     asker.start()
     asker.answer(Loan(asker.asked("agent-h2")), "agent-h2")
-    assert asker.reports() == NOTHING
+    assert asker.reports() == SILENT
     asker.step(SILENT_SECONDS)
     asker.start()
     (_, hello), (_, ask) = asker.sent()
@@ -219,7 +220,7 @@ def test_a_handshake_that_takes_too_long_ends_in_a_report(asker: Asker) -> None:
     assert not asker.reports()
     assert asker.asks.num_open == 1
     asker.step(TIMEOUT / 2)
-    assert asker.reports() == NOTHING
+    assert asker.reports() == SILENT
     assert not asker.sent()
 
 
@@ -229,7 +230,7 @@ def test_a_loan_that_no_request_uses_is_given_back(asker: Asker, why: str) -> No
     sequence = asker.asked("agent-h1")
     if why == "too late":
         asker.step(TIMEOUT)
-        assert asker.reports() == NOTHING
+        assert asker.reports() == SILENT
     if why == "request ended":
         asker.asks.give_up("r")
     if why == "twice":

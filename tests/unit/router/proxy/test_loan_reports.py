@@ -29,9 +29,12 @@ def test_what_is_left_is_the_answer_without_the_report(
     assert json.loads(rest) == content | {"kv_transfer_params": left}
 
 
-@pytest.mark.parametrize("params", [OTHER, {"borrowed_tokens": None}, {"borrowed_tokens": "x"}])
+@pytest.mark.parametrize(
+    "params",
+    [OTHER, *({"borrowed_tokens": value} for value in (None, "9", -1, 1.5, 1e30, 10**9, [9]))],
+)
 def test_an_answer_without_a_number_of_borrowed_tokens_stays_as_it_is(
     params: dict[str, object],
 ) -> None:
     raw = json.dumps({"kv_transfer_params": params}).encode()
-    assert take_borrowed_tokens(raw) == (0, raw)
+    assert take_borrowed_tokens(raw) == (None, raw)
