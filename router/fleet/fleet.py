@@ -149,6 +149,8 @@ class Fleet:
         """The weights of groups that do not use their engines' weights."""
         self.free_groups: Set[str] = frozenset()
         """The groups where each engine computes prompts and answers, by cost."""
+        self.role_changes: Counter[str] = Counter()
+        """By group, how often an engine of both roles began to prefer another role."""
         self.report = NOTHING_FOUND
         """Why some engines exchange no KV, as last compared; see `compare`."""
         self._is_compared = True
@@ -265,6 +267,7 @@ class Fleet:
                 continue
             if engine.preferred_role is not role:
                 logger.info("engine %s now prefers %s legs: %s", name, role, reason)
+                self.role_changes[engine.group] += 1
                 has_changed = True
             engine.preferred_role, engine.role_reason = role, reason
         if has_changed:

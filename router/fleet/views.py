@@ -7,6 +7,7 @@ answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isinf
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -26,6 +27,16 @@ class EngineView(BaseModel):
     name: str
     url: str
     role: EngineRole
+    preferred_role: EngineRole | None = Field(
+        None, description="Of an engine of both roles: the legs that it gets now; null: no choice"
+    )
+    role_reason: str = Field("", description="Why it gets these legs")
+    step_limit_ms: float | None = Field(
+        None, description="The longest step beside answers that it allows; null: unlimited"
+    )
+    mixing: float | None = Field(
+        None, description="Weight reads that mixing prompts and answers costs; null: not measured"
+    )
     group: str
     models: list[str] | None = Field(description="null: unknown")
     weight: float
@@ -114,11 +125,16 @@ def has_all_listings(views: Sequence[FleetView | None]) -> bool:
 
 
 def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> EngineView:
-    spec = engine.spec
+    spec, known = engine.spec, engine.capabilities
+    model, limit = known.step_model, known.step_limit
     return EngineView(
         name=engine.name,
         url=spec.url,
         role=engine.role,
+        preferred_role=engine.preferred_role if engine.role_reason else None,
+        role_reason=engine.role_reason,
+        step_limit_ms=None if isinf(limit) else round(limit * 1000, 1),
+        mixing=None if model is None or model.mixing is None else round(model.mixing, 2),
         group=engine.group,
         models=None if engine.models is None else sorted(engine.models),
         weight=spec.weight,
@@ -142,8 +158,16 @@ def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> Eng
 def _merge_engine(seen: Sequence[EngineView]) -> EngineView:
     worst = max(seen, key=lambda one: HEALTHS.index(one.health))
     is_draining = all(one.intent is Intent.DRAINING for one in seen)
+    # Each process has its own preference, and may be a step behind the others.
+    roles = {one.preferred_role: one.role_reason for one in seen if one.preferred_role}
+    role = next(iter(roles)) if len(roles) == 1 else EngineRole.BOTH if roles else None
     return worst.model_copy(
         update={
+            "preferred_role": role,
+            "role_reason": "; ".join(
+                why if len(roles) == 1 else f"{one} in a worker process: {why}"
+                for one, why in roles.items()
+            ),
             "intent": Intent.DRAINING if is_draining else Intent.SERVING,
             "cold": any(one.cold for one in seen),
             "cooling": any(one.cooling for one in seen),

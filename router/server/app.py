@@ -378,7 +378,13 @@ def _connect_gauges(
         known = ((one, one.prefill_tokens_per_second) for one in fleet.engines)
         return (((one.role, one.name), rate) for one, rate in known if rate)
 
+    def preferred_roles() -> Iterator[Reading]:
+        chosen = (one for one in fleet.engines if one.role_reason and one.is_available)
+        return (((one.group, one.name, one.preferred_role), 1) for one in chosen)
+
     demand = EngineDemand(target_itl)
+    metrics.engine_preferred_role.read = preferred_roles
+    metrics.role_changes.read = lambda: (((g,), n) for g, n in list(fleet.role_changes.items()))
     metrics.engines_needed.read = lambda: demand.read(fleet.engines, now()).items()
     metrics.engine_prefill_rate.read = prefill_rates
     metrics.engine_healthy.read = of_engines(lambda engine: HEALTH_VALUES[engine.health])

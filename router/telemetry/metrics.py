@@ -67,10 +67,21 @@ class Metrics:
             "Prompt tokens per second that an engine computes, by the times of its prefill legs; "
             "absent until it has computed eight samples of 8,192 tokens or more.",
         )
+        self.engine_preferred_role = made.callback_gauge(
+            "engine_preferred_role{group,engine,preferred}",
+            "1 for each available engine of both roles, by the legs that it gets now: prefill, "
+            "decode, or both where each request goes where it costs least. Absent if there is no "
+            "choice.",
+        )
+        self.role_changes = made.callback_counter(
+            "role_changes{group}",
+            "How often an engine of both roles began to prefer other legs.",
+        )
         self.engines_needed = made.callback_gauge(
             "engines_needed{group,role}",
             "Engines that the requests of this router need, by the measured speed of the engines. "
-            "The sum over all routers is what the fleet needs.",
+            "The sum over all routers is what the fleet needs. Engines of both roles count in both "
+            "roles.",
         )
         self.warm_ups = made.counter(
             "warm_ups{outcome}", "Warm-up requests through new pairs of engines, by outcome."

@@ -51,8 +51,10 @@ MERGED_BY_MAXIMUM = frozenset(
         "disagg_router_engine_shares_id",
         "disagg_router_file_trouble",
         "disagg_router_fleet_changes_total",  # each worker sees all of them
+        "disagg_router_engine_preferred_role",
         "disagg_router_engine_prefill_tokens_per_second",
         "disagg_router_pair_avoided",
+        "disagg_router_role_changes_total",
         "disagg_router_source_trouble",
     )
 )

@@ -73,6 +73,21 @@ def test_counts_add_up_and_the_worst_state_counts() -> None:
     assert both.sources == ["file", "dns", "admin"]
 
 
+def test_where_processes_prefer_different_roles_the_engine_has_both() -> None:
+    prompts = seen(role="both", preferred_role="prefill", role_reason="prompts need 2 engines")
+    answers = seen(role="both", preferred_role="decode", role_reason="prompts need 1 engine")
+    [one] = merge_engine_views([view(prompts), view(prompts), view(seen(role="both"))])
+    assert (one.preferred_role, one.role_reason) == ("prefill", "prompts need 2 engines")
+    [one] = merge_engine_views([view(prompts), view(answers)])
+    assert one.preferred_role == "both"
+    assert one.role_reason == (
+        "prefill in a worker process: prompts need 2 engines; "
+        "decode in a worker process: prompts need 1 engine"
+    )
+    [one] = merge_engine_views([view(seen(role="both")), view(seen(role="both"))])
+    assert (one.preferred_role, one.role_reason) == (None, "")
+
+
 def test_an_engine_is_drained_only_if_all_processes_say_so() -> None:
     [both] = merge_engine_views([view(seen()), view(seen())])
     assert (both.drained, both.intent) == (True, Intent.DRAINING)

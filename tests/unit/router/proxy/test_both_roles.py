@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 
 from router.fleet.engine import Engine
 from router.fleet.step_model import StepModel
+from router.fleet.views import build_fleet_view
 from router.routing.role_balance import RoleKeeper
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
@@ -116,6 +118,35 @@ async def test_an_idle_engine_of_a_free_group_does_both_legs(both: Both) -> None
     assert "0.10 weight reads" in both.engines[0].role_reason
     assert sorted(await both.prompt()) == [0, 1]
     assert both.router.metric("decode_only_total", reason="cheapest") == 1
+
+
+async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(both: Both) -> None:
+    router, fleet = both.router, both.router.gateway.fleet
+    group = fleet.engines[0].group
+
+    def preferred() -> list[str]:
+        text = router.gateway.metrics.exposition().decode()
+        return sorted(re.findall(r'_engine_preferred_role{.*preferred="(\w+)"} 1', text))
+
+    both.keeper.update(0.0)
+    assert preferred() == ["both", "both"]
+    assert router.metric("role_changes_total", group=group) == 0
+    view = build_fleet_view(fleet, router.state.registry).engines[0]
+    assert (view.preferred_role, view.step_limit_ms, view.mixing) == ("both", 45.0, 0.1)
+    assert view.role_reason == "mixing prompts and answers costs 0.10 weight reads per step"
+    for engine in both.engines:
+        engine.capabilities.step_model = StepModel.parse(STEP_MODEL)
+    both.keeper.update(2.0)
+    assert preferred() == ["decode", "prefill"]
+    assert router.metric("role_changes_total", group=group) == 2
+    views = build_fleet_view(fleet, router.state.registry).engines
+    assert sorted(str(one.preferred_role) for one in views) == ["decode", "prefill"]
+    assert "prompts need 0.0 engines" in views[0].role_reason
+    assert views[0].mixing is None
+    fleet.cool_down(both.engines[0], 30.0)  # it gets nothing now
+    assert len(preferred()) == 1
+    both.keeper.update(4.0)  # and the other one has no choice
+    assert preferred() == []
 
 
 async def test_a_busy_engine_of_a_free_group_leaves_the_prompt_to_another(both: Both) -> None:

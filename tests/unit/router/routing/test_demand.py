@@ -33,9 +33,9 @@ def engine(role: EngineRole, number: int = 1, cache_tokens: int = 100_000) -> En
     return made
 
 
-def measured(clock: Clock, number: int = 1, role: EngineRole = PREFILL) -> Engine:
+def measured(clock: Clock, number: int = 1) -> Engine:
     """An engine whose rate is known."""
-    made = engine(role, number)
+    made = engine(PREFILL, number)
     for _ in range(64):
         clock.leg(made, 9000)
     assert made.prefill_tokens_per_second == pytest.approx(TOKENS_PER_S)
@@ -83,14 +83,24 @@ def test_the_sum_over_routers_is_what_all_requests_need() -> None:
     assert found[0] + found[1] == pytest.approx(found[2])
 
 
-def test_engines_of_both_roles_need_the_sum_and_unknown_engines_have_no_number() -> None:
-    clock, demand = Clock(), EngineDemand(0.0)
-    made = measured(clock, role=BOTH)
-    made.add_load(1, 70_000)
-    assert demand.read([made], clock.seconds) == {("g", BOTH): pytest.approx(1.0)}
+def test_engines_of_both_roles_are_needed_for_prompts_and_for_answers() -> None:
+    demand = EngineDemand(0.0)
+    engines = [engine(BOTH, 1), engine(BOTH, 2)]
+    engines[0].add_load(1, 70_000)
+    assert demand.read(engines, 0.0) == {P: 0.0, D: pytest.approx(1.0)}
+    for second in range(10, 600, 10):
+        for one in engines:  # also of requests that one engine serves alone
+            one.offered_prefill_s += 4.0
+        needed = demand.read(engines, second)
+    assert needed[P] == pytest.approx(0.8 / BUSY_SHARE, rel=0.02)
+    engines[1].add_local_prefill(2 * DRAIN_S, 1)
+    assert demand.read(engines, 6000.0)[P] == pytest.approx(2.0)
+
+
+def test_unknown_engines_have_no_number() -> None:
     strange = engine(DECODE, cache_tokens=0)
     strange.add_load(1, 70_000)
-    assert demand.read([engine(PREFILL), strange], clock.seconds + 9) == {}
+    assert EngineDemand(0.0).read([engine(PREFILL), strange], 9.0) == {}
 
 
 def test_numbers_follow_slowly() -> None:
