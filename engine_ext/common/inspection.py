@@ -55,6 +55,7 @@ class TransferSeen(NamedTuple):
     """One successful READ or WRITE of ours."""
 
     what: str
+    """READ, WRITE, or LOAN: a READ of a loan."""
     request_id: str
     engine_id: str
     """The engine at the other end."""

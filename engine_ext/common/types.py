@@ -104,6 +104,9 @@ class PeerAddress(NamedTuple):
     pp_size: int = 1
 
 
+LOAN_PREFIX = "loan-"
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
     """The place of a request's KV on another engine. Parsed and checked, see
@@ -121,6 +124,10 @@ class RemoteSource:
     """Unix time of the remote's clock after which it has freed the blocks."""
     is_revocable: bool = False
     """A turn that the remote may free earlier. Readers that use our leases are notified."""
+
+    @property
+    def is_loan(self) -> bool:
+        return self.request_id.startswith(LOAN_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from engine_ext.common.types import BlockIds, LeaseGrant, LoanAnswer, LoanRequest
+from engine_ext.common.types import LOAN_PREFIX, BlockIds, LeaseGrant, LoanAnswer, LoanRequest
 from engine_ext.scheduler.orders import Orders
 
 MAX_LOANS = 64
@@ -159,7 +159,7 @@ class Loans:
         if len(self) >= MAX_LOANS:
             return ""
         self._count += 1
-        loan_id = f"loan-{self._run_id}-{self._count:08}"
+        loan_id = f"{LOAN_PREFIX}{self._run_id}-{self._count:08}"
         cache.pin(loan_id, blocks)
         self._lent[loan_id], self._readers[loan_id] = prefix, {request.reader}
         sums = blocks if self._checksums else ()

@@ -454,7 +454,7 @@ class Pulls:
     def _note(self, reading: ActivePull) -> None:
         order = reading.order
         self._context.log.record(
-            "READ",
+            "LOAN" if order.source.is_loan else "READ",
             order.request_id,
             order.source.address.engine_id,
             num_blocks=reading.num_blocks,

@@ -19,7 +19,7 @@ from engine_ext.common.types import (
 
 logger = logging.getLogger(__name__)
 
-What = Literal["READ", "WRITE"]
+What = Literal["READ", "LOAN", "WRITE"]
 
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256

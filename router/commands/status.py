@@ -36,9 +36,9 @@ from router.commands.console import (
 from router.commands.router_client import ask_router, router_url
 
 DESCRIPTION = """\
-Shows a router's engines and their state, requests in flight, requests and conversations by
-outcome, and the time to the first byte. It reads the router's metrics, so it needs no token, and
-with --workers it shows all workers.
+Shows a router's engines and their state, requests in flight, requests, conversations and prefix
+loans by outcome, and the time to the first byte. It reads the router's metrics, so it needs no
+token, and with --workers it shows all workers.
 """
 PREFIX = "disagg_router_"
 # Every router has this metric.
@@ -178,6 +178,8 @@ class RouterStatus:
     requests: Mapping[str, int]
     refusals: Mapping[str, int]
     turns: Mapping[str, int]
+    loans: Mapping[str, int]
+    borrowed_tokens: int
     first_byte: Mapping[str, float | None]
     prefill_rates: Mapping[str, float]
     """Prompt tokens per second, by engine."""
@@ -246,6 +248,8 @@ def parse_metrics(text: str) -> RouterStatus:
         requests=counts("requests_total", "outcome"),
         refusals=counts("refusals_total", "reason"),
         turns=counts("conversation_turns_total", "outcome"),
+        loans=counts("prefix_loans_total", "outcome"),
+        borrowed_tokens=total("prefix_loan_tokens_total"),
         first_byte=_quantiles(counts("time_to_first_byte_seconds_bucket", "le")),
         prefill_rates={
             name: rate
@@ -326,6 +330,8 @@ def lines(
     yield f"requests       {_counts(status.requests)}"
     if status.turns:
         yield f"conversations  {_counts(status.turns)}{_hits(status.turns)}"
+    if status.loans:
+        yield f"prefix loans   {_counts(status.loans)} ({status.borrowed_tokens:,} tokens borrowed)"
     if any(status.refusals.values()):
         yield painted(f"refused        {_counts(status.refusals)}", YELLOW)
     yield f"first byte     {_times(status.first_byte)}"

@@ -57,7 +57,7 @@ TRANSFERRED_BYTES = b"vllm:nixl_bytes_transferred_sum"
 logger = logging.getLogger("disagg_router.ui")
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-Operation = Literal["READ", "WRITE"]
+Operation = Literal["READ", "LOAN", "WRITE"]
 
 
 class MovedBytes(BaseModel):
@@ -205,9 +205,9 @@ class TransferHistory:
                 operation, other = flow[0], names.get(flow[1])
                 if last.at <= first.at or more <= 0 or other is None or other == name:
                     continue
-                start, end = (other, name) if operation == "READ" else (name, other)
+                start, end = (name, other) if operation == "WRITE" else (other, name)
                 kind = "turn" if roles.get(end) == "prefill" else "prompt"
-                if roles.get(start) == roles.get(end) != "both":
+                if operation == "LOAN":
                     kind = "loan"
                 link = start, end, kind
                 rate = more / (last.at - first.at)
@@ -229,7 +229,8 @@ class AwaitedRequest:
         young = {name: page.transfers for name, page in pages.items() if page.at > self.ended}
         p, d = young.get(request.prefiller, {}), young.get(request.decoder, {})
         prompt = d.get(("READ", digest)) or p.get(("WRITE", digest))
-        turn = p.get(("READ", digest)) if _has_source(request) else None
+        operation = "LOAN" if request.borrowed_from else "READ"
+        turn = p.get((operation, digest)) if _has_source(request) else None
         return RequestTransfers(
             prompt=self.found.prompt or _view(prompt, request.at - unix),
             turn=self.found.turn or _view(turn, request.at - unix),

@@ -118,6 +118,8 @@ def test_a_prompt_that_goes_elsewhere_borrows_what_a_busy_engine_holds(
     assert fleet.loans("granted") == 1
     assert metric(fleet.router, "disagg_router_prefix_loan_tokens_total") == SHARED
     assert metric(borrower, "disagg_engine_prompt_tokens_fetched_total") == SHARED
+    (rank,) = borrower.get("/disagg/leases").json()["ranks"]
+    assert [one["what"] for one in rank["moved"]] == ["LOAN"]
     assert long.result(timeout=120)[1]["prefiller"] == name_of(holder)
 
 

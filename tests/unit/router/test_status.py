@@ -56,6 +56,11 @@ disagg_router_requests_total{endpoint="/b",flow="pull",outcome="failed",status="
 disagg_router_conversation_turns_total{outcome="new",reason=""} 4.0
 disagg_router_conversation_turns_total{outcome="hit",reason=""} 3.0
 disagg_router_conversation_turns_total{outcome="mismatch",reason="model"} 1.0
+# TYPE disagg_router_prefix_loans counter
+disagg_router_prefix_loans_total{outcome="granted"} 7.0
+disagg_router_prefix_loans_total{outcome="refused"} 2.0
+# TYPE disagg_router_prefix_loan_tokens counter
+disagg_router_prefix_loan_tokens_total 28672.0
 # TYPE disagg_router_time_to_first_byte_seconds histogram
 disagg_router_time_to_first_byte_seconds_bucket{le="0.5"} 50.0
 disagg_router_time_to_first_byte_seconds_bucket{le="1.0"} 98.0
@@ -90,6 +95,7 @@ def test_a_table_says_it_to_people() -> None:
     assert "incomplete: used only if no group is complete" in said
     assert "1 failed, 15 ok" in said
     assert "75% of next turns reuse KV" in said
+    assert "prefix loans   7 granted, 2 refused (28,672 tokens borrowed)" in said
     assert "p50 500 ms" in said
     assert "p99 ?" in said
     assert "prefill rate   9,800 (p:2) to 31,000 (p:1) tokens/s" in said

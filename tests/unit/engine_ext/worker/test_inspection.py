@@ -118,10 +118,11 @@ def test_a_read_that_counted_is_one_line_at_info(
     assert line == what
 
 
+@pytest.mark.parametrize(("remote_id", "shown_as"), [("p-1", "READ"), ("loan-1", "LOAN")])
 def test_transfers_are_shown_with_their_engine_and_hashed_names(
-    harness: Harness, holder: HandshakeServer
+    harness: Harness, holder: HandshakeServer, remote_id: str, shown_as: str
 ) -> None:
-    transfer = harness.reading(source(port=holder.port))
+    transfer = harness.reading(source(remote_id, port=holder.port))
     assert leases.rank(harness.loop.inspect(harness.now), KEY)["transfers"] == [], "it runs"
     transfer.state = TransferState.DONE
     harness.step()
@@ -131,7 +132,7 @@ def test_transfers_are_shown_with_their_engine_and_hashed_names(
     harness.hears(wire.ReadAck(read.sequence, valid=True))
     shown = leases.rank(harness.loop.inspect(harness.now + 3), KEY)
     assert shown["engine_id"] == "engine-d"
-    what = {"what": "READ", "engine_id": "engine-p"}
+    what = {"what": shown_as, "engine_id": "engine-p"}
     assert shown["moved"] == [what | {"transfers": 1, "bytes": 57344}]
     (one,) = shown["transfers"]
     assert one == what | {

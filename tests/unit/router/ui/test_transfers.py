@@ -136,16 +136,22 @@ def test_a_request_is_told_once_what_was_moved_for_it() -> None:
     assert awaited.take(pages, 1000.0) == {}
 
 
-def test_a_read_between_engines_of_one_role_is_a_loan() -> None:
+@pytest.mark.parametrize("role", EngineRole)
+def test_a_loan_of_an_engine_of_any_role_is_shown_as_one(role: EngineRole) -> None:
     traffic = TransferHistory()
     traffic.note("q", page(0.0, "q-1"))
     for at in (0.0, 2.0):
-        traffic.note("p", page(at, "p-1", "READ", "q-1", int(at * 50)))
-    roles = {"p": EngineRole.PREFILL, "q": EngineRole.PREFILL}
+        traffic.note("p", page(at, "p-1", "LOAN", "q-1", int(at * 50)))
+    roles = {"p": EngineRole.PREFILL, "q": role}
     assert traffic.byte_rates(roles, 0.0) == {("q", "p", "loan"): 50.0}
-    assert traffic.byte_rates(dict.fromkeys("pq", EngineRole.BOTH), 0.0) == {
-        ("q", "p", "prompt"): 50.0
-    }
+
+
+def test_a_borrowed_prefix_is_matched_with_its_request() -> None:
+    awaited = TransferMatcher(lambda: 200.0)
+    awaited.expect([ended(borrowed_from="q")])
+    (found,) = awaited.take({"p": said(201.0, transfer(what="LOAN", blocks=5))}, 0.0).values()
+    assert found.turn is not None
+    assert found.turn.blocks == 5
 
 
 def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> None:
