@@ -6,7 +6,6 @@ so is all that follows the router's metrics.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import MAX_LABEL_PAIRS, OTHER
 
 DOCUMENT = Path(__file__).parents[1] / "docs/metrics.md"
-ADVICE = re.compile(r"^### `(\w+)`\n\n[^#]*\n\n([^#]+?)\n(?=\n#|\Z)", re.MULTILINE)
+SECTION = "\n### `"
 TAIL = "\n## Engine metrics\n"
 HEAD = f"""\
 # Metrics
@@ -43,8 +42,9 @@ def main() -> None:
 
 def document() -> str:
     before, tail, after = DOCUMENT.read_text(encoding="utf-8").partition(TAIL)
-    advice = dict(ADVICE.findall(before))
-    sections = [_section(one, advice.get(one.name, "TODO")) for one in Metrics().described]
+    parts = (part.split("\n\n") for part in before.split(SECTION)[1:])
+    advice = {name.rstrip("`"): " ".join(paragraphs) for name, _, *paragraphs in parts}
+    sections = [_section(one, advice.get(one.name) or "TODO") for one in Metrics().described]
     return "\n".join([HEAD, *sections]) + tail + after
 
 

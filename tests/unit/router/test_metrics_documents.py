@@ -36,6 +36,16 @@ def test_the_document_is_that_of_the_code() -> None:
     assert "TODO" not in text, "a metric has no advice for operators"
 
 
+def test_advice_is_kept_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    advice = "Most should be granted or cached"
+    changed = text.replace(advice, "See [routing](routing.md#shared) and issue #7 first.")
+    monkeypatch.setattr("scripts.write_metrics_docs.DOCUMENT", tmp_path / "metrics.md")
+    (tmp_path / "metrics.md").write_text(changed, encoding="utf-8")
+    assert advice in text
+    assert document().split() == changed.split()
+
+
 def test_the_dashboard_is_that_of_its_script() -> None:
     text = DASHBOARD.read_text(encoding="utf-8")
     assert json.loads(text) == dashboard(), "run scripts/write_dashboard.py"
