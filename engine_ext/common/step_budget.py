@@ -10,7 +10,7 @@ bounded wherever it is without a target.
 
 import math
 
-from engine_ext.common.step_costs import StepFit, StepWork
+from engine_ext.common.step_costs import StepFit
 
 TARGET_SHARE = 0.9
 """The share of the target that a step may take. Some steps take longer than predicted."""
@@ -46,8 +46,7 @@ class StepBudget:
         self._costs = costs = self._fit.costs if num_decoding else None
         if costs is None:
             return
-        decoding_ms = costs.milliseconds(StepWork(0, 0.0, contexts))
-        self._left_ms = TARGET_SHARE * self._target_ms - decoding_ms
+        self._left_ms = TARGET_SHARE * self._target_ms - costs.milliseconds_beside(contexts)
         share = min(1.0, max(0.0, waited_s / MAX_WAIT_S - 1.0))
         self._least = max(MIN_PROMPT_TOKENS, int(share * self._max_step_tokens))
 

@@ -3,22 +3,32 @@
 A step computes chunks of prompts and one token of each decoding request. Its milliseconds are
 
     base + token * T + token_context * sum(n * (c + n / 2)) + context * sum(d)
+    + prompt                                       if T > 0
+    + mixing * base + mixed_context * sum(d)       if T > 0 and requests decode (a mixed step)
 
 with T the prompt tokens in the step, n the tokens of a chunk, c the tokens before the chunk, and d
 the tokens before a decoding request's new one: weights are read once a step, each prompt token is
 multiplied with them and attends to the tokens before it, and decoding reads the KV of all contexts.
-On H200 operators (aiconfigurator 0.12, Qwen3-32B, 64 to 2,048 prompt tokens beside 32 decodes) a
-step with both reads the weights once, and its attention is the sum of the parts.
+`prompt` is negative where the multiplication hides a part of the reading, as on a GPU, and positive
+where steps with prompts do without something, such as a CUDA graph. A step with prompts takes no
+less than one without.
+
+`mixing` is the mixing penalty: 0 if the weights are read once for prompts and answers, 1 if they
+are read twice. The tokens of decoding requests, which cost nothing where a step only reads weights,
+cost time beside a chunk: as their number is not known everywhere, `mixed_context` stands for it. On
+H200 operators (aiconfigurator 0.12, Qwen3-32B, 64 to 2,048 prompt tokens beside 32 decodes) a step
+with both reads the weights once, and its attention is the sum of the parts. Steps without prompts,
+steps with prompts alone and mixed steps are all needed to find the penalty, the latter two of
+similar sizes, because a line through large steps says little about small ones. Until then, and
+where the steps are too noisy, it is unknown, and the fit goes without the terms of mixed steps.
 
 `StepFit` is a least-squares fit of relative errors, from decayed sums. Steps without prompts, with
-few and with many prompt tokens have sums of their own, which only new steps of the same kind decay:
-an hour of decoding does not wash out what is known of prompts. A step far from its prediction (a
-compilation, a busy machine) pulls no more than one at HUBER of it does (P. J. Huber, Robust
-estimation of a location parameter, 1964). Of all subsets of the four terms, the best one without a
-negative factor is taken, so the fit is the exact non-negative one.
+few and with many prompt tokens, alone and mixed, have sums of their own, which only new steps of
+the same kind decay: an hour of decoding does not wash out what is known of prompts. A step far from
+its prediction (a compilation, a busy machine) pulls no more than one at HUBER of it does (P. J.
+Huber, Robust estimation of a location parameter, 1964). No factor but `prompt` is negative.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,10 +47,16 @@ MIN_SPREAD = 0.02
 """The share of a term's square that `base` must leave unexplained. With less, all steps seen were
 alike, and their time cannot be divided between the two."""
 
-PLACES = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
-"""The positions of the symmetric matrix's elements in the sums."""
+SIZE_RATIO = 4.0
+"""A step with prompts alone is compared with mixed steps of up to so many times its prompt tokens,
+or so many times fewer."""
+MAX_ERROR = 0.1
+"""A mixing penalty with a larger standard error is unknown."""
 
-Vector = tuple[float, float, float, float]
+BASE, TOKEN, TOKEN_CONTEXT, CONTEXT, PROMPT, MIXING, MIXED_CONTEXT = TERMS = range(7)
+PAIRS = [(i, j) for i in TERMS for j in TERMS[i:]]
+"""The elements of the symmetric matrix in the sums."""
+MAX_PIVOTS = 40
 
 
 class StepWork(NamedTuple):
@@ -60,19 +76,32 @@ class StepWork(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """The factors of the four terms, in the units of their names. None is negative."""
+    """The factors of the terms, in the units of their names. Only `prompt_ms` may be negative."""
 
     base_ms: float
     token_us: float
     token_context_ns: float
     context_ns: float
+    prompt_ms: float = 0.0
+    mixing: float | None = None
+    """The mixing penalty in units of `base_ms`. None if unknown."""
+    mixed_context_ns: float = 0.0
 
     def milliseconds(self, work: StepWork) -> float:
-        return (
-            self.base_ms
-            + self.token_us * 1e-3 * work.prompt_tokens
-            + (self.token_context_ns * work.prompt_pairs + self.context_ns * work.contexts) * 1e-6
-        )
+        decoding = self.base_ms + self.context_ns * 1e-6 * work.contexts
+        if not work.prompt_tokens:
+            return decoding
+        tokens = self.token_us * 1e-3 * work.prompt_tokens
+        pairs = self.token_context_ns * 1e-6 * work.prompt_pairs
+        return max(decoding, self.milliseconds_beside(work.contexts) + tokens + pairs)
+
+    def milliseconds_beside(self, contexts: int) -> float:
+        """Return the time of a step with prompts, less those of its chunks."""
+        milliseconds = self.base_ms + self.prompt_ms
+        if contexts:
+            each = self.context_ns + self.mixed_context_ns
+            milliseconds += (self.mixing or 0.0) * self.base_ms + each * 1e-6 * contexts
+        return milliseconds
 
     def chunk_milliseconds(self, count: int, context: int) -> float:
         """Return what a chunk of `count` tokens behind `context` tokens adds to a step."""
@@ -94,8 +123,14 @@ class StepFit:
 
     def __init__(self, max_step_tokens: int) -> None:
         self._many = max(2, min(MANY_TOKENS, max_step_tokens // 4))
-        self._kinds = [_Sums(), _Sums(), _Sums()]
+        self._decodes = _Sums()
+        self._prompts = [[_Sums(), _Sums()], [_Sums(), _Sums()]]
+        """The steps with prompts: first alone or mixed, then with few or many prompt tokens."""
         self._num_steps = 0
+        self._mixed_size = 0.0
+        """The mean logarithm of the prompt tokens in mixed steps."""
+        self._num_comparable = 0
+        """Steps with prompts alone of about the size of the mixed ones."""
         self.costs: StepCosts | None = None
         """The fitted factors; None until enough different steps of all kinds were measured."""
         self._draft: StepCosts | None = None
@@ -105,7 +140,8 @@ class StepFit:
         """Take a step that was measured."""
         if milliseconds <= 0.0:
             return
-        kind = self._kinds[bool(work.prompt_tokens) + (work.prompt_tokens >= self._many)]
+        tokens, is_mixed = work.prompt_tokens, bool(work.prompt_tokens and work.contexts)
+        kind = self._prompts[is_mixed][tokens >= self._many] if tokens else self._decodes
         scale = 1.0 / milliseconds
         if self._draft is not None and kind.num_steps >= MIN_STEPS:
             expected = max(self._draft.milliseconds(work), milliseconds / 1000)
@@ -113,14 +149,20 @@ class StepFit:
             error = abs(milliseconds / expected - 1.0)
             if error > HUBER:
                 scale *= math.sqrt(HUBER / error)
+        contexts = work.contexts * 1e-6 * scale
         terms = (
             scale,
-            work.prompt_tokens * 1e-3 * scale,
+            tokens * 1e-3 * scale,
             work.prompt_pairs * 1e-6 * scale,
-            work.contexts * 1e-6 * scale,
+            contexts,
+            scale if tokens else 0.0,
+            scale if is_mixed else 0.0,
+            contexts if is_mixed else 0.0,
         )
         kind.add(terms, milliseconds * scale)
         self._num_steps += 1
+        if tokens:
+            self._compare(math.log(tokens), is_mixed)
         if kind.num_steps == MIN_STEPS or self._num_steps % REFIT_STEPS == 0:
             self._refit()
 
@@ -129,63 +171,110 @@ class StepFit:
         costs = self.costs
         if costs is None:
             return None
-        rounded = {name: float(f"{value:.4g}") for name, value in costs._asdict().items()}
+        found = costs._asdict()
+        found["prompt_base_ms"] = costs.base_ms + found.pop("prompt_ms")
+        if costs.mixing is None:
+            del found["mixing"], found["mixed_context_ns"]
+        rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
         return {**rounded, "steps": self._num_steps}
 
+    def _compare(self, size: float, is_mixed: bool) -> None:
+        num_mixed = sum(kind.num_steps for kind in self._prompts[True])
+        if is_mixed:
+            self._mixed_size += (size - self._mixed_size) / min(num_mixed, MEMORY)
+        elif num_mixed >= MIN_STEPS:
+            self._num_comparable += abs(size - self._mixed_size) <= math.log(SIZE_RATIO)
+
     def _refit(self) -> None:
-        sums = [sum(each) for each in zip(*(kind.sums for kind in self._kinds), strict=True)]
-        matrix, moment = [[sums[place] for place in row] for row in PLACES], sums[10:]
-        self._draft = StepCosts(*_non_negative_solution(matrix, moment))
-        decodes, _, prompts = self._kinds
+        kinds = (self._decodes, *self._prompts[False], *self._prompts[True])
+        sums = [sum(each) for each in zip(*(kind.sums for kind in kinds), strict=True)]
+        matrix = [[0.0] * len(TERMS) for _ in TERMS]
+        for (i, j), value in zip(PAIRS, sums, strict=False):
+            matrix[i][j] = matrix[j][i] = value
+        moment, total = sums[len(PAIRS) : -1], sums[-1]
+        present = [term for term in (BASE, TOKEN, TOKEN_CONTEXT, CONTEXT) if matrix[term][term]]
+        if _spread(matrix, TOKEN, PROMPT) >= MIN_SPREAD:
+            present.append(PROMPT)
+        self._draft = draft = _costs_of(_non_negative_solution(matrix, moment, present))
+        decodes = self._decodes.num_steps
         is_known = (
-            decodes.num_steps >= MIN_STEPS
-            and prompts.num_steps >= MIN_STEPS
-            and all(_spread(matrix, term) >= MIN_SPREAD for term in (1, 3))
+            decodes >= MIN_STEPS
+            and sum(few_and_many[1].num_steps for few_and_many in self._prompts) >= MIN_STEPS
+            and all(_spread(matrix, term, BASE) >= MIN_SPREAD for term in (TOKEN, CONTEXT))
         )
-        if is_known and self._draft.base_ms > 0.0 and self._draft.token_us > 0.0:
-            self.costs = self._draft
+        if self._num_comparable >= MIN_STEPS and decodes >= MIN_STEPS:
+            present += (MIXING, MIXED_CONTEXT)
+            found = _non_negative_solution(matrix, moment, present)
+            error = _standard_error(matrix, moment, total, found, MIXING)
+            if 0.0 < error <= MAX_ERROR * found[BASE]:
+                self._draft = draft = _costs_of(found, is_mixing_known=True)
+        if is_known and draft.base_ms > 0.0 and draft.token_us > 0.0:
+            self.costs = draft
 
 
 class _Sums:
-    """Decayed sums of products of the terms, and of the terms with the target."""
+    """Decayed sums of products of the terms, of the terms with the target, and of its square."""
 
     def __init__(self) -> None:
-        self.sums = [0.0] * 14
-        """The upper half of the matrix, then the products with the target."""
+        self.sums = [0.0] * (len(PAIRS) + len(TERMS) + 1)
         self.num_steps = 0
 
-    def add(self, terms: Vector, target: float) -> None:
-        a, b, c, d = terms
-        products = (
-            *(a * a, a * b, a * c, a * d, b * b, b * c, b * d, c * c, c * d, d * d),
-            *(a * target, b * target, c * target, d * target),
-        )
+    def add(self, terms: Sequence[float], target: float) -> None:
+        products = [terms[i] * terms[j] for i, j in PAIRS]
+        products += [*(term * target for term in terms), target * target]
         self.sums = [KEPT * s + p for s, p in zip(self.sums, products, strict=True)]
         self.num_steps += 1
 
 
-def _spread(matrix: list[list[float]], term: int) -> float:
-    """Return 1 minus the squared cosine of a term and `base` over all steps."""
-    product = matrix[0][0] * matrix[term][term]
-    return 1.0 - matrix[0][term] ** 2 / product if product > 0.0 else 0.0
+def _costs_of(found: Sequence[float], is_mixing_known: bool = False) -> StepCosts:
+    base, token, token_context, context, prompt, mixing, mixed_context = found
+    known = mixing / base if is_mixing_known else None
+    return StepCosts(base, token, token_context, context, max(prompt, -base), known, mixed_context)
 
 
-def _non_negative_solution(matrix: list[list[float]], moment: list[float]) -> Vector:
-    """Return the factors without a negative one that minimize the squared error."""
-    best, gain = (0.0, 0.0, 0.0, 0.0), 0.0
-    present = [term for term in range(4) if matrix[term][term] > 0.0]
-    for size in range(len(present), 0, -1):
-        for subset in itertools.combinations(present, size):
-            found = _solve(matrix, moment, subset)
-            won = sum(map(math.prod, zip(moment, found, strict=True)))
-            if min(found) >= 0.0 and won > gain:
-                best, gain = found, won
-        if size == len(present) and gain:
-            break  # the solution without the condition is one with it
-    return best
+def _spread(matrix: list[list[float]], term: int, other: int) -> float:
+    """Return 1 minus the squared cosine of two terms over all steps."""
+    product = matrix[other][other] * matrix[term][term]
+    return 1.0 - matrix[other][term] ** 2 / product if product > 0.0 else 0.0
 
 
-def _solve(matrix: list[list[float]], moment: list[float], subset: tuple[int, ...]) -> Vector:
+def _non_negative_solution(
+    matrix: list[list[float]], moment: list[float], present: Sequence[int]
+) -> list[float]:
+    """Return the factors of the terms in `present` that minimize the squared error, none of them
+    negative but that of PROMPT. The method is principal pivoting with the rule of the least index
+    (K. G. Murty, Note on a Bard-type scheme for solving the complementarity problem, 1974)."""
+    active = set(present)
+    for _ in range(MAX_PIVOTS):
+        found = _solve(matrix, moment, sorted(active))
+        for term in present:
+            if term == PROMPT:
+                continue
+            left = moment[term] - sum(map(math.prod, zip(matrix[term], found, strict=True)))
+            if found[term] < 0.0 or (term not in active and left > 1e-6 * moment[term]):
+                active ^= {term}
+                break
+        else:
+            return found
+    return [max(0.0, factor) for factor in found]
+
+
+def _standard_error(
+    matrix: list[list[float]],
+    moment: list[float],
+    total: float,
+    found: Sequence[float],
+    term: int,
+) -> float:
+    """Return the standard error of a factor. `total` is the sum of the targets' squares, which are
+    about 1: so it is also the number of steps."""
+    squares = total - sum(map(math.prod, zip(moment, found, strict=True)))
+    subset = sorted({term, *(other for other in TERMS if found[other])})
+    inverse = _solve(matrix, [float(other == term) for other in TERMS], subset)
+    return math.sqrt(max(0.0, squares / total * inverse[term]))
+
+
+def _solve(matrix: list[list[float]], moment: list[float], subset: Sequence[int]) -> list[float]:
     """Solve the normal equations of some terms by Gaussian elimination; the others are 0. The
     matrix is positive definite but for terms that are alike: a little more on its diagonal divides
     their factor between them."""
@@ -195,9 +284,9 @@ def _solve(matrix: list[list[float]], moment: list[float], subset: tuple[int, ..
             ratio = below[pivot] / row[pivot]
             for column in range(pivot, len(row)):
                 below[column] -= ratio * row[column]
-    found = [0.0] * 4
+    found = [0.0] * len(TERMS)
     for pivot in reversed(range(len(rows))):
         row, known = rows[pivot], rows[pivot + 1 :]
         rest = sum(row[pivot + 1 + i] * found[subset[pivot + 1 + i]] for i in range(len(known)))
         found[subset[pivot]] = (row[-1] - rest) / row[pivot]
-    return found[0], found[1], found[2], found[3]
+    return found

@@ -5,10 +5,12 @@ A step computes a chunk of prompts and one token of each running answer. Its tim
     base + token * T + token_context * sum(chunk * context) + context * sum(contexts of answers)
 
 with T prompt tokens in the step, and the tokens before and in each chunk as its context. A step
-with both a chunk and answers takes `mixing * base` longer: 0 if the engine reads its weights once
-for both, 1 if it reads them twice. The engine fits the factors to its own steps. `max_step_tokens`
-of the page bounds T. So does `target_itl_ms`, if the page has one: the engine lets a step with
-answers take LIMIT_SHARE of it.
+with prompts takes `prompt` longer, mostly a negative value, because computing hides a part of
+reading the weights; but it takes no less than one without. A mixed step, with both, takes
+`mixing * base + mixed_context * sum(contexts of answers)` longer: `mixing` is 0 if the engine reads
+its weights once for both, 1 if it reads them twice. The engine fits the factors to its own steps.
+`max_step_tokens` of the page bounds T. So does `target_itl_ms`, if the page has one: the engine
+lets a step with answers take LIMIT_SHARE of it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ class StepModel:
     token_context: float
     context: float
     mixing: float | None = None
-    """The mixing penalty: weight reads that a step with prompts and answers takes beyond the other
-    parts. None if unknown: then predictions have none."""
+    """The mixing penalty: weight reads that a mixed step takes beyond the other parts. None if
+    unknown: then predictions have none."""
+    prompt: float = 0.0
+    """May be negative, down to -base."""
+    mixed_context: float = 0.0
 
     @classmethod
     def parse(cls, value: object) -> StepModel | None:
@@ -53,7 +58,10 @@ class StepModel:
             return None
         base, token, token_context, context = factors
         mixing = _factor(value.get("mixing"), 1.0, MAX_MIXING)
-        return cls(base, token, token_context, context, mixing)
+        prompt_base = _factor(value.get("prompt_base_ms"), *FACTORS["base_ms"])
+        prompt = 0.0 if prompt_base is None else prompt_base - base
+        mixed = _factor(value.get("mixed_context_ns"), *FACTORS["context_ns"])
+        return cls(base, token, token_context, context, mixing, prompt, mixed or 0.0)
 
     def decode_step(self, contexts: int) -> float:
         """Return the seconds of a step without prompts. `contexts` are the tokens of all running
@@ -62,13 +70,14 @@ class StepModel:
 
     def mixed_step(self, contexts: int) -> float:
         """Return the seconds of a step with prompts, less those of its prompt tokens."""
-        penalty = (self.mixing or 0.0) * self.base if contexts else 0.0
-        return self.decode_step(contexts) + penalty
+        penalty = (self.mixing or 0.0) * self.base + self.mixed_context * contexts
+        return self.decode_step(contexts) + self.prompt + (penalty if contexts else 0.0)
 
     def worst_step(self, chunk: int, context: int, contexts: int) -> float:
         """Return the seconds of a step with the last `chunk` tokens of a prompt of `context`
         tokens."""
-        return self.mixed_step(contexts) + chunk * (self.token + self.token_context * context)
+        tokens = chunk * (self.token + self.token_context * context)
+        return max(self.decode_step(contexts), self.mixed_step(contexts) + tokens)
 
     def prefill_seconds(
         self, uncached: int, total: int, chunk: int = MAX_STEP_TOKENS, contexts: int = 0
@@ -78,7 +87,7 @@ class StepModel:
         mean_context = total - uncached / 2
         steps = -(-uncached // max(1, chunk))
         tokens = uncached * (self.token + self.token_context * mean_context)
-        return steps * self.mixed_step(contexts) + tokens
+        return max(steps * self.decode_step(contexts), steps * self.mixed_step(contexts) + tokens)
 
 
 def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
@@ -93,6 +102,8 @@ def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
         max(one.token_context for one in models),
         max(one.context for one in models),
         max((one.mixing for one in models if one.mixing is not None), default=None),
+        max(one.prompt for one in models),
+        max(one.mixed_context for one in models),
     )
 
 

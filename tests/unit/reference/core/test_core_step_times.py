@@ -26,8 +26,9 @@ class Step(NamedTuple):
 class TimedModel(Decoder):
     """Computes what `model` does, and lets the clock go on by the costs of the batch."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, mixing: float = 0.0) -> None:
         self.model = model
+        self.mixing = mixing
         self.seconds = 0.0
         self.steps: list[Step] = []
 
@@ -44,14 +45,18 @@ class TimedModel(Decoder):
                 pairs = len(of_span) * (of_span[0] + len(of_span) / 2)
                 milliseconds += COSTS.token_us * 1e-3 * len(of_span)
                 milliseconds += COSTS.token_context_ns * 1e-6 * pairs
+        if num_decoding and prompt_tokens:
+            milliseconds += self.mixing * COSTS.base_ms
         self.seconds += milliseconds / 1e3
         self.steps.append(Step(num_decoding, prompt_tokens, milliseconds))
         return self.model.forward(batch, layers)
 
 
-def experienced(directory: Path, decoder: Decoder, **changes: Any) -> tuple[Driver, TimedModel]:
+def experienced(
+    directory: Path, decoder: Decoder, mixing: float = 0.0, **changes: Any
+) -> tuple[Driver, TimedModel]:
     """An engine that has seen enough different steps."""
-    model = TimedModel(decoder)
+    model = TimedModel(decoder, mixing)
     changes = {"max_num_batched_tokens": BUDGET, "num_blocks": 257, **changes}
     core = make_core(
         directory, model=model, clock=lambda: model.seconds, enable_prefix_caching=False, **changes
@@ -83,8 +88,25 @@ def test_the_costs_of_steps_are_found_while_the_engine_computes(
 ) -> None:
     driver, _ = experienced(model_dir, decoder)
     assert driver.core.step_fit.costs is not None
-    for found, true in zip(driver.core.step_fit.costs, COSTS, strict=True):
+    for found, true in zip(driver.core.step_fit.costs[:4], COSTS, strict=False):
         assert found == pytest.approx(true, rel=0.02)
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0])
+def test_the_mixing_penalty_is_found_from_prompts_alone_and_beside_answers(
+    model_dir: Path, decoder: Decoder, mixing: float
+) -> None:
+    driver, _ = experienced(model_dir, decoder, mixing)
+    for number in range(32):
+        driver.add(request(f"answer-{number}", prompt(30, seed=200), greedy(10)))
+        driver.step()
+        tokens = prompt(100 + 5 * number, seed=300 + number)
+        driver.run(request(f"beside-{number}", tokens, greedy(1)))
+        driver.finish(f"answer-{number}")
+        driver.run(request(f"alone-{number}", tokens, greedy(1)))
+    costs = driver.core.step_fit.costs
+    assert costs is not None
+    assert costs.mixing == pytest.approx(mixing, abs=0.02)
 
 
 def test_steps_that_decode_end_within_the_target_and_the_answers_are_the_same(

@@ -54,6 +54,25 @@ def test_each_step_with_prompts_and_answers_has_the_mixing_penalty() -> None:
     assert model.prefill_seconds(1000, 1000, 256) == pytest.approx(4 * 0.010 + 0.051)
 
 
+def test_prompts_that_hide_the_reading_of_weights_make_steps_shorter() -> None:
+    page = {"mixing": 0.3, "prompt_base_ms": 4.0, "mixed_context_ns": 20.0}
+    model = StepModel.parse(PAGE | page)
+    assert model is not None
+    assert model.decode_step(100_000) == pytest.approx(0.013)
+    # 4 ms, 3 ms of the penalty, 50 ns * 100,000, and 256 tokens
+    assert model.worst_step(256, 10_000, 100_000) == pytest.approx(0.004 + 0.003 + 0.005 + 0.01792)
+    assert model.prefill_seconds(1000, 1000, 256) == pytest.approx(4 * 0.004 + 0.051)
+    # A step takes no less than one without prompts.
+    assert model.worst_step(10, 10, 0) == pytest.approx(0.010)
+    assert model.prefill_seconds(10, 10) == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("name", ["prompt_base_ms", "mixed_context_ns"])
+@pytest.mark.parametrize("value", [None, "1", True, -1, math.nan, math.inf, 10**400, []])
+def test_strange_factor_of_steps_with_prompts_is_left_out(name: str, value: object) -> None:
+    assert StepModel.parse(PAGE | {name: value}) == StepModel.parse(PAGE)
+
+
 @pytest.mark.parametrize(
     ("value", "mixing"),
     [
