@@ -10,10 +10,10 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,7 +44,6 @@ PREFIX = "disagg_router_"
 # Every router has this metric.
 REQUIRED_METRIC = "requests_in_flight"
 HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
-ROLES = ("prefill", "decode")
 SHARES = (0.5, 0.9, 0.99)
 COLOURS = {
     "healthy": GREEN,
@@ -124,7 +123,8 @@ class EngineState:
 
     `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
     `shares_id` means that another engine has the same engine_id. `degraded` is the reason why no
-    KV moves to or from a healthy engine.
+    KV moves to or from a healthy engine. `prefers` has the legs that an engine of both roles gets
+    now, several if worker processes differ.
     """
 
     name: str
@@ -135,14 +135,20 @@ class EngineState:
     holding: int
     shares_id: bool = False
     degraded: str = ""
+    prefers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
+    """One group. `preferred` counts its engines of both roles by the legs that they get now, and
+    `needed` has the engines that this router's requests need, by role if known."""
+
     name: str
     weight: float
     prefillers: int
     decoders: int
+    preferred: Mapping[str, int] = field(default_factory=dict)
+    needed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,14 @@ def parse_metrics(text: str) -> RouterStatus:
         (role, name): reason
         for role, name, reason in sums("engine_degraded", "role", "engine", "reason")
     }
+    preferred: dict[str, list[str]] = defaultdict(list)
+    divided: dict[str, Counter[str]] = defaultdict(Counter)
+    for group, name, legs in sums("engine_preferred_role", "group", "engine", "preferred"):
+        preferred[name].append(legs)
+        divided[group][legs] += 1
+    needed: dict[str, dict[str, float]] = defaultdict(dict)
+    for (group, role), number in sums("engines_needed", "group", "role").items():
+        needed[group][role] = number
     sizes, trouble = sums("group_engines", "group", "role"), sums("source_trouble", "source")
     engines = [
         EngineState(
@@ -223,6 +237,7 @@ def parse_metrics(text: str) -> RouterStatus:
             round(holding[key]),
             bool(sharing[key]),
             degraded.get((key[0], key[1]), ""),
+            tuple(preferred.get(key[1], ())),
         )
         for key, health in sums("engine_healthy", "role", "engine").items()
     ]
@@ -231,9 +246,16 @@ def parse_metrics(text: str) -> RouterStatus:
         in_flight=total(REQUIRED_METRIC),
         queued=total("queue_depth"),
         connections=total("client_connections"),
-        engines=tuple(sorted(engines, key=lambda one: (one.role != ROLES[0], one.role, one.name))),
+        engines=tuple(sorted(engines, key=lambda one: (one.role != "prefill", one.role, one.name))),
         groups=tuple(
-            GroupState(name, weight, *(round(sizes[name, role]) for role in ROLES))
+            GroupState(
+                name,
+                weight,
+                round(sizes[name, "prefill"]),
+                round(sizes[name, "decode"]),
+                dict(divided[name]),
+                needed[name],
+            )
             for (name,), weight in sums("group_weight", "group").items()
         ),
         sources=tuple(
@@ -318,6 +340,8 @@ def lines(
                 f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
                 f"{group.decoders} decoders{half}"
             )
+        if group.preferred:
+            yield _division(group)
     for pair in status.avoided_pairs:
         text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, avoided for a while"
         yield painted(text, YELLOW)
@@ -357,7 +381,7 @@ def _engines(engines: Sequence[EngineState], painted: Paint) -> Iterator[str]:
         yield painted("no engines", RED)
         return
     rows = [
-        (one.role, one.name, _state(one), str(one.in_flight), str(one.holding)) for one in engines
+        (_role(one), one.name, _state(one), str(one.in_flight), str(one.holding)) for one in engines
     ]
     widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
     yield _row(HEAD, widths, no_paint)
@@ -372,6 +396,24 @@ def _row(row: Sequence[str], widths: Sequence[int], painted: Paint) -> str:
     ]
     cells[2] = painted(cells[2], COLOURS.get(row[2], PLAIN))
     return "  ".join(cells).rstrip()
+
+
+def _role(engine: EngineState) -> str:
+    now = " or ".join("by cost" if legs == "both" else f"now {legs}" for legs in engine.prefers)
+    return f"{engine.role}, {now}" if now else engine.role
+
+
+def _division(group: GroupState) -> str:
+    """Return what the group's engines of both roles do now, and why."""
+    parts = [
+        f"{count} by cost, since mixing prompts and answers costs little"
+        if legs == "both"
+        else f"{count} {legs}"
+        for legs, count in sorted(group.preferred.items(), reverse=True)
+    ]
+    needs = [f"{role} {number:.1f}" for role, number in sorted(group.needed.items(), reverse=True)]
+    needed = f"; engines needed: {', '.join(needs)}" if needs else ""
+    return f"group {group.name}, engines of both roles: {', '.join(parts)}{needed}"
 
 
 def _state(engine: EngineState) -> str:

@@ -96,7 +96,7 @@ def make_plan(
     name = "turn" if request.names_conversation else "decode_only"
     if route.prefillers and route.decoders and route.prefillers[0] is route.decoders[0]:
         # The engine plays both roles, and no engine loads KV from itself.
-        if route.is_free and not request.threshold:
+        if route.is_free and not request.threshold and THRESHOLD not in request.body:
             return Plan(name, DECODE_ONLY, route, CHEAPEST, reuse=reuse)
         others = [engine for engine in route.prefillers if engine is not route.decoders[0]]
         if not others:

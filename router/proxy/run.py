@@ -314,7 +314,7 @@ def require_short_prompt(run: Run) -> None:
 # reasons follow from the request, and are not worth a word.
 REASONS = {
     "same_engine": "one engine plays both roles",
-    "cheapest": "one engine for both costs least",
+    "cheapest": "prompt and answer on one engine cost least",
     "short": "its cache lacks only a short part of the prompt",
     "trial": "the decode engine measures the time of its steps with the prompt",
     "sooner": "it computes the prompt sooner than a prefill engine would",

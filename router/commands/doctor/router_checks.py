@@ -148,6 +148,9 @@ class RouterChecker:
             self.found.fail("request", f"status {answer.status_code}: {text}", cure)
             return
         self.found.ok("request", "answered")
+        if len(engines) == 1:
+            self.found.skip("KV moved", "no: there is one engine")
+            return
         moved, tells = await find_transfer(engines, name)
         if moved is not None:
             self.found.ok("KV moved", f"yes, {moved.blocks} blocks")

@@ -19,6 +19,7 @@ from router.commands.doctor import checks as checks_module
 from router.commands.doctor.checks import Check, Findings, State, check_clock
 from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
+from router.routing.role_balance import RoleKeeper
 from router.settings import Settings
 from router.ui.engine_reports import hash_request_id
 from tests.conftest import find_free_ports
@@ -34,7 +35,7 @@ from tests.unit.router.mock_engine import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.test_target_itl import RANK
+from tests.unit.router.test_target_itl import RANK, STEP_MODEL
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 
@@ -42,6 +43,7 @@ OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 def moves_kv(engine: MockEngine) -> None:
     """The engine plays both roles, and reports a READ of four blocks for each request that it
     decodes."""
+    transfers: list[dict[str, Any]] = []
 
     async def decode(request: Received, peer: Peer) -> None:
         if request.json["kv_transfer_params"].get("do_remote_decode"):
@@ -49,7 +51,8 @@ def moves_kv(engine: MockEngine) -> None:
         found = OWN_ID.search(request.header("x-request-id") or "")
         moved = {"what": "READ", "engine_id": "p", "blocks": 4, "bytes": 9, "seconds": 0.0031}
         moved |= {"found_by": hash_request_id(found[0] if found else ""), "age_seconds": 0}
-        engine.pages["/disagg/leases"] = json.dumps({"ranks": [{"transfers": [moved]}]}).encode()
+        transfers.append(moved)
+        engine.pages["/disagg/leases"] = json.dumps({"ranks": [{"transfers": transfers}]}).encode()
         await usual_decode(request, peer)
 
     engine.usual = decode
@@ -409,6 +412,38 @@ async def test_running_router_is_checked_by_its_url(
     output = capsys.readouterr().out
     assert "requests are answered" in output
     assert output.count("yes, 4 blocks") == 3, "through the router, directly and back"
+
+
+async def test_a_group_in_which_every_engine_has_both_roles_is_well(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for engine in (p, d):
+        engine.identity = at(engine.port)
+        engine.identity["ranks"][0] |= RANK | {
+            "target_itl_ms": 50.0,
+            "step_model": STEP_MODEL | {"mixing": 0.1},
+        }
+        moves_kv(engine)
+    router = await start_router(ps=[p, d], ds=[p, d], target_itl=0.05)
+    await router.knows_its_engines()
+    RoleKeeper(router.gateway.fleet, 0.05).update(0.0)
+    assert router.gateway.fleet.free_groups
+    assert await doctor(router.url) == 0, capsys.readouterr().out
+    assert router.metric("decode_only_total", reason="cheapest") == 0, "the request moves KV"
+
+
+async def test_a_single_engine_of_both_roles_is_well(
+    start_router: StartRouter, p: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p.identity, p.usual = at(p.port), usual_decode
+    p.pages["/disagg/leases"] = b'{"ranks": []}'
+    router = await start_router(ps=[p], ds=[p])
+    await router.knows_its_engines()
+    assert await doctor(router.url) == 0, capsys.readouterr().out
+    assert "there is one engine" in capsys.readouterr().out
 
 
 async def test_fault_that_a_running_router_reports_is_shown(

@@ -103,6 +103,40 @@ def test_a_table_says_it_to_people() -> None:
     assert "\x1b[31m" in "\n".join(lines(status, None, 0, paint))
 
 
+BOTH = """
+disagg_router_engine_healthy{engine="b:1",role="both"} 1.0
+disagg_router_engine_healthy{engine="b:2",role="both"} 1.0
+disagg_router_engine_healthy{engine="b:3",role="both"} 1.0
+disagg_router_engine_preferred_role{engine="b:1",group="blue",preferred="prefill"} 1.0
+disagg_router_engine_preferred_role{engine="b:2",group="blue",preferred="decode"} 1.0
+disagg_router_engines_needed{group="blue",role="prefill"} 1.26
+disagg_router_engines_needed{group="blue",role="decode"} 0.5
+"""
+
+
+def test_engines_of_both_roles_are_shown_with_what_they_do_now() -> None:
+    status = parse_metrics(METRICS + BOTH)
+    prefers = {one.name: one.prefers for one in status.engines if one.role == "both"}
+    assert prefers == {"b:1": ("prefill",), "b:2": ("decode",), "b:3": ()}
+    [group] = json.loads(json.dumps(asdict(status)))["groups"]
+    assert group["preferred"] == {"prefill": 1, "decode": 1}
+    assert group["needed"] == {"prefill": 1.26, "decode": 0.5}
+    shown = list(lines(status, None, 0))
+    roles = [line.partition(" b:")[0].rstrip() for line in shown if " b:" in line]
+    assert roles == ["both, now prefill", "both, now decode", "both"]
+    text = "group blue, engines of both roles: 1 prefill, 1 decode; engines needed: prefill 1.3, "
+    assert f"{text}decode 0.5" in shown
+    free = BOTH.replace('preferred="decode"', 'preferred="both"')
+    shown = list(lines(parse_metrics(METRICS + free), None, 0))
+    assert any(line.startswith("both, by cost ") for line in shown)
+    assert any("1 by cost, since mixing prompts and answers costs little" in one for one in shown)
+    differ = BOTH + BOTH.splitlines()[5].replace("decode", "prefill")
+    assert "both, now decode or now prefill" in "\n".join(
+        lines(parse_metrics(METRICS + differ), None, 0)
+    )
+    assert "of both roles" not in "\n".join(lines(parse_metrics(METRICS), None, 0))
+
+
 def test_a_rate_is_of_what_ended_since_the_last_look() -> None:
     before = parse_metrics(METRICS)
     after = parse_metrics(METRICS.replace('status="200"} 10.0', 'status="200"} 30.0'))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from router.commands.why import story
 from router.fleet.engine import Engine
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
@@ -89,7 +90,7 @@ async def both(start_router: StartRouter, p: MockEngine) -> AsyncIterator[Both]:
     p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
     async with running_engine(either) as other:
         other.identity = {"capabilities": [], "ranks": [RANK]}
-        router = await start_router(ps=[p, other], ds=[p, other], target_itl=0.05)
+        router = await start_router(ps=[p, other], ds=[p, other], target_itl=0.05, ui=True)
         await router.knows_its_engines()
         yield Both(router, p, other, RoleKeeper(router.gateway.fleet, 0.05))
 
@@ -104,10 +105,12 @@ class Both(NamedTuple):
     def engines(self) -> list[Engine]:
         return [self.router.engine(self.p), self.router.engine(self.other)]
 
-    async def prompt(self, text: str = PROMPT) -> tuple[int, int]:
+    async def prompt(self, text: str = PROMPT, name: str = "a") -> tuple[int, int]:
         """Send a prompt; return how many requests each engine got for it."""
         before = len(self.p.requests), len(self.other.requests)
-        answer = await self.router.complete(prompt=text, stream=True)
+        headers = {"x-request-id": name}
+        body = {"model": "m", "prompt": text, "max_tokens": 7, "stream": True}
+        answer = await self.router.client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200
         return len(self.p.requests) - before[0], len(self.other.requests) - before[1]
 
@@ -116,8 +119,10 @@ async def test_an_idle_engine_of_a_free_group_does_both_legs(both: Both) -> None
     both.keeper.update(0.0)
     assert [one.preferred_role for one in both.engines] == ["both", "both"]
     assert "0.10 weight reads" in both.engines[0].role_reason
-    assert sorted(await both.prompt()) == [0, 1]
+    assert sorted(await both.prompt(name="idle")) == [0, 1]
     assert both.router.metric("decode_only_total", reason="cheapest") == 1
+    page = await both.router.client.get("/ui/requests/idle")
+    assert "  no KV transfer: prompt and answer on one engine cost least" in story(page.json())
 
 
 async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(both: Both) -> None:
