@@ -160,7 +160,7 @@ async def _prefill_leg(
     queued: QueuedPrefill | None = None
     load = tokens
     if engine.role is BOTH:
-        queued, load = queue_prefill(request, engine, place, tokens), 0
+        queued, load = queue_prefill(request, run.route, engine, place, tokens), 0
     place.add_load(1, load)
     if engine.breaker.circuit is HALF_OPEN:
         gateway.fleet.note_leg_started(engine, run)

@@ -235,7 +235,7 @@ def queue_local_prefill(
     """
     if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
         return None
-    load = DecoderLoad.of(decoder, place)
+    load = DecoderLoad.of(decoder, place, route.usual_model)
     total = max(1, request.prompt_tokens)
     uncached = max(1, total - _cached_tokens(route, reuse, decoder, place, total))
     if load is None:
@@ -249,9 +249,11 @@ def queue_local_prefill(
     return queued
 
 
-def queue_prefill(request: Request, engine: Engine, place: Place, uncached: int) -> QueuedPrefill:
+def queue_prefill(
+    request: Request, route: Route, engine: Engine, place: Place, uncached: int
+) -> QueuedPrefill:
     """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank."""
-    load, uncached = DecoderLoad.of(engine, place), max(1, uncached)
+    load, uncached = DecoderLoad.of(engine, place, route.usual_model), max(1, uncached)
     if load is None:
         seconds = uncached * place.prefill_rate.token_seconds
         return QueuedPrefill({engine, place}, seconds, uncached, seconds)

@@ -61,17 +61,18 @@ class DecoderLoad(Struct, frozen=True):
     """The longest step in seconds that the engine allows beside its answers."""
 
     @classmethod
-    def of(cls, engine: Engine, place: Place) -> DecoderLoad | None:
+    def of(cls, engine: Engine, place: Place, usual: StepModel | None = None) -> DecoderLoad | None:
         """Return the load of an engine, or of its data-parallel rank `place`; None if its step
         model, budget or cache is unknown. An engine that chooses a rank itself has the mean of all
-        ranks."""
+        ranks. `usual`: what counts as its step model until it has measured its steps."""
         known = engine.capabilities
-        if known.step_model is None or not known.max_step_tokens or not place.cache_tokens:
+        model = known.step_model or usual
+        if model is None or not known.max_step_tokens or not place.cache_tokens:
             return None
         parts = _count_ranks(place)
         queued_s, queued = place.total_local_prefill
         return cls(
-            known.step_model,
+            model,
             known.max_step_tokens,
             place.cache_tokens // parts,
             place.total_tokens // parts,

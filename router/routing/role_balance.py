@@ -166,14 +166,13 @@ class RoleBalancer:
 
     def _mixing_of(self, engines: Sequence[EngineState]) -> float | None:
         """Return the median of the engines' mixing penalties. None if an engine does not play both
-        roles, does not limit its steps in time, or has not measured the penalty."""
-        found = [
-            one.model.mixing
-            for one in engines
-            if one.role is BOTH and one.has_step_limit and one.model is not None
-        ]
-        known = [mixing for mixing in found if mixing is not None]
-        return median(known) if len(known) == len(engines) else None
+        roles or does not limit its steps in time, or if none has measured the penalty: one that
+        prefers prompts has no steps that show it."""
+        if not all(one.role is BOTH and one.has_step_limit for one in engines):
+            return None
+        models = [one.model for one in engines if one.model is not None]
+        known = [model.mixing for model in models if model.mixing is not None]
+        return median(known) if known else None
 
 
 class RoleKeeper:

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
 from router.fleet.fleet import GroupPool
+from router.fleet.step_model import StepModel
 from router.routing.chunk_index import ChunkIndex
 from router.routing.free_placement import Choice, place_freely
 from router.routing.local_prefill import DecoderLoad
@@ -100,6 +101,12 @@ class Route(Struct, frozen=True):
     decode_ranks: Mapping[Engine, EngineRank] = {}
     """The best data-parallel ranks of engines that the policy named, if it chooses ranks."""
 
+    @property
+    def usual_model(self) -> StepModel | None:
+        """What counts as the step model of an engine that has not measured its steps: that of
+        another one. Where engines are chosen by cost, each has to have one."""
+        return usual_model(self.all_decoders) if self.is_free else None
+
     def place(self, engine: Engine, role: EngineRole) -> Place:
         """Return the data-parallel rank for a leg at this engine, or the engine if it has no ranks
         or should choose one itself."""
@@ -118,6 +125,11 @@ class Route(Struct, frozen=True):
 
 
 NOWHERE = Route("", (), ())
+
+
+def usual_model(engines: Sequence[Engine]) -> StepModel | None:
+    models = (engine.capabilities.step_model for engine in engines)
+    return next((model for model in models if model is not None), None)
 
 
 def route(
@@ -179,9 +191,9 @@ def _route_freely(
     engines = [one for one in engines if not one.failed_recently] or engines  # they look idle
     if preferred is not None and preferred in pool.decoders and preferred not in engines:
         engines.append(preferred)
-    choices = []
+    choices, usual = [], usual_model(pool.decoders)
     for engine in engines:
-        load = DecoderLoad.of(engine, engine)
+        load = DecoderLoad.of(engine, engine, usual)
         if load is not None:
             held = [policy.expected_tokens(engine.name, query) for policy in policies]
             uncached, legs = max(1, query.tokens - min(held)), engine.total_legs

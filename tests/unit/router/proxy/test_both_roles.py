@@ -179,6 +179,26 @@ async def test_an_engine_that_has_just_failed_is_not_the_cheapest(both: Both) ->
     other.add_local_prefill(-1.0, -10_000)
 
 
+async def test_an_engine_that_has_not_measured_its_steps_gets_its_part_of_a_free_group(
+    both: Both,
+) -> None:
+    new, known = both.engines
+    new.capabilities.step_model = None  # it has restarted
+    both.keeper.update(0.0)
+    assert [one.preferred_role for one in both.engines] == ["both", "both"]
+    known.add_local_prefill(3.0, 100_000)
+    queued: list[float] = []
+
+    async def look(request: Received, peer: Peer) -> None:
+        queued.append(new.local_prefill_s)
+        await either(request, peer)
+
+    both.p.usual = look
+    assert await both.prompt() == (1, 0)
+    assert queued[0] > 0.4
+    known.add_local_prefill(-3.0, -100_000)
+
+
 async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: Both) -> None:
     for engine in both.engines:
         engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
