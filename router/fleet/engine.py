@@ -35,6 +35,11 @@ class EngineRole(StrEnum):
         return self in (role, EngineRole.BOTH)
 
     @property
+    def other(self) -> EngineRole:
+        """The role of a request's other leg."""
+        return EngineRole.DECODE if self is EngineRole.PREFILL else EngineRole.PREFILL
+
+    @property
     def engine(self) -> str:
         """The name that texts give to an engine of this role."""
         return "engine" if self is EngineRole.BOTH else f"{self.value} engine"

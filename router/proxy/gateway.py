@@ -128,10 +128,12 @@ class RouteFinder:
         return route(pools, prefill, decode, (prefiller, decoder), home)
 
     def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
-        """Yield the engines of the planned group as they are now."""
+        """Yield the engines of the planned group as they are now: first those for the role, then
+        those of both roles that prefer the other one."""
         for pool in self._fleet.snapshot.pools(request.model):
             if pool.group == planned.group:
                 yield from pool.by_role(role)
+                yield from (one for one in pool.by_role(role.other) if one.role.plays(role))
 
     def pools(self, request: Request) -> Sequence[GroupPool]:
         """Return the groups that serve the request's model. Raises UnknownModelError,

@@ -12,6 +12,7 @@ from router.commands.why import story
 from router.fleet.engine import Engine
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
+from router.routing.local_prefill import MAX_TRIALS
 from router.routing.role_balance import RoleKeeper
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
@@ -221,6 +222,22 @@ async def test_without_a_small_mixing_penalty_each_engine_prefers_a_role(both: B
     (pool,) = fleet.snapshot.any_model
     assert pool.prefillers == pool.decoders
     assert pool.prefillers[0].preferred_role == "decode"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_prefers_the_other_role_takes_over_from_one_that_fails(
+    both: Both, role: str
+) -> None:
+    for engine in both.engines:
+        engine.capabilities.step_model = None
+        engine.capabilities.trial_prefills = MAX_TRIALS
+    both.keeper.update(0.0)
+    failing = next(e for e in both.engines if e.preferred_role == role)
+    mock = next(one for one in (both.p, both.other) if one.port == failing.spec.address.port)
+    mock.usual = answering(500, {})
+    answer = await both.router.complete(prompt=PROMPT)
+    assert answer.status_code == 200
+    assert both.router.metric("retries_total", role=role, kind="status_5xx") == 1
 
 
 async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -> None:
