@@ -19,7 +19,7 @@ from zlib import crc32
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
 from router.routing.free_placement import Choice, place_legs
-from router.routing.holders import LOAN_LATENCY_S, MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
+from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
@@ -38,6 +38,7 @@ from scripts.benchmarks.traces import SHAPES, Arrival, Job, Pauses
 
 CACHE_TOKENS = 500_000
 TRANSFER_S = 0.003
+LOAN_TIMEOUT_S = 1.0  # the default of loan_timeout
 WARM_UP_SHARE = 0.2
 """Share of a shape's requests that is not in the figures."""
 SAMPLED_ARRIVALS = 2000
@@ -411,16 +412,26 @@ class Simulation:
         self._wake(prefiller.engine)
 
     def _borrow(self, reader: Engine, task: Task) -> bool:
-        """Begin to read a prefix from the first holder that has enough of it."""
+        """Ask the first holder that has enough of a prefix. It answers after its running step, and
+        the reader reads after its own."""
         for place, _ in () if task.loan is None else task.loan.holders:
             source = next(one.engine for one in task.router.engines if one is place)
             held = min(source.cache.held(task.job.chunks), task.job.tokens - 1)
             if held - task.cached >= MIN_BORROWED_TOKENS:
                 task.borrowed = held - task.cached
-                end = self._move(source, reader, task.borrowed)
-                self._at(end + LOAN_LATENCY_S, self._borrowed, task, reader)
+                answered = source.step_end(self._now)
+                if answered > self._now + LOAN_TIMEOUT_S:
+                    answered, task.borrowed = self._now + LOAN_TIMEOUT_S, 0
+                self._at(answered, self._lent, task, source, reader)
                 return True
         return False
+
+    def _lent(self, task: Task, source: Engine, reader: Engine) -> None:
+        self._at(reader.step_end(self._now), self._read, task, source, reader)
+
+    def _read(self, task: Task, source: Engine, reader: Engine) -> None:
+        end = self._move(source, reader, task.borrowed) if task.borrowed else self._now
+        self._at(end + TRANSFER_S, self._borrowed, task, reader)
 
     def _borrowed(self, task: Task, reader: Engine) -> None:
         reader.borrowed += task.borrowed

@@ -229,18 +229,26 @@ class Engine:
     def cut(self, now: float) -> float | None:
         """Something has arrived: end after the present step. Return when that is; None if it ends
         then anyway, or if no step runs."""
-        if self._planned < 2:
+        steps = self._steps_begun(now)
+        if steps >= self._planned:
             return None
+        self._planned = steps
+        return self._began + self._seconds(steps)
+
+    def step_end(self, now: float) -> float:
+        """Return when the running step ends, `now` if none runs."""
+        return max(now, self._began + self._seconds(self._steps_begun(now)))
+
+    def _steps_begun(self, now: float) -> int:
+        """Return how many of the planned steps have begun."""
+        if self._planned < 2:
+            return self._planned
         passed, half = now - self._began, self._growth / 2
         steps = passed / self._first
         if half:
             linear = self._first - half
             steps = (sqrt(linear * linear + 4 * half * passed) - linear) / (2 * half)
-        steps = max(1, ceil(steps - 1e-6))
-        if steps >= self._planned:
-            return None
-        self._planned = steps
-        return self._began + self._seconds(steps)
+        return min(self._planned, max(1, ceil(steps - 1e-6)))
 
     def end(self) -> tuple[list[Task], list[Task]]:
         """End the steps. Return the tasks whose prompt is computed, and those whose answer is."""

@@ -98,6 +98,17 @@ def test_a_slow_network_ends_the_naming_of_holders_for_a_while() -> None:
     assert fleet.find(now=200.0) is not None
 
 
+def test_holders_that_answer_late_do_not_make_the_network_slow() -> None:
+    fleet = Fleet(40)
+    fleet.reader.prefill_rate.token_seconds = 50e-6
+    for number, wait in enumerate((1.0, 0.0, 1.0, 1.0, 1.0)):
+        loan = fleet.find(now=10.0 * number)
+        assert loan is not None
+        seconds = loan.tokens / TRANSFER_TOKENS_PER_S + LOAN_LATENCY_S + wait
+        fleet.finder.note_transfer(loan, loan.tokens, 0, seconds, 10.0 * number + 2)
+    assert fleet.find(now=50.0) is not None
+
+
 def test_only_readers_without_other_legs_show_the_pace_of_a_transfer() -> None:
     fleet = Fleet(40)
     fleet.reader.total_legs, fleet.reader.prefill_rate.token_seconds = 1, 50e-6
