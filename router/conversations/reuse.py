@@ -68,6 +68,8 @@ class TurnReuse(Struct, frozen=True):
             return TurnOffer(self.outcome, self.reason)
         if prefiller.group != self.group:
             return TurnOffer(ReuseMatch.MISMATCH, "group")
+        if prefiller.name == entry.decoder:  # of both roles: the KV is in its own cache
+            return TurnOffer(decision.match, decision.reason)
         if decision.reason == "model":
             return TurnOffer(decision.match, decision.reason)
         verifies = prefiller.capabilities.verifies_prefix

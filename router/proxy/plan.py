@@ -121,7 +121,7 @@ def make_plan(
         flow = "decode_first"
     threshold = request.threshold
     if not threshold and reuse is not None:
-        threshold = _turn_threshold(request, reuse, limits)
+        threshold = _turn_threshold(request, route, reuse, limits)
     if threshold and (several := _choose_hedged_decoders(request, route, reuse, limits)):
         return Plan(flow, mode, route, threshold=threshold, hedged_decoders=several, reuse=reuse)
     if threshold and not (route.decoders and may_reject(request, route.decoders[0])):
@@ -176,7 +176,7 @@ def find_local_prefill(
     candidates: Sequence[Engine] = ()
     if target and route.prefillers and not request.is_several and not route.is_free:
         is_bound = is_placed or limits.decode_policy == "session"
-        is_bound = is_bound or (reuse is not None and reuse.decoder is not None)
+        is_bound = is_bound or (reuse is not None and _has_turn_first(route, reuse))
         found = route.decoders[:1] if is_bound else route.decoders
         candidates = [one for one in found if one.capabilities.max_step_tokens]
         if candidates:  # a failing engine looks idle
@@ -190,7 +190,7 @@ def find_local_prefill(
         place = find_place(request, route, reuse, first, DECODE)
         if total - _cached_tokens(route, reuse, first, place, total) < least:
             return first, SHORT_PROMPT
-    if reuse is not None and _turn_threshold(request, reuse, limits):
+    if reuse is not None and _turn_threshold(request, route, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
     loads: list[tuple[Engine, DecoderLoad, int]] = []
     for engine in candidates:
@@ -274,14 +274,22 @@ def choose_mode(route: Route, transfer_mode: str) -> Mode:
     return PUSH
 
 
-def _turn_threshold(request: Request, reuse: TurnReuse, limits: RequestLimits) -> float:
+def _turn_threshold(
+    request: Request, route: Route, reuse: TurnReuse, limits: RequestLimits
+) -> float:
     """Return the threshold for a turn whose decode engine is expected to have most of the prompt
     in its cache (decode_first_turns), else 0."""
     share = limits.decode_first_turns
-    if not share or reuse.decoder is None or THRESHOLD in request.body:
+    if not share or not _has_turn_first(route, reuse) or THRESHOLD in request.body:
         return 0
     holds_it = reuse.cached_share >= share
-    return share if holds_it and reuse.decoder.capabilities.supports_threshold else 0
+    return share if holds_it and route.decoders[0].capabilities.supports_threshold else 0
+
+
+def _has_turn_first(route: Route, reuse: TurnReuse) -> bool:
+    """Return True if the first decode engine has the last turn's KV."""
+    home = reuse.decoder
+    return home is not None and len(route.decoders) > 0 and route.decoders[0] is home
 
 
 def _choose_hedged_decoders(

@@ -17,7 +17,7 @@ from random import random
 
 from msgspec import Struct
 
-from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
 from router.fleet.fleet import GroupPool
 from router.fleet.step_model import StepModel
 from router.routing.chunk_index import ChunkIndex
@@ -143,7 +143,8 @@ def route(
 
     `prefill` and `decode` are the policies by group. `queries` are for the prefill engine, None if
     the request needs none, and for the decode engine. The decode engine `preferred` comes before
-    all others, and its group is chosen if it is complete. Returns NOWHERE without pools.
+    all others unless it prefers prompts, and its group is chosen if it is complete. Returns NOWHERE
+    without pools.
     """
     prefill_query, decode_query = queries
     pool = pools[0] if len(pools) == 1 else choose_group(pools, decode_query, preferred)
@@ -159,7 +160,13 @@ def route(
     decoders, d_ranks, decode_feedback = _order(
         decode, group, pool.decoders, pool.decode_places, decode_query
     )
-    if preferred is not None and preferred.is_usable and preferred.group == group:
+    if (
+        preferred is not None
+        and preferred.is_usable
+        and preferred.group == group
+        # Else it prefers prompts by now, and computes this one, or its KV is read.
+        and (preferred.preferred_role.plays(DECODE) or preferred in pool.decoders)
+    ):
         decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
     return Route(
         group,

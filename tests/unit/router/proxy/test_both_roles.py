@@ -9,12 +9,15 @@ from typing import NamedTuple
 import pytest
 
 from router.commands.why import story
-from router.fleet.engine import Engine
+from router.fleet.engine import DECODE, PREFILL, Engine
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
 from router.routing.local_prefill import MAX_TRIALS
 from router.routing.role_balance import RoleKeeper
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
+from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
+from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import (
     PARAMS,
@@ -262,3 +265,32 @@ async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -
     for engine in both.engines:
         assert (engine.total_legs, engine.total_tokens, engine.total_local_prefill[1]) == (0, 0, 0)
     assert sum(engine.offered_prefill_s for engine in both.engines) > 0
+
+
+async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both: Both) -> None:
+    """It computes the next prompt from its own cache, which is not offered to it, and lets its
+    lease go; the engine that decodes has the conversation from then on."""
+
+    async def retaining(request: Received, peer: Peer) -> None:
+        params = request.json.get("kv_transfer_params") or {}
+        await (prefilling() if params.get("do_remote_decode") else decoding())(request, peer)
+
+    for mock, engine in zip((both.p, both.other), both.engines, strict=True):
+        mock.usual = retaining
+        mock.identity = {**CAPABLE, "ranks": [RANK]}
+        await told(engine)
+    fleet, (p, other) = both.router.gateway.fleet, both.engines
+    fleet.prefer_roles({p.name: (PREFILL, ""), other.name: (DECODE, "")}, frozenset())
+    other.add_load(1, 1_590_000)  # it has no room to compute prompts
+    await chat(both.router, ASKED)
+    fleet.prefer_roles({p.name: (DECODE, ""), other.name: (PREFILL, "")}, frozenset())
+    other.add_load(-1, -1_590_000)
+    p.add_load(1, 1_590_000)
+    await chat(both.router, AGAIN)
+    p.add_load(-1, -1_590_000)
+    await both.router.settled()
+    prefill, decode = both.other.requests[-2:], both.p.requests[-1]
+    assert prefill[0].json["kv_transfer_params"]["remote_block_ids"] is None
+    assert given_back(both.other) == [KEPT]
+    assert decode.json["kv_transfer_params"]["do_remote_prefill"]
+    assert turns(both.router, "hit") == 1
