@@ -195,13 +195,15 @@ class PrefillRate:
     costs.
     """
 
-    __slots__ = ("_paces", "_seconds", "_tokens", "computed", "ended", "token_seconds")
+    __slots__ = ("_paces", "_seconds", "_tokens", "busy_s", "computed", "ended", "token_seconds")
 
     def __init__(self) -> None:
         self.token_seconds = 0.0
         """Seconds per prompt token; 0 if unknown."""
         self.computed = 0
         """Prompt tokens that the engine has computed for this router."""
+        self.busy_s = 0.0
+        """Seconds in which it has computed them."""
         self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._tokens = 0
         self._seconds = 0.0
@@ -220,6 +222,7 @@ class PrefillRate:
         self.computed += computed
         was_idle = sent >= self.ended
         seconds, self.ended = ended - max(sent, self.ended), ended
+        self.busy_s += seconds * share
         if was_idle and computed < MIN_TOKENS:
             return
         self._tokens += computed

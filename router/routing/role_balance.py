@@ -217,14 +217,25 @@ class RoleKeeper:
 
 def state_of(engine: Engine) -> EngineState:
     known = engine.capabilities
+    own, contexts, offered_s = (
+        engine.tokens_in_flight,
+        engine.total_tokens,
+        engine.offered_prefill_s,
+    )
+    queued_s = engine.total_local_prefill[0]
+    if engine.role is PREFILL:  # its tokens are those of prompts
+        rates = [place.prefill_rate for place in engine.ranks or (engine,)]
+        offered_s = sum(rate.busy_s for rate in rates)
+        queued_s = contexts * max(rate.token_seconds for rate in rates) / len(rates)
+        own = contexts = 0
     return EngineState(
         engine.name,
         engine.role,
         known.step_model,
         not math.isinf(known.step_limit),
         engine.cache_tokens,
-        engine.tokens_in_flight,
-        engine.total_tokens,
-        engine.offered_prefill_s,
-        engine.total_local_prefill[0],
+        own,
+        contexts,
+        offered_s,
+        queued_s,
     )

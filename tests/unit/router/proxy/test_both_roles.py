@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from router.commands.why import story
-from router.fleet.engine import DECODE, PREFILL, Engine
+from router.fleet.engine import BOTH, DECODE, MIN_SAMPLES, PREFILL, Engine
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
 from router.routing.local_prefill import MAX_TRIALS
-from router.routing.role_balance import RoleKeeper
+from router.routing.role_balance import RoleKeeper, state_of
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
@@ -294,3 +294,20 @@ async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both
     assert given_back(both.other) == [KEPT]
     assert decode.json["kv_transfer_params"]["do_remote_prefill"]
     assert turns(both.router, "hit") == 1
+
+
+async def test_prompts_at_a_prefill_engine_beside_engines_of_both_roles_are_no_answers(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.usual = either
+    router = await start_router(ps=[p, d], ds=[d])
+    engine = router.engine(p)
+    engine.add_load(1, 8192)
+    for number in range(MIN_SAMPLES):
+        engine.note_prefill(number, number + 0.5, 8192)
+    state = state_of(engine)
+    assert (state.role, state.contexts, state.own_contexts) == (PREFILL, 0, 0)
+    assert state.offered_s == pytest.approx(0.5 * MIN_SAMPLES)
+    assert state.queued_s == pytest.approx(0.5)
+    engine.add_load(-1, -8192)
+    assert state_of(router.engine(d)).role is BOTH
