@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +78,8 @@ class ProcessSnapshot(BaseModel):
     `turns` turns of conversations by outcome and `kept` by what they left. `entries` are those of a
     conversation store in memory. `queue` counts requests that wait for a slot at an engine, and how
     many may; None if engines have no limits. `ready` has the reasons why requests are not answered
-    ("blocking"), or answered with more work than necessary ("degrading").
+    ("blocking"), or answered with more work than necessary ("degrading"). `needed` has the engines
+    that the requests need, by group and role, as far as known.
     """
 
     view: FleetView
@@ -95,6 +96,7 @@ class ProcessSnapshot(BaseModel):
     turns: dict[str, int]
     kept: dict[str, int]
     entries: int | None
+    needed: dict[str, dict[str, float]] = {}
 
 
 @dataclass(slots=True)
@@ -151,6 +153,9 @@ class SnapshotSource:
             families = metrics.conversation_entries.collect()
             entries = int(sum(sample.value for one in families for sample in one.samples))
         readiness = gateway.assess_readiness(self.prober.problem())
+        needed: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (group, role), number in metrics.engines_needed.read():
+            needed[str(group)][str(role)] = number
         queue = None
         if (admission := gateway.admission) is not None:
             queue = admission.depth, settings.queue_size
@@ -169,6 +174,7 @@ class SnapshotSource:
             turns=_by_name(metrics.requests.conversation_turns.counts()),
             kept=_by_name(metrics.requests.conversation_kept.counts()),
             entries=entries,
+            needed=needed,
         )
 
 
@@ -210,7 +216,10 @@ def merge_snapshots(
             for one in engines[:MAX_ENGINES]
         },
         "engines_unlisted": max(0, len(engines) - MAX_ENGINES),
-        "groups": {one.name: one.model_dump(mode="json") for one in merge_group_views(views)},
+        "groups": {
+            one.name: one.model_dump(mode="json") | {"needed": _add_needs(seen, one.name)}
+            for one in merge_group_views(views)
+        },
         "ways": _merge_links(seen, byte_rates or {}),
         "running": {one.key: one.model_dump(mode="json") for one in running[-MAX_LISTED:]},
         "totals": {
@@ -256,6 +265,14 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in counts:
         sums.update(one)
     return dict(sums)
+
+
+def _add_needs(snapshots: Sequence[ProcessSnapshot], group: str) -> dict[str, float]:
+    """Return the engines that the requests of all processes need, by role."""
+    sums: Counter[str] = Counter()
+    for one in snapshots:
+        sums.update(one.needed.get(group, {}))
+    return {role: round(number, 1) for role, number in sums.items()}
 
 
 def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:

@@ -475,12 +475,11 @@ def large_fleet(engines_per_role: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("engines_per_role", [4, 60])
-async def test_long_names_and_large_numbers_fit_at_every_width(
-    browser: Browser, engines_per_role: int
-) -> None:
-    feed = f"event: snapshot\ndata: {json.dumps(large_fleet(engines_per_role))}\n\n"
-    context = await browser.new_context()
+@contextlib.asynccontextmanager
+async def showing(browser: Browser, snapshot: dict[str, Any]) -> AsyncIterator[Page]:
+    """A dashboard that gets this snapshot alone."""
+    feed = f"event: snapshot\ndata: {json.dumps(snapshot)}\n\n"
+    context = await browser.new_context(viewport={"width": 1360, "height": 900})
     await context.route(
         "**/ui/events", lambda route: route.fulfill(content_type="text/event-stream", body=feed)
     )
@@ -489,6 +488,56 @@ async def test_long_names_and_large_numbers_fit_at_every_width(
         router_of(fleet) as router,
         opened(context, f"{router.url}/ui") as (page, _),
     ):
+        yield page
+
+
+async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Browser) -> None:
+    snapshot = large_fleet(3)
+    reason = "prompts need 1.3 engines and answers 0.4"
+    free = "mixing prompts and answers costs 0.10 weight reads per step"
+    for name, engine in snapshot["engines"].items():
+        is_free = "2-" in name  # the last one of each role
+        engine |= {
+            "group": "free" if is_free else "divided",
+            "role": "both",
+            "preferred_role": "both" if is_free else engine["role"],
+            "role_reason": free if is_free else reason,
+            "step_limit_ms": 45.0,
+            "mixing": 0.1 if is_free else None,
+            "health": "healthy",
+            "degraded": "",
+        }
+    snapshot["groups"] = {
+        name: {"name": name, "weight": 1, "needed": {"prefill": 1.3, "decode": 0.4}}
+        for name in ("free", "divided")
+    }
+    async with showing(browser, snapshot) as page:
+        sides = page.locator("#fleet-graph .side")
+        left, right, both = sides.nth(0), sides.nth(1), sides.nth(2)
+        await expect(left.locator(".engine")).to_have_count(2)
+        await expect(left.locator(".engine").first).to_contain_text("computes prompts now")
+        await expect(left.locator(".engine").first).to_have_attribute("title", re.compile(reason))
+        await expect(right.locator(".engine").first).to_contain_text("decodes now")
+        await expect(right.locator(".engine").first).to_contain_text("steps up to 45 ms")
+        await expect(both.locator(".engine")).to_have_count(2)
+        await expect(both.locator(".engine").first).to_contain_text("computes prompts and decodes")
+        await expect(both.locator(".engine").first).to_contain_text("0.10 weight reads")
+        titles = page.locator("#fleet-graph h4:visible")
+        needed = ["Prefill: 1.3 engines needed", "Decode: 0.4 engines needed"]
+        needed.append("Prefill and decode: 1.3 + 0.4 engines needed")
+        await expect(titles).to_have_text(needed)
+        await expect(page.locator("#fleet-graph .empty:visible")).to_have_count(0)
+        await save(page, "both-roles")
+        for width in (320, 1360):
+            await page.set_viewport_size({"width": width, "height": 900})
+            assert await find_overlaps(page) == [], width
+
+
+@pytest.mark.parametrize("engines_per_role", [4, 60])
+async def test_long_names_and_large_numbers_fit_at_every_width(
+    browser: Browser, engines_per_role: int
+) -> None:
+    async with showing(browser, large_fleet(engines_per_role)) as page:
         await expect(page.locator("#fleet-graph .engine")).to_have_count(2 * engines_per_role)
         if engines_per_role > len(STATES):
             avoided = page.locator("#fleet-graph .is-avoided").first

@@ -1,7 +1,7 @@
 // The engines as cards: prefill engines left, decode engines right, and between them the KV transfers.
 import { $, ago, bytes, count, keep, make, moment, percent, plural, setClass, setText } from "./dom.js";
 import { KvLinks } from "./kv_links.js";
-import { STATE_SIGNS, STATE_WORDS, reasonOf, stateOf } from "./state.js";
+import { STATE_SIGNS, STATE_WORDS, reasonOf, sideOf, stateOf, stepsOf, workOf } from "./state.js";
 
 const MAX_CARDS = 16; // more engines have a line each
 const REMOVED_SHOWN_MS = 6000;
@@ -67,15 +67,17 @@ export class Fleet {
     setClass(this.box, isFlat ? "is-flat" : "");
     const cards = new Map();
     keep(this.box, this.groups, [...groups], (name) => this.newGroup(name), (element, members) => {
-      const name = members[0].group, { weight } = this.state.snapshot.groups?.[name] ?? {};
+      const name = members[0].group, { weight, needed = {} } = this.state.snapshot.groups?.[name] ?? {};
       element.heading.hidden = groups.size < 2;
       setText(element.heading, `Group ${name}${weight === undefined ? "" : `, weight ${weight}`}`);
       if (isFlat) members.sort((a, b) => (stateOf(a) === "healthy") - (stateOf(b) === "healthy"));
-      const sides = [members.filter((one) => one.role !== "decode"), members.filter((one) => one.role === "decode")];
-      sides.forEach((side, at) => {
-        const { list, known, empty } = element.sides[at];
+      const isFree = members.some((one) => one.role === "both" && sideOf(one) === 0 && one.preferred_role !== "prefill");
+      [0, 1].forEach((at) => {
+        const side = members.filter((one) => sideOf(one) === at), [role, word] = ROLES[at];
+        const { list, known, empty, title } = element.sides[at];
+        setText(title, isFree && !side.length ? "" : titleOf(isFree && !at ? ROLES : [[role, word]], needed));
         keep(list, known, side.map((engine) => [engine.name, engine]), (key) => this.newCard(key), (card, engine) => this.fillCard(card, engine));
-        empty.hidden = side.length > 0;
+        empty.hidden = side.length > 0 || members.some((one) => one.role === "both");
         for (const [key, card] of known) {
           card.tabIndex = isFlat ? -1 : 0;
           cards.set(key, card);
@@ -115,7 +117,10 @@ export class Fleet {
     setText(parts.sign, STATE_SIGNS[state]);
     setText(parts.word, STATE_WORDS[state]);
     setText(parts.address, engine.name);
-    card.title = [engine.name, engine.models?.join(", "), reason].filter(Boolean).join("\n");
+    setText(parts.work, workOf(engine));
+    const steps = stepsOf(engine);
+    setText(parts.steps, engine.role === "both" ? steps : "");
+    card.title = [engine.name, engine.models?.join(", "), reason, engine.role_reason, steps].filter(Boolean).join("\n");
     const since = state === "unhealthy" && engine.since ? `since ${moment(engine.since, now)} (${ago(now - engine.since)})` : "";
     setText(parts.since, since);
     setText(parts.reason, reason);
@@ -132,12 +137,19 @@ export class Fleet {
   }
 }
 
+// A side's title, with the engines that its requests need: "Prefill: 1.3 engines needed".
+function titleOf(roles, needed) {
+  const needs = roles.map(([role]) => needed[role]).filter((one) => one !== undefined);
+  const known = needs.length ? `: ${needs.map((one) => one.toFixed(1)).join(" + ")} engines needed` : "";
+  return roles.map(([, word], at) => (at ? word.toLowerCase() : word)).join(" and ") + known;
+}
+
 function cardParts() {
-  const names = ["label", "sign", "word", "address", "load", "leases", "usage", "moved", "since", "reason"];
+  const names = ["label", "sign", "word", "address", "work", "steps", "load", "leases", "usage", "moved", "since", "reason"];
   const parts = Object.fromEntries(names.map((name) => [name, make("span", { class: name })]));
   parts.sign.setAttribute("aria-hidden", "true");
   parts.meter = make("meter", { min: 0, max: 1, high: 0.95, optimum: 0, "aria-hidden": "true" });
-  parts.facts = make("div", { class: "facts" }, make("p", {}, parts.load, " ", parts.leases), make("p", {}, parts.usage, " ", parts.moved), parts.meter);
+  parts.facts = make("div", { class: "facts" }, make("p", {}, parts.work), make("p", {}, parts.steps), make("p", {}, parts.load, " ", parts.leases), make("p", {}, parts.usage, " ", parts.moved), parts.meter);
   const element = make("li", {},
     make("p", { class: "name" }, parts.label, " ", make("span", { class: "state" }, parts.sign, " ", parts.word)),
     make("p", {}, parts.address), parts.facts, make("p", { class: "why" }, parts.since, " ", parts.reason));

@@ -1,5 +1,6 @@
 // The KV transfers between engines: curves between the cards, with rates where there is room, and a table.
 import { $, bytes, count, draw, make, perSecond, plural, setClass, setText } from "./dom.js";
+import { sideOf } from "./state.js";
 
 const MAX_HINTS = 64;
 const LABEL_HEIGHT = 14, MARGIN = 3;
@@ -91,8 +92,8 @@ export class KvLinks {
   // Thin lines between engines that can pair.
   drawHints(places) {
     const fit = this.state.engines.filter((one) => places.has(one.name) && one.health === "healthy" && !one.degraded);
-    const pairs = fit.filter((p) => p.role !== "decode")
-      .flatMap((p) => fit.filter((d) => d.role === "decode" && d.group === p.group).map((d) => [p, d]));
+    const pairs = fit.filter((p) => sideOf(p) === 0)
+      .flatMap((p) => fit.filter((d) => sideOf(d) === 1 && d.group === p.group).map((d) => [p, d]));
     const paths = pairs.length > MAX_HINTS ? [] : pairs.map(([p, d]) => curveOf(places.get(p.name), places.get(d.name), -8).path);
     const mark = paths.join();
     if (mark === this.hinted) return;

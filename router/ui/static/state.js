@@ -113,6 +113,23 @@ export function reasonOf(engine) {
   return state === "healthy" ? "" : engine.reason.replaceAll(`${engine.name}: `, "").replace(/\[Errno \d+\] /, "");
 }
 
+// An engine of both roles is on the side of the legs that it gets now: 0 prefill or both, 1 decode.
+export const sideOf = (engine) => ((engine.preferred_role ?? engine.role) === "decode" ? 1 : 0);
+
+// What an engine of both roles does now; empty for another one.
+export function workOf(engine) {
+  if (engine.role !== "both") return "";
+  return { prefill: "computes prompts now", decode: "decodes now" }[engine.preferred_role] ?? "computes prompts and decodes";
+}
+
+// The limits of an engine's steps, as far as it reports them.
+export function stepsOf({ step_limit_ms: limit, mixing }) {
+  const parts = [];
+  if (limit) parts.push(`steps up to ${duration(limit)}`);
+  if (typeof mixing === "number") parts.push(`mixing costs ${mixing.toFixed(2)} weight reads`);
+  return parts.join(", ");
+}
+
 // The latency of a request: time to first token, and mean time between two tokens of a stream.
 export function latencyOf({ ms, completion_tokens: tokens }) {
   const { first_byte: first, ended } = ms;

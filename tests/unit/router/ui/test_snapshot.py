@@ -19,7 +19,7 @@ from router.ui.snapshot import (
 )
 from router.ui.standing_checks import CheckResult, CheckState
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.fleet.test_views import seen
+from tests.unit.router.fleet.test_views import group, seen
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine
 
@@ -60,6 +60,15 @@ def test_counts_of_processes_add_up() -> None:
     assert told["refusals"] == [{"status": 503, "text": "queue full", "count": 6}]
     assert told["turns"] == {"outcomes": {"hit": 2}, "kept": {}, "entries": 11}
     assert told["workers"] == {"answered": 2, "known": 3}
+
+
+def test_needed_engines_of_all_processes_add_up() -> None:
+    snapshots = [one(), one()]
+    for each, number in zip(snapshots, (0.72, 0.61), strict=True):
+        each.view.groups.append(group(1, 1))
+        each.needed = {"blue": {"prefill": number}, "green": {"decode": 1.0}}
+    groups = merge_snapshots([*snapshots, None], {})["groups"]
+    assert groups["blue"]["needed"] == {"prefill": 1.3}
 
 
 def test_bytes_are_told_of_ways_that_others_requests_took_too() -> None:
