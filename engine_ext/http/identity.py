@@ -63,6 +63,8 @@ class EngineDescription:
     """The most prompt tokens that a step computes beside decoding requests."""
     lends: bool = False
     """It lends prefixes of its cache to engines that ask (engine_ext/scheduler/loans.py)."""
+    loan_problem: str | None = None
+    """Why it does not lend, and does not borrow either if `borrows` is False."""
     borrows: bool = False
     """It asks the `holders` of a request for loans (engine_ext/scheduler/borrows.py)."""
     target_itl_ms: float | None = None
@@ -160,6 +162,7 @@ def _rank(
         "attn_backend": metadata.attn_backend_name,
         "lends": engine.lends,
         "borrows": engine.borrows,
+        **({} if engine.loan_problem is None else {"loan_problem": engine.loan_problem}),
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
         **({} if engine.target_itl_ms is None else {"target_itl_ms": engine.target_itl_ms}),
         **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),

@@ -156,6 +156,12 @@ def is_staged(config: ConnectorConfig, engine: EngineConfig) -> bool:
     return config.buffer_device == "cpu" and engine.device != "cpu"
 
 
+def _why_not_lent(config: ConnectorConfig, engine: EngineConfig) -> str | None:
+    if is_staged(config, engine):
+        return "KV moves through host buffers"
+    return None if engine.enable_prefix_caching else "prefix caching is off"
+
+
 def _description(settings: ReferenceSettings) -> identity.EngineDescription:
     description = identity.EngineDescription(
         name="disagg-engine",
@@ -167,7 +173,9 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
     connector = settings.connector
     if connector is None:
         return description
-    borrows = not is_staged(connector, settings.engine)
+    problem = _why_not_lent(connector, settings.engine)
+    if problem is not None:
+        logger.info("this engine lends no prefixes: %s", problem)
     return replace(
         description,
         side_channels=(identity.SideChannel(0, *settings.side_channel),),
@@ -177,6 +185,7 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         lease_seconds=connector.lease_duration,
         max_step_tokens=settings.engine.tokens_per_step,
         target_itl_ms=settings.engine.target_itl_ms,
-        lends=borrows and settings.engine.enable_prefix_caching,
-        borrows=borrows,
+        lends=problem is None,
+        borrows=not is_staged(connector, settings.engine),
+        loan_problem=problem,
     )

@@ -473,6 +473,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def lends(self) -> bool:
         return self._lent is not None
 
+    @property
+    def loan_problem(self) -> str | None:
+        """Why it does not lend."""
+        return describe.why_not_lent(self._vllm_config, self._kv_cache_config)
+
     @guarded(nothing)
     def borrow_with(self, cache: "CachedBlocks") -> None:
         self.scheduler.borrow_with(cache)

@@ -224,16 +224,19 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
-        lends=_lends(vllm_config, kv_cache_config),
+        lends=why_not_lent(vllm_config, kv_cache_config) is None,
     )
 
 
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
-def _lends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    is_shared = why_no_loans(vllm_config, kv_cache_config) is None
-    return is_shared and bool(vllm_config.cache_config.enable_prefix_caching)
+def why_not_lent(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why this engine lends no prefixes; None if it does."""
+    problem = why_no_loans(vllm_config, kv_cache_config)
+    if problem is None and not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off, by a flag or by vLLM itself for this model"
+    return problem
 
 
 def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -244,17 +247,19 @@ def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     is_near = parallel.nnodes == 1 and parallel.distributed_executor_backend in ("mp", "uni")
+    num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    drafts = _speculation_kind(vllm_config.speculative_config)
+    connector = None if transfer is None else transfer.kv_connector
     problems = {
         f"its scheduler class is not one of {SCHEDULERS}": not _uses_our_scheduler(vllm_config),
         f"blocks are hashed by {cache.prefix_caching_hash_algo}, for which equal hashes can be "
         "made": cache.prefix_caching_hash_algo not in CRYPTOGRAPHIC,
-        "prefix_match_unit": cache.prefix_match_unit not in (None, cache.block_size),
-        "not all layers have full attention": set(windows(kv_cache_config)) != {None},
-        "speculation with draft layers": _speculation_kind(vllm_config.speculative_config)
-        is not None,
-        "several ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+        "--prefix-match-unit": cache.prefix_match_unit not in (None, cache.block_size),
+        "some layers have a window or keep a state": set(windows(kv_cache_config)) != {None},
+        "speculation with draft layers": drafts is not None,
+        "several tensor or pipeline ranks": num_ranks > 1,
         "workers on other nodes": not is_near,
-        "several connectors": transfer is None or transfer.kv_connector not in CONNECTORS,
+        f"its KV connector is {connector}": connector not in CONNECTORS,
     }
     return next((why for why, is_so in problems.items() if is_so), None)
 

@@ -106,6 +106,7 @@ def _identity(state: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         step_models={rank["dp_rank"]: rank["step_model"] for rank in ranks if rank["step_model"]},
         lends=bool(ranks) and all(rank["lends"] for rank in ranks),
         borrows=bool(ranks) and all(rank["borrows"] for rank in ranks),
+        loan_problem=next((rank["loan_problem"] for rank in ranks if rank["loan_problem"]), None),
     )
     return identity.identity(found)
 
@@ -168,6 +169,7 @@ def _facts_in_engine(core: Any) -> dict[str, Any]:
         "step_model": None if connector is None else connector.step_model,
         "lends": connector is not None and connector.lends,
         "borrows": connector is not None and connector.borrows,
+        "loan_problem": None if connector is None else connector.loan_problem,
     }
 
 

@@ -98,6 +98,8 @@ class EngineCapabilities:
     """Other engines can borrow prefixes of its cache."""
     borrows: bool = False
     """It can borrow a prefix from the holders that a leg names."""
+    loan_problem: str = ""
+    """Why it lends no prefixes, if it reports that."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
     kv: KvFacts = field(default_factory=KvFacts)
@@ -187,6 +189,8 @@ class EngineCapabilities:
                 and all(isinstance(rank, dict) and rank.get(name) is True for rank in ranks)
                 for name in ("lends", "borrows")
             )
+            problems = [rank.get("loan_problem") for rank in ranks if isinstance(rank, dict)]
+            self.loan_problem = next((why for why in problems if isinstance(why, str)), "")
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}

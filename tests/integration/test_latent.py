@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-from tests.integration.legs import Turn, decode, prefill, take_turn
+from tests.integration.legs import Turn, decode, holders, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric, wait_for
 
@@ -106,3 +106,19 @@ def test_one_block_of_rows_that_are_zero_is_seen(
         got = [decode(decoder, prompt, prefill(engines[0], prompt)).answer for prompt in prompts]
     right = [complete(alone, prompt) for prompt in prompts]
     assert len(differences(right, got)) == len(prompts)
+
+
+def test_borrowed_rows_give_the_answer_of_one_engine_alone(
+    launcher: Launcher, latent: Path, alone: Server
+) -> None:
+    system = tokens_of(640, 50)
+    prompt = [*system, *tokens_of(50, 51)]
+    patient = {**BOTH_WAYS, "loan_timeout": 5.0}
+    with (
+        launcher.engine("latent-holder", extra=BOTH_WAYS, model=latent) as holder,
+        launcher.engine("latent-borrower", extra=patient, model=latent) as borrower,
+    ):
+        complete(holder, [*system, *tokens_of(20, 52)], 1)
+        turn = decode(borrower, prompt, holders(holder, len(system)))
+    assert turn.params == {"borrowed_tokens": len(system)}
+    assert differences([complete(alone, prompt)], [turn.answer]) == []

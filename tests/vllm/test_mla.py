@@ -22,7 +22,7 @@ PAIRS = {
 }
 PLAIN = tokens_of(400, 1)
 CHANGED = [*PLAIN[:200], PLAIN[200] ^ 1, *PLAIN[201:]]
-FIRST_TURN = tokens_of(300, 3)
+FIRST_TURN, SECOND_TURN = tokens_of(300, 3), tokens_of(50, 4)
 
 Right = dict[tuple[int, ...], Answer]
 
@@ -38,7 +38,7 @@ def right(fleet: Fleet, model: Path) -> Right:
     prompts = [PLAIN, CHANGED, FIRST_TURN, *(tokens_of(length, length) for length in LENGTHS)]
     with fleet.server(Kind("mla-alone", None, BACKEND, model)) as alone:
         answers = {tuple(prompt): complete(alone, prompt) for prompt in prompts}
-        longer = [*FIRST_TURN, *answers[tuple(FIRST_TURN)].tokens]
+        longer = [*FIRST_TURN, *answers[tuple(FIRST_TURN)].tokens, *SECOND_TURN]
         return {**answers, tuple(longer): complete(alone, longer)}
 
 
@@ -77,13 +77,11 @@ def test_another_prompts_latents_are_seen(servers: dict[str, Server], right: Rig
 
 
 def test_a_turn_is_that_of_one_vllm_alone(servers: dict[str, Server], right: Right) -> None:
-    """The second adds nothing: on a CPU, vLLM computes no more than one token behind what was
-    loaded (`gather_and_maybe_dequant_cache` is missing there)."""
     prefiller, decoder = servers["ranks"], servers["one"]
     turn = take_turn(prefiller, decoder, FIRST_TURN)
     assert differences([right[tuple(FIRST_TURN)]], [turn.answer]) == []
     assert turn.params is not None
-    longer = [*FIRST_TURN, *turn.answer.tokens]
+    longer = [*FIRST_TURN, *turn.answer.tokens, *SECOND_TURN]
     before = metric(prefiller, COMPUTED)
     again = take_turn(prefiller, decoder, longer, turn.params)
     assert differences([right[tuple(longer)]], [again.answer]) == []

@@ -147,14 +147,16 @@ class LendingPart(Host):
         ours = find_our_connector(self.connector)
         if ours is None:
             return
-        problem = describe.why_no_loans(self.vllm_config, self.kv_cache_config)
+        configs = self.vllm_config, self.kv_cache_config
+        problem = describe.why_not_lent(*configs)
         if problem is not None:
-            logger.info("this engine lends and borrows no prefixes: %s", problem)
+            logger.info("this engine lends no prefixes: %s", problem)
+        if describe.why_no_loans(*configs) is not None:
             return
         cache = CachedBlocks(self)
         if support.is_on(FAILURE_POLICY):
             ours.borrow_with(cache)
-        if self.vllm_config.cache_config.enable_prefix_caching:
+        if problem is None:
             self._lent = cache
             ours.lend_from(cache)
             self.on_outputs.append(lambda outputs: ours.answer_fenced())

@@ -227,7 +227,10 @@ class EngineChecker:
             )
         else:
             modes = " and ".join(kv.modes) or "unknown"
-            self.found.ok("identity", f"transfers by {modes}, {len(kv.factors)} facts to compare")
+            text = f"transfers by {modes}, {len(kv.factors)} facts to compare"
+            if why := capabilities.loan_problem:
+                text += f"; lends no prefixes: {' '.join(why.split())[:300]}"
+            self.found.ok("identity", text)
 
     async def _check_side_channels(self) -> None:
         endpoints = list(self._engine.capabilities.rank_endpoints.values())

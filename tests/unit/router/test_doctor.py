@@ -88,6 +88,14 @@ def found(checks: Sequence[Check], name: str) -> Check:
     return one
 
 
+async def test_why_an_engine_lends_no_prefixes_is_shown(p: MockEngine, d: MockEngine) -> None:
+    p.identity, d.identity = at(p.port), at(d.port)
+    p.identity["ranks"][0]["loan_problem"] = "several\nranks"
+    checks = await examine(settings_of([p], [d]))
+    texts = [check.text for check in checks if check.name == "identity"]
+    assert [text.partition("; ")[2] for text in texts] == ["lends no prefixes: several ranks", ""]
+
+
 async def test_fleet_that_is_well_moves_kv(p: MockEngine, d: MockEngine) -> None:
     p.identity, d.identity = at(p.port), at(d.port)
     moves_kv(p)

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -120,6 +130,36 @@ def lent_blocks_outlive_a_full_cache(scheduler: str, model: Path) -> None:
     engine.step_until(engine.is_empty)
 
 
+def what_is_not_lent_has_a_name(model: Path) -> None:
+    draft = SimpleNamespace(method="eagle", num_speculative_tokens=2)
+    changes: tuple[tuple[str, str, Any, str], ...] = (
+        ("parallel_config", "tensor_parallel_size", 2, "several tensor or pipeline ranks"),
+        ("parallel_config", "pipeline_parallel_size", 2, "several tensor or pipeline ranks"),
+        ("parallel_config", "nnodes", 2, "workers on other nodes"),
+        ("scheduler_config", "scheduler_cls", None, "scheduler class"),
+        ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash"),
+        ("kv_transfer_config", "kv_connector", "MultiConnector", "KV connector"),
+        ("", "speculative_config", draft, "draft layers"),
+    )
+    for part, option, value, named in changes:
+        scheduler = Asked(model, SYNC).scheduler
+        assert scheduler.connector.loan_problem is None
+        config = scheduler.vllm_config
+        setattr(getattr(config, part) if part else config, option, value)
+        assert named in (scheduler.connector.loan_problem or ""), option
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    state = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=20
+    )
+    for other in (state, window):
+        connector = Asked(model, SYNC).scheduler.connector
+        groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], other)]
+        connector._kv_cache_config = KVCacheConfig(8, [], groups)
+        assert "a window or keep a state" in (connector.loan_problem or "")
+
+
 def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for each in (
         an_idle_engine_lends_what_it_has_computed,
@@ -132,5 +172,6 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         a_step_under_way_is_waited_for,
         blocks_of_later_steps_are_not_lent,
         evicted_blocks_are_not_lent_after_a_step,
+        what_is_not_lent_has_a_name,
     ):
         yield one.__name__, one

@@ -1,0 +1,63 @@
+"""Loans of latent vectors inside vLLM, with the prefix cache that its CPU build switches off for
+MLA: see tests/vllm/mended_latents.py. The decode engine has none: it borrows and does not lend."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.integration.legs import decode, holders, prefill
+from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import Server, metric, wait_for
+from tests.vllm import mended_latents
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.mla_model import BACKEND
+from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.servers import PATIENT, SCHEDULER, Fleet, Kind
+from tests.vllm.test_mla import model  # noqa: F401 # its fixture
+
+SYSTEM = 1200
+"""Tokens of a system prompt, in whole blocks of 16."""
+ENDS = (1, 5, 16, 40, 300)
+"""Tokens of the prompts behind one, each behind another one."""
+
+
+@pytest.mark.nightly
+def test_answers_from_borrowed_latents_are_those_of_one_vllm_alone(
+    fleet: Fleet,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    prompts = [[*tokens_of(SYSTEM, end), *tokens_of(end, 1000 + end)] for end in ENDS]
+    with fleet.server(Kind("mla-alone", None, BACKEND, model)) as alone:
+        right = [complete(alone, prompt) for prompt in prompts]
+    cached = found_in(write_plugin(tmp_path, mended_latents))
+    options = (*SCHEDULER, *BACKEND)
+    kinds = (
+        Kind("mla-holder", PATIENT, options, model, cached),
+        Kind("mla-prefill", PATIENT, options, model, cached),
+        Kind("mla-decode", PATIENT, options, model),
+    )
+    with fleet.servers(*kinds) as (holder, prefiller, decoder):
+        (rank,) = decoder.get("/disagg/identity").json()["ranks"]
+        assert (rank["lends"], rank["borrows"]) == (False, True)
+        assert rank["loan_problem"].startswith("prefix caching is off")
+        assert f"lends no prefixes: {rank['loan_problem']}" in decoder.log.read_text()
+        for end, prompt in zip(ENDS, prompts, strict=True):
+            complete(holder, [*prompt[:SYSTEM], *tokens_of(20, 2000 + end)], 1)
+        named = holders(holder, SYSTEM)
+        with nothing_left(holder, prefiller, decoder):
+            for prompt, expected in zip(prompts, right, strict=True):
+                computed, fetched = metric(prefiller, COMPUTED), metric(prefiller, FETCHED)
+                answer = prefill(prefiller, prompt, named)
+                assert answer["borrowed_tokens"] == SYSTEM
+                counts = partial(_has_computed, prefiller, computed + len(prompt) - SYSTEM)
+                wait_for(counts, "the rest is computed, and counted")
+                assert metric(prefiller, FETCHED) - fetched == SYSTEM
+                turns = [decode(decoder, prompt, named), decode(holder, prompt, answer)]
+                assert turns[0].params == {"borrowed_tokens": SYSTEM}
+                assert differences([expected] * 2, [turn.answer for turn in turns]) == []
+
+
+def _has_computed(server: Server, num_tokens: float) -> bool:
+    return metric(server, COMPUTED) == num_tokens
