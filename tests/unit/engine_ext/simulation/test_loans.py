@@ -158,6 +158,10 @@ def test_no_seed_with_loans_breaks_what_no_fault_may_break(seeds: range) -> None
     assert num_borrowed > 5, "there was something to break"
 
 
+def test_a_reader_frozen_as_one_of_two_readings_of_a_lease_ends_breaks_nothing() -> None:
+    Scenario(17089, kind=LOANS).run()
+
+
 def test_no_loan_waits_for_its_end_in_good_weather() -> None:
     """Each one is read, given back or refused: none expires."""
     num_borrowed = 0

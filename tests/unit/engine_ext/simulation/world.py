@@ -130,11 +130,17 @@ class World:
             self.network.violate(name, "blocks that are kept for ever are not counted")
 
     def _check_horizons(self, holder: SimEngine, request: SimRequest) -> None:
-        """Nobody believes in the lease whose blocks go back."""
+        """Nobody believes in the lease whose blocks go back.
+
+        The end of a READ ends the lease for all requests of its reader. A reader that is frozen
+        when NIXL has sent that message does nothing before it has noted the end.
+        """
         lease = (holder.name, request.request_id)
         for reader in self.engines.values():
-            for waiting in reader.loading.values() if reader.is_alive else ():
-                if waiting.lease != lease or waiting.is_over or has_landed(waiting):
+            own = [one for one in reader.loading.values() if one.lease == lease]
+            has_confirmed = reader.agent.is_frozen and any(map(has_landed, own))
+            for waiting in own if reader.is_alive and not has_confirmed else ():
+                if waiting.is_over or has_landed(waiting):
                     continue
                 left = reader.horizon(waiting.request_id) - reader.shown()
                 if left > 0:
