@@ -61,6 +61,8 @@ class LegLoan:
             return
         self._is_over = True
         record, gateway, tokens = self._run.request.record, self._run.gateway, self._borrowed
+        if tokens is not None and prompt is not None:
+            tokens = min(tokens, prompt)
         outcome = "granted"
         if not tokens and 2 * (cached or 0) >= self._loan.holders[0].tokens:
             outcome = "cached"

@@ -13,6 +13,8 @@ from router.fleet.engine import Intent
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
+    PARAMS,
+    USUAL,
     LendingEngines,
     MockEngine,
     Peer,
@@ -142,6 +144,32 @@ async def test_a_holder_that_answers_too_late_is_not_believed_to_have_evicted_th
     lending.silent = False
     await router.complete(prompt=PROMPT)
     assert "holders" in params_of(p2)
+    await release(router, p)
+
+
+@pytest.mark.parametrize(
+    ("report", "outcome", "counted"),
+    [(10**8, "granted", TOKENS), (-5, "refused", 0), (1e30, "refused", 0), ("9", "refused", 0)],
+)
+async def test_absurd_reports_of_borrowed_tokens_are_bounded_or_count_as_none(
+    start_lending: StartRouter,
+    p: MockEngine,
+    p2: MockEngine,
+    report: Any,
+    outcome: str,
+    counted: int,
+) -> None:
+    async def lies(request: Received, peer: Peer) -> None:
+        params = PARAMS | {"borrowed_tokens": report}
+        await peer.answer(
+            USUAL | {"usage": {"prompt_tokens": TOKENS}, "kv_transfer_params": params}
+        )
+
+    router = await start_lending()
+    p2.usual = lies
+    assert (await router.complete(prompt=PROMPT)).status_code == 200
+    assert loans(router, outcome) == 1
+    assert router.metric("prefix_loan_tokens_total") == counted
     await release(router, p)
 
 
