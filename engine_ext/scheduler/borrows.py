@@ -16,7 +16,8 @@ A request asks when the host first looks at it: only then it is known what the h
 lacks, and a request in a long queue pins no blocks of another engine. It asks once.
 
 A request that follows another one looks again when that one has loaded or computes, because the
-host's own cache may hold the prefix then. It follows once, so that refusals do not add up.
+host's own cache may hold the prefix then. It follows once, so that refusals do not add up, and
+again only if the other request's client has disconnected.
 
 Nothing is borrowed for a request that loads KV from elsewhere, nor into a cache whose blocks depend
 on more than the tokens before them (windows, states, draft layers). The tensor ranks of an engine
@@ -155,7 +156,7 @@ class Borrows:
         if len(borrow.keys) * self._block_size < least:
             return BorrowState.OVER
         borrow.needed = borrow.keys[-(-least // self._block_size) - 1]
-        if not borrow.follows:
+        if borrow.follows not in self._borrows:
             borrow.follows = self._leader(borrow.needed)
             if borrow.follows:
                 return BorrowState.FOLLOWING

@@ -227,6 +227,19 @@ def test_followers_of_a_refused_request_ask_once_themselves(borrower: Borrower) 
     assert [ask.request_id for ask in borrower.orders().asks] == ["b", "c"], "not one by one"
 
 
+def test_one_follower_asks_for_all_when_the_first_requests_client_has_disconnected(
+    borrower: Borrower,
+) -> None:
+    first, *others = [borrower.arrive(name) for name in "abcd"]
+    borrower.ask(first)
+    for other in others:
+        borrower.half.get_num_new_matched_tokens(other, 0)
+    borrower.half.request_finished(first, ((),), FinishStatus.ABORTED)
+    for other in others:
+        assert borrower.half.get_num_new_matched_tokens(other, 0) == (None, False)
+    assert [ask.request_id for ask in borrower.orders().asks] == ["b"]
+
+
 @pytest.mark.parametrize(("in_quarantine", "policy"), [(True, "fail"), (False, "recompute")])
 def test_a_failed_load_computes_unless_a_read_may_still_write(
     borrower: Borrower, in_quarantine: bool, policy: str
