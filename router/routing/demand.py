@@ -75,7 +75,9 @@ class EngineDemand:
         for engine in engines:
             if engine.role is BOTH:  # its tokens in flight are those of answers
                 computed, queued = engine.offered_prefill_s, engine.local_prefill_s
-                rate = 1.0 if engine.capabilities.step_model or rates[engine.name] else 0.0
+                is_measured = engine.capabilities.step_model or rates[engine.name]
+                # Each rank computes a second of work per second.
+                rate = float(len(engine.ranks or ()) or 1) if is_measured else 0.0
             else:
                 computed = sum(place.prefill_rate.computed for place in engine.ranks or (engine,))
                 queued, rate = engine.tokens_in_flight, rates[engine.name] or typical

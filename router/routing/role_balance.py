@@ -40,6 +40,8 @@ logger = logging.getLogger("disagg_router.routing")
 INTERVAL_S = 2.0
 # Weight reads that a step with prompts and answers may cost beyond its parts, for free placement.
 MAX_MIXING = 0.3
+# Free placement ends only with so many more, because the penalties are measured.
+MIXING_MARGIN = 0.1
 WORK_WINDOW_S = 20.0
 # The parts of the target that a decode engine's steps, and of its cache that KV, should take.
 STEP_SHARE = 0.5
@@ -61,7 +63,7 @@ class EngineState(NamedTuple):
     role: EngineRole
     model: StepModel | None
     has_step_limit: bool
-    """Its steps with answers are limited in time."""
+    """Its steps with answers are limited in time, and its budget and cache are known."""
     cache_tokens: int
     """0 if unknown."""
     own_contexts: int
@@ -69,9 +71,11 @@ class EngineState(NamedTuple):
     contexts: int
     """Those of all routers' requests."""
     offered_s: float
-    """Seconds of work of all prompts that this router has sent there so far."""
+    """Seconds of work of all prompts that this router has sent there so far, by all its ranks."""
     queued_s: float
-    """Seconds of work of all routers' prompts that it has to compute."""
+    """Seconds of work of all routers' prompts that it has to compute, by all its ranks."""
+    num_ranks: int = 1
+    """Data-parallel ranks, among which the contexts are divided."""
 
 
 class Balance(NamedTuple):
@@ -87,11 +91,15 @@ class RoleBalancer:
 
     def __init__(self, target_itl: float) -> None:
         self._target_itl = target_itl
-        self._prefillers = 0
-        """The number of engines that prefer prompts."""
+        self._prefillers: int | None = None
+        """The number of engines that prefer prompts; None before the first division."""
+        self._mixing: float | None = None
+        """The last known mixing penalty."""
+        self._is_free = False
         self._offered: dict[str, float] = {}
-        self._work: float | None = None
-        """Seconds of prompts per second, averaged over WORK_WINDOW_S."""
+        self._means: Sequence[float] = ()
+        """Averages over WORK_WINDOW_S: seconds of prompts per second, the contexts of this router's
+        requests, and those of all routers'."""
         self._updated = -math.inf
 
     def update(self, engines: Sequence[EngineState], moment: float) -> Balance | None:
@@ -102,14 +110,16 @@ class RoleBalancer:
             return None
         self._measure_work(engines, moment)
         mixing = self._mixing_of(engines)
-        if mixing is not None and mixing < MAX_MIXING:
+        most_mixing = MAX_MIXING + (MIXING_MARGIN if self._is_free else 0.0)
+        self._is_free = mixing is not None and mixing < most_mixing
+        if self._is_free:
             reason = f"mixing prompts and answers costs {mixing:.2f} weight reads per step"
             return Balance(True, dict.fromkeys(movable, BOTH), reason)
         prompts, answers, queue_s = self._needs(engines)
         fixed = sum(one.role is PREFILL for one in engines)
         least = 0 if fixed else 1
         most = len(movable) - (not any(one.role is DECODE for one in engines))
-        if not self._prefillers:
+        if self._prefillers is None:
             self._prefillers = len(movable) // 2
         count = min(max(self._prefillers, least), most)
         self._prefillers = count = min(
@@ -144,9 +154,10 @@ class RoleBalancer:
         if math.isinf(elapsed) or elapsed <= 0:
             return
         new = sum(max(0.0, one.offered_s - before.get(one.name, one.offered_s)) for one in engines)
-        rate = new / elapsed
-        mean = rate if self._work is None else self._work
-        self._work = mean - math.expm1(-elapsed / WORK_WINDOW_S) * (rate - mean)
+        own, contexts = sum(e.own_contexts for e in engines), sum(e.contexts for e in engines)
+        values, weight = (new / elapsed, own, contexts), -math.expm1(-elapsed / WORK_WINDOW_S)
+        means = zip(self._means or values, values, strict=True)
+        self._means = [mean + weight * (value - mean) for mean, value in means]
 
     def _needs(self, engines: Sequence[EngineState]) -> tuple[float, float, float]:
         """Return the engines that all routers' prompts and answers need, and the seconds of all
@@ -158,21 +169,21 @@ class RoleBalancer:
             if one.model is not None:
                 left = STEP_SHARE * self._target_itl - one.model.base
                 left = max(left, 0.1 * self._target_itl)
-                steps += one.model.context * one.contexts / left
-        contexts, own = (sum(one.contexts for one in engines), sum(e.own_contexts for e in engines))
-        share = own / contexts if own else 1.0
+                steps += one.model.context * one.contexts / one.num_ranks / left
+        work, own, contexts = self._means or (0.0, 0.0, 0.0)
         queue_s = sum(one.queued_s for one in engines)
-        return (self._work or 0.0) / share, max(room, steps), queue_s
+        return work * contexts / own if own else work, max(room, steps), queue_s
 
     def _mixing_of(self, engines: Sequence[EngineState]) -> float | None:
-        """Return the median of the engines' mixing penalties. None if an engine does not play both
-        roles or does not limit its steps in time, or if none has measured the penalty: one that
-        prefers prompts has no steps that show it."""
+        """Return the median of the engines' mixing penalties, or the last one while no engine knows
+        its own: one that prefers prompts has no steps that show it. None if an engine does not play
+        both roles or does not limit its steps in time, or if none has ever measured the penalty."""
         if not all(one.role is BOTH and one.has_step_limit for one in engines):
             return None
         models = [one.model for one in engines if one.model is not None]
         known = [model.mixing for model in models if model.mixing is not None]
-        return median(known) if known else None
+        self._mixing = median(known) if known else self._mixing
+        return self._mixing
 
 
 class RoleKeeper:
@@ -216,26 +227,24 @@ class RoleKeeper:
 
 
 def state_of(engine: Engine) -> EngineState:
-    known = engine.capabilities
-    own, contexts, offered_s = (
-        engine.tokens_in_flight,
-        engine.total_tokens,
-        engine.offered_prefill_s,
-    )
-    queued_s = engine.total_local_prefill[0]
+    known, num_ranks = engine.capabilities, len(engine.ranks or ()) or 1
+    own, contexts = engine.tokens_in_flight, engine.total_tokens
+    offered_s, queued_s = engine.offered_prefill_s, engine.total_local_prefill[0]
     if engine.role is PREFILL:  # its tokens are those of prompts
         rates = [place.prefill_rate for place in engine.ranks or (engine,)]
         offered_s = sum(rate.busy_s for rate in rates)
-        queued_s = contexts * max(rate.token_seconds for rate in rates) / len(rates)
+        queued_s = contexts * max(rate.token_seconds for rate in rates)
         own = contexts = 0
+    is_limited = not math.isinf(known.step_limit) and known.max_step_tokens > 0
     return EngineState(
         engine.name,
         engine.role,
         known.step_model,
-        not math.isinf(known.step_limit),
+        is_limited and engine.cache_tokens > 0,
         engine.cache_tokens,
         own,
         contexts,
-        offered_s,
-        queued_s,
+        offered_s / num_ranks,
+        queued_s / num_ranks,
+        num_ranks,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -10,9 +11,11 @@ import pytest
 
 from router.commands.why import story
 from router.fleet.engine import BOTH, DECODE, MIN_SAMPLES, PREFILL, Engine
+from router.fleet.kv_facts import RankFacts
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
-from router.routing.local_prefill import MAX_TRIALS
+from router.routing.demand import EngineDemand
+from router.routing.local_prefill import MAX_TRIALS, QueuedPrefill
 from router.routing.role_balance import RoleKeeper, state_of
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
@@ -144,14 +147,14 @@ async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(bo
     assert (view.preferred_role, view.step_limit_ms, view.mixing) == ("both", 45.0, 0.1)
     assert view.role_reason == "mixing prompts and answers costs 0.10 weight reads per step"
     for engine in both.engines:
-        engine.capabilities.step_model = StepModel.parse(STEP_MODEL)
+        engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
     both.keeper.update(2.0)
     assert preferred() == ["decode", "prefill"]
     assert router.metric("role_changes_total", group=group) == 2
     views = build_fleet_view(fleet, router.state.registry).engines
     assert sorted(str(one.preferred_role) for one in views) == ["decode", "prefill"]
     assert "prompts need 0.0 engines" in views[0].role_reason
-    assert views[0].mixing is None
+    assert views[0].mixing == 1.0
     fleet.cool_down(both.engines[0], 30.0)  # it gets nothing now
     assert len(preferred()) == 1
     both.keeper.update(4.0)  # and the other one has no choice
@@ -311,3 +314,20 @@ async def test_prompts_at_a_prefill_engine_beside_engines_of_both_roles_are_no_a
     assert state.queued_s == pytest.approx(0.5)
     engine.add_load(-1, -8192)
     assert state_of(router.engine(d)).role is BOTH
+
+
+async def test_the_data_parallel_ranks_of_an_engine_of_both_roles_work_at_the_same_time(
+    both: Both,
+) -> None:
+    engine = both.engines[0]
+    before = state_of(engine)
+    both.router.gateway.fleet.note_ranks(engine, [RankFacts(0, 800_000), RankFacts(1, 800_000)])
+    demand = EngineDemand(0.05)
+    demand.read([engine], 0.0)
+    for rank in engine.ranks or ():
+        QueuedPrefill({engine, rank}, 20.0, 1000, 20.0)
+    state = state_of(engine)
+    assert (state.queued_s, state.offered_s - before.offered_s, state.num_ranks) == (20.0, 20.0, 2)
+    # Half of its time for the prompts of 40 s, and all of it for what is queued.
+    needed = demand.read([engine], 40.0)[engine.group, PREFILL]
+    assert needed == pytest.approx((1 - math.exp(-40 / 60)) * (0.5 / 0.8 + 20 / 20))
