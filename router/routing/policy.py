@@ -191,20 +191,20 @@ def mix(number: int) -> int:
     return mixed ^ mixed >> 31
 
 
-def sample(items: Sequence[T], chance: int) -> Sequence[T]:
-    """Return SAMPLE_SIZE items, evenly spaced from a random place on; all if there are fewer.
+def sample(items: Sequence[T], chance: int, most: int = SAMPLE_SIZE) -> Sequence[T]:
+    """Return `most` items, evenly spaced from a random place on; all if there are fewer.
 
     Two slices, the second one where the first runs over the end: a thousand items cost no more than
     a hundred. Any two items may meet in a sample, so load spreads over all of them.
     """
     size = len(items)
-    if size <= SAMPLE_SIZE:
+    if size <= most:
         return items
     start = chance % size
-    step = 1 + (chance >> 32) % (size // SAMPLE_SIZE)
-    end = start + SAMPLE_SIZE * step
+    step = 1 + (chance >> 32) % (size // most)
+    end = start + most * step
     picked = items[start:end:step]
-    missing = SAMPLE_SIZE - len(picked)
+    missing = most - len(picked)
     return [*picked, *items[end - missing * step - size : end - size : step]] if missing else picked
 
 
@@ -214,10 +214,10 @@ def in_turn(candidates: Sequence[T], turn: int) -> Sequence[T]:
     return [*candidates[start:], *candidates[:start]] if start else candidates
 
 
-def some_of(candidates: Sequence[T], turn: int) -> Sequence[T]:
-    """Return all of a few candidates, each one first in turn, or a sample of many."""
-    if len(candidates) > SAMPLE_SIZE:
-        return sample(candidates, mix(turn))
+def some_of(candidates: Sequence[T], turn: int, most: int = SAMPLE_SIZE) -> Sequence[T]:
+    """Return all of a few candidates, each one first in turn, or a sample of more than `most`."""
+    if len(candidates) > most:
+        return sample(candidates, mix(turn), most)
     return in_turn(candidates, turn)
 
 

@@ -47,6 +47,8 @@ POLICIES: dict[str, PolicyMaker] = {
     "session": lambda bound, index: SessionAffinity(bound),
     "prefix": PrefixAffinity,
 }
+# With more engines, free placement compares a sample, and those that the policies name.
+MAX_COMPARED = 16
 # The load of a prefill engine is work that is queued there, so both count in one cost.
 PREFILL_POLICIES = POLICIES | {
     "least_loaded": lambda bound, index: LeastLoaded(prefill_load),
@@ -151,7 +153,7 @@ def route(
     if pool is None:
         return NOWHERE
     group = pool.group
-    if pool.is_free and prefill_query is not None:
+    if pool.is_free and pool.decoders and prefill_query is not None:
         policies = prefill[group], decode[group]
         return _route_freely(pool, policies, (prefill_query, decode_query), preferred)
     prefillers, p_ranks, prefill_feedback = _order(
@@ -192,9 +194,12 @@ def _route_freely(
         PolicyFeedback(policy, one) if one.chunks and policy.uses_feedback else None
         for policy, one in zip(policies, queries, strict=True)
     )
-    for policy in policies:  # so that they know the names of these engines
-        policy.order(pool.decoders, query)
-    engines = list(some_of(pool.decoders, query.turn))
+    # The policies know which engines hold the prompt, and have to know the names of all engines.
+    orders = [policy.order(pool.decoders, query) for policy in policies]
+    if preferred is None and query.session and isinstance(policies[1], SessionAffinity):
+        preferred = orders[1][0]
+    compared = some_of(pool.decoders, query.turn, MAX_COMPARED)
+    engines = list(dict.fromkeys([*compared, *orders[0], *orders[1]]))
     engines = [one for one in engines if not one.failed_recently] or engines  # they look idle
     if preferred is not None and preferred in pool.decoders and preferred not in engines:
         engines.append(preferred)

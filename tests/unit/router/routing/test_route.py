@@ -11,14 +11,22 @@ from hypothesis import strategies as st
 
 from router.fleet.engine import BreakerRules, CircuitBreaker, Engine, EngineRole, EngineSpec, Health
 from router.fleet.fleet import GroupPool
+from router.fleet.step_model import StepModel
 from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import RoutingQuery
 from router.routing.route import (
+    POLICIES,
+    PREFILL_POLICIES,
+    GroupPolicies,
+    Route,
     choose_group,
     preferred_groups,
+    route,
 )
 from router.settings import Address
+from tests.unit.router.routing.engines import BOUND
 
 LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=1, max_idle_s=1, max_head_bytes=1024)
 
@@ -105,3 +113,48 @@ def test_a_conversation_stays_in_its_group_whatever_its_weight() -> None:
     assert found is blue
     gone = replace(blue, prefillers=())
     assert choose_group([green, gone], RoutingQuery(0, session="s"), blue.decoders[0]) is green
+
+
+class FreeGroup:
+    """A group of 200 engines of both roles, where each request goes where it costs least."""
+
+    def __init__(self, policy: str) -> None:
+        self.engines = tuple(engine(EngineRole.BOTH, f"g{number}") for number in range(200))
+        for one in self.engines:
+            known = one.capabilities
+            known.step_model = StepModel(0.01, 50e-6, 1e-9, 30e-9, 0.0)
+            known.max_step_tokens, known.cache_tokens = 2048, 1_000_000
+        self.pool = GroupPool("g", 1.0, self.engines, self.engines, is_free=True)
+        index = ChunkIndex()
+        self.policies = (
+            GroupPolicies(PREFILL_POLICIES[policy], BOUND, index),
+            GroupPolicies(POLICIES[policy], BOUND, index),
+        )
+
+    def route(self, turn: int, session: str = "", chunks: tuple[int, ...] = ()) -> Route:
+        query = RoutingQuery(turn, session, chunks, 8192)
+        return route([self.pool], *self.policies, (query, query))
+
+
+def test_free_placement_among_many_engines_finds_the_one_that_holds_the_prompt() -> None:
+    group, chunks = FreeGroup("prefix"), tuple(range(1, 17))
+    first = group.route(0, chunks=chunks)
+    holder = first.decoders[0]
+    assert first.decode_feedback is not None
+    first.decode_feedback.sent(holder.name)
+    first.decode_feedback.answered(holder.name, 0)
+    for turn in range(1, 50):
+        found = group.route(turn, chunks=chunks)
+        assert found.prefillers[0] is found.decoders[0] is holder
+
+
+def test_free_placement_keeps_a_session_at_its_engine_if_the_policy_does() -> None:
+    by_session, by_load = FreeGroup("session"), FreeGroup("least_loaded")
+    for group, count in ((by_session, 1), (by_load, 20)):
+        assert len({group.route(turn, "s").decoders[0].name for turn in range(20)}) == count
+
+
+def test_a_group_that_has_just_lost_its_last_engine_of_both_roles_is_not_placed_freely() -> None:
+    group = FreeGroup("session")
+    group.pool = replace(group.pool, decoders=())
+    assert group.route(0, "s").prefillers
