@@ -160,7 +160,9 @@ async def _prefill_leg(
     queued: QueuedPrefill | None = None
     load = tokens
     if engine.role is BOTH:
-        queued, load = queue_prefill(request, run.route, engine, place, tokens), 0
+        reuse = None if last_turn is None else run.plan.reuse
+        read_share = 0.0 if reuse is None else reuse.cached_share
+        queued, load = queue_prefill(request, run.route, engine, place, tokens, read_share), 0
     place.add_load(1, load)
     if engine.breaker.circuit is HALF_OPEN:
         gateway.fleet.note_leg_started(engine, run)

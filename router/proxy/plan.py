@@ -250,10 +250,12 @@ def queue_local_prefill(
 
 
 def queue_prefill(
-    request: Request, route: Route, engine: Engine, place: Place, uncached: int
+    request: Request, route: Route, engine: Engine, place: Place, uncached: int, read_share: float
 ) -> QueuedPrefill:
-    """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank."""
-    load, uncached = DecoderLoad.of(engine, place, route.usual_model), max(1, uncached)
+    """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank.
+    `read_share`: the part of the prompt that the engine reads from another one."""
+    load = DecoderLoad.of(engine, place, route.usual_model)
+    uncached = max(1, min(uncached, int((1 - read_share) * request.tokens)))
     if load is None:
         seconds = uncached * place.prefill_rate.token_seconds
         return QueuedPrefill({engine, place}, seconds, uncached, seconds)

@@ -35,7 +35,7 @@ from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
-from router.routing.prompt_chunks import BYTES_PER_TOKEN, estimate_tokens
+from router.routing.prompt_chunks import BYTES_PER_TOKEN, estimate_tokens, has_media
 from router.telemetry.record import Record
 
 Body = dict[str, Any]
@@ -93,7 +93,7 @@ class Request(Struct, eq=False):
     form_body: bytes = b""
     """That body, with the name of the model that engines know."""
     tokens: int = 0
-    """The prompt's tokens, estimated by its bytes: a measure of load."""
+    """The prompt's tokens, estimated by its bytes, without those of media: a measure of load."""
     is_several: bool = False
     """Several answers are asked for, of decode engines that load KV once for all of them."""
     _prompt_tokens: int = -1
@@ -130,6 +130,8 @@ LOOKED_AT = CONSUMED | {
 }
 # Records may be held for a while, so long names of models are not recorded.
 MAX_MODEL_CHARS = 256
+# A longer prompt may be one with images, whose bytes say little about their tokens.
+MANY_TOKENS = 4096
 STREAM_MODES = ("auto", "exact")
 MAX_SHARED_ANSWERS = 128
 JSON, MULTIPART = b"application/json", b"multipart/form-data"
@@ -162,6 +164,8 @@ def take_body(
     `previous_response` identifies the conversation if nothing else does.
     """
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
+    if request.tokens > MANY_TOKENS and has_media(body):
+        request.tokens = min(request.tokens, estimate_tokens(body))
     if aliases is not None and (resolved := aliases.resolve(body)) is not body:
         request.alias, body = body.get("model"), resolved
     model = request.model = body.get("model")

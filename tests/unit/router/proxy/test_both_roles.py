@@ -331,3 +331,45 @@ async def test_the_data_parallel_ranks_of_an_engine_of_both_roles_work_at_the_sa
     # Half of its time for the prompts of 40 s, and all of it for what is queued.
     needed = demand.read([engine], 40.0)[engine.group, PREFILL]
     assert needed == pytest.approx((1 - math.exp(-40 / 60)) * (0.5 / 0.8 + 20 / 20))
+
+
+async def test_the_bytes_of_an_image_are_no_work(both: Both) -> None:
+    seen: list[int] = []
+
+    async def look(request: Received, peer: Peer) -> None:
+        seen.extend(e.total_tokens + e.local_prefill_tokens for e in both.engines)
+        await either(request, peer)
+
+    both.p.usual = both.other.usual = look
+    image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 2**21}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [image]}]}
+    answer = await both.router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert 1000 < max(seen) < 2000
+
+
+async def test_what_an_engine_of_both_roles_reads_from_the_last_turn_is_no_work(both: Both) -> None:
+    queued: list[int] = []
+
+    async def retaining(request: Received, peer: Peer) -> None:
+        params = request.json.get("kv_transfer_params") or {}
+        queued.append(sum(engine.local_prefill_tokens for engine in both.engines))
+        await (prefilling() if params.get("do_remote_decode") else decoding())(request, peer)
+
+    for mock, engine in zip((both.p, both.other), both.engines, strict=True):
+        mock.usual = retaining
+        mock.identity = {**CAPABLE, "ranks": [RANK]}
+        await told(engine)
+    fleet, (p, other) = both.router.gateway.fleet, both.engines
+    fleet.prefer_roles({p.name: (PREFILL, ""), other.name: (DECODE, "")}, frozenset())
+    asked = [{"role": "user", "content": PROMPT}]
+    p.add_local_prefill(3.0, 100_000)  # so the other one computes the prompt, and only that one
+    await chat(both.router, asked)
+    p.add_local_prefill(-3.0, -100_000)
+    assert len(queued) == 1
+    other.add_load(1, 1_590_000)  # it has no room to compute prompts
+    await chat(both.router, [*asked, AGAIN[1], {"role": "user", "content": "and " * 9000}])
+    other.add_load(-1, -1_590_000)
+    assert both.p.requests[-1].json["kv_transfer_params"]["remote_block_ids"]
+    assert queued[0] - 100_000 > 9000 * 0.9
+    assert 9000 * 0.9 < queued[1] < 9000 * 1.2  # of 18,000
