@@ -47,8 +47,8 @@ class EngineSlot:
     prefill engine.
     """
 
-    __slots__ = ("_admission", "_decoder", "_group", "_hedged", "_prefiller", "_tokens",
-                 "_tokens_at_decoder")  # fmt: skip
+    __slots__ = ("_admission", "_computes_at_decoder", "_decoder", "_group", "_hedged",
+                 "_prefiller", "_tokens", "_tokens_at_decoder")  # fmt: skip
 
     def __init__(
         self, admission: Admission, found: Placement, tokens: int, decode_only: bool
@@ -57,6 +57,7 @@ class EngineSlot:
         self._tokens, self._tokens_at_decoder = tokens, tokens if decode_only else 0
         self._group, self._prefiller, self._decoder = found
         self._hedged: set[Engine] = set()
+        self._computes_at_decoder = False
         self._move(None, self._prefiller, tokens)
         self._move(None, self._decoder, self._tokens_at_decoder)
 
@@ -100,7 +101,25 @@ class EngineSlot:
         self._move(previous, engine, self._tokens_at_decoder)
 
     def release_prefiller(self) -> None:
+        """The prompt is computed."""
+        if self._computes_at_decoder:
+            self._computes_at_decoder = False
+            self._count_at_decoder(0)
+            self._admission.admit_waiting()
         self.move_prefill_to(None)
+
+    def compute_at_decoder(self) -> None:
+        """Count the prompt at the decode engine, until `release_prefiller`, and not at a prefill
+        engine."""
+        if self._prefiller is not None:
+            self._computes_at_decoder = True
+            self._count_at_decoder(self._tokens)
+            self.move_prefill_to(None)
+
+    def _count_at_decoder(self, tokens: int) -> None:
+        if self._decoder is not None:
+            self._decoder.admitted_tokens += tokens - self._tokens_at_decoder
+        self._tokens_at_decoder = tokens
 
     def reserve_hedged(self, engine: Engine) -> bool:
         """Reserve room at one more decode engine, for a hedged leg.

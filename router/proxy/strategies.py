@@ -186,7 +186,7 @@ async def decode_only(run: Run, reason: str) -> None:
     run.gateway.metrics.decode_only.labels(reason).inc()
     run.request.record.without_transfer = describe_reason(run, reason)
     if run.slot is not None and reason != ONE_TOKEN_ANSWER:
-        run.slot.release_prefiller()
+        run.slot.compute_at_decoder()
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
     if await _decode(run, None) is DecodePhase.RESUME:
         return await pull(run)  # which prefills the part of the answer that is there, too

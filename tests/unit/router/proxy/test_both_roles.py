@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import pytest
@@ -111,6 +111,18 @@ class Both(NamedTuple):
     @property
     def engines(self) -> list[Engine]:
         return [self.router.engine(self.p), self.router.engine(self.other)]
+
+    async def retain_turns(self, look: Callable[[], None] = lambda: None) -> None:
+        """Let both engines retain turns, and call `look` with each request."""
+
+        async def retaining(request: Received, peer: Peer) -> None:
+            look()
+            params = request.json.get("kv_transfer_params") or {}
+            await (prefilling() if params.get("do_remote_decode") else decoding())(request, peer)
+
+        for mock, engine in zip((self.p, self.other), self.engines, strict=True):
+            mock.usual, mock.identity = retaining, {**CAPABLE, "ranks": [RANK]}
+            await told(engine)
 
     async def prompt(self, text: str = PROMPT, name: str = "a") -> tuple[int, int]:
         """Send a prompt; return how many requests each engine got for it."""
@@ -274,14 +286,7 @@ async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both
     """It computes the next prompt from its own cache, which is not offered to it, and lets its
     lease go; the engine that decodes has the conversation from then on."""
 
-    async def retaining(request: Received, peer: Peer) -> None:
-        params = request.json.get("kv_transfer_params") or {}
-        await (prefilling() if params.get("do_remote_decode") else decoding())(request, peer)
-
-    for mock, engine in zip((both.p, both.other), both.engines, strict=True):
-        mock.usual = retaining
-        mock.identity = {**CAPABLE, "ranks": [RANK]}
-        await told(engine)
+    await both.retain_turns()
     fleet, (p, other) = both.router.gateway.fleet, both.engines
     fleet.prefer_roles({p.name: (PREFILL, ""), other.name: (DECODE, "")}, frozenset())
     other.add_load(1, 1_590_000)  # it has no room to compute prompts
@@ -351,15 +356,10 @@ async def test_the_bytes_of_an_image_are_no_work(both: Both) -> None:
 async def test_what_an_engine_of_both_roles_reads_from_the_last_turn_is_no_work(both: Both) -> None:
     queued: list[int] = []
 
-    async def retaining(request: Received, peer: Peer) -> None:
-        params = request.json.get("kv_transfer_params") or {}
+    def look() -> None:
         queued.append(sum(engine.local_prefill_tokens for engine in both.engines))
-        await (prefilling() if params.get("do_remote_decode") else decoding())(request, peer)
 
-    for mock, engine in zip((both.p, both.other), both.engines, strict=True):
-        mock.usual = retaining
-        mock.identity = {**CAPABLE, "ranks": [RANK]}
-        await told(engine)
+    await both.retain_turns(look)
     fleet, (p, other) = both.router.gateway.fleet, both.engines
     fleet.prefer_roles({p.name: (PREFILL, ""), other.name: (DECODE, "")}, frozenset())
     asked = [{"role": "user", "content": PROMPT}]
@@ -373,3 +373,27 @@ async def test_what_an_engine_of_both_roles_reads_from_the_last_turn_is_no_work(
     assert both.p.requests[-1].json["kv_transfer_params"]["remote_block_ids"]
     assert queued[0] - 100_000 > 9000 * 0.9
     assert 9000 * 0.9 < queued[1] < 9000 * 1.2  # of 18,000
+
+
+async def test_a_prompt_that_one_engine_computes_and_answers_counts_for_the_limits_of_engines(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    """`max_engine_prefill_tokens` holds until the first token, and each request counts once."""
+    p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
+    async with running_engine(either) as other:
+        other.identity = p.identity
+        limits = {"max_engine_requests": 10, "max_engine_prefill_tokens": 10_000}
+        router = await start_router(ps=[p, other], ds=[p, other], **limits)
+        await router.knows_its_engines()
+        RoleKeeper(router.gateway.fleet, 0.05).update(0.0)
+        engines, seen = [router.engine(p), router.engine(other)], []
+
+        async def look(request: Received, peer: Peer) -> None:
+            seen.append(sorted((one.admitted, one.admitted_tokens > 8000) for one in engines))
+            await either(request, peer)
+
+        p.usual = other.usual = look
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+        assert router.metric("decode_only_total", reason="cheapest") == 1
+        assert seen == [[(0, False), (1, True)]]
+        await router.settled()
