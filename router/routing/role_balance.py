@@ -9,7 +9,8 @@ forms holds in a group:
               than MAX_MIXING weight reads per step with prompts and answers
     boundary  the first engines, in the order of their names, compute prompts and the others
               decode, with conditional disaggregation by load (`local_prefill`). The boundary moves
-              by at most one engine each INTERVAL_S, by the work that is offered
+              each INTERVAL_S, by the work that is offered: by one engine, or by an eighth of the
+              way in a large group
 
 In simulations of published traces at the measured costs of H200, free placement served 1.6 times
 the rate of the best fixed division of the engines, but less than that division where mixing costs a
@@ -49,6 +50,7 @@ CACHE_SHARE = 0.8
 CACHE_MARGIN = 1.1
 # The boundary moves if it is so many engines off.
 LEAST_CHANGE = 0.7
+STEP = 1 / 8
 # Seconds of queued prompts per prefill engine: with more than the first, no engine stops computing
 # prompts; with more than the second, one more does.
 BUSY_QUEUE_S = 0.5
@@ -141,11 +143,11 @@ class RoleBalancer:
             return count + 1
         if not prompts + answers:
             return count
-        wanted = total * prompts / (prompts + answers)
-        if wanted - prefillers > LEAST_CHANGE and may_take:
-            return count + 1
-        if prefillers - wanted > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S:
-            return count - 1
+        change = total * prompts / (prompts + answers) - prefillers
+        if change > LEAST_CHANGE and may_take:
+            return count + max(1, int(min(change * STEP, decoders - answers)))
+        if -change > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S:
+            return count - max(1, int(-change * STEP))
         return count
 
     def _measure_work(self, engines: Sequence[EngineState], moment: float) -> None:

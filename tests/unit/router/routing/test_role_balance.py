@@ -72,6 +72,18 @@ def test_a_router_that_has_few_answers_just_now_does_not_overestimate_the_work_o
     assert reasons[19].startswith("prompts need 2.2 engines")
 
 
+def test_a_thousand_engines_are_divided_by_need_within_minutes() -> None:
+    balancer, found = RoleBalancer(0.05), []
+    for tick in range(60):  # two minutes
+        changes = {"contexts": 300_000, "own_contexts": 300_000, "offered_s": tick * 0.2}
+        engines = [both(f"{number:04}", **changes) for number in range(1000)]
+        found.append(prefillers_of(balancer.update(engines, tick * INTERVAL_S)))
+    assert found[0] == pytest.approx(500, abs=100)
+    assert len({*found[50:]}) == 1
+    # Prompts need 0.1 engines each, and answers 0.6: the time of their steps.
+    assert found[-1] == pytest.approx(1000 * 0.1 / 0.7, abs=10)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_answers_need_time_on_each_data_parallel_rank(num_ranks: int) -> None:
     model = replace(MODEL, context=300e-9)
