@@ -17,7 +17,7 @@ from random import random
 
 from msgspec import Struct
 
-from router.fleet.engine import DECODE, PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
+from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, engine_of
 from router.fleet.fleet import GroupPool
 from router.fleet.step_model import StepModel
 from router.routing.chunk_index import ChunkIndex
@@ -103,12 +103,6 @@ class Route(Struct, frozen=True):
     decode_ranks: Mapping[Engine, EngineRank] = {}
     """The best data-parallel ranks of engines that the policy named, if it chooses ranks."""
 
-    @property
-    def usual_model(self) -> StepModel | None:
-        """What counts as the step model of an engine that has not measured its steps: that of
-        another one. Where engines are chosen by cost, each has to have one."""
-        return usual_model(self.all_decoders) if self.is_free else None
-
     def place(self, engine: Engine, role: EngineRole) -> Place:
         """Return the data-parallel rank for a leg at this engine, or the engine if it has no ranks
         or should choose one itself."""
@@ -130,6 +124,8 @@ NOWHERE = Route("", (), ())
 
 
 def usual_model(engines: Sequence[Engine]) -> StepModel | None:
+    """Return what counts as the step model of one of these engines that has not measured its steps:
+    that of another one. Where engines are chosen by cost, each has to have one."""
     models = (engine.capabilities.step_model for engine in engines)
     return next((model for model in models if model is not None), None)
 
@@ -167,7 +163,7 @@ def route(
         and preferred.is_usable
         and preferred.group == group
         # Else it prefers prompts by now, and computes this one, or its KV is read.
-        and (preferred.preferred_role.plays(DECODE) or preferred in pool.decoders)
+        and (preferred.preferred_role is not PREFILL or preferred in pool.decoders)
     ):
         decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
     return Route(

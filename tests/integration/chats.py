@@ -13,7 +13,7 @@ import httpx
 from router.fleet.engine import BOTH, DECODE, PREFILL
 from router.fleet.fleet import Fleet
 from router.settings import Settings
-from tests.integration.oracle import Answer, body_of, complete, differences, tokens_of
+from tests.integration.oracle import NOISE, Answer, body_of, complete, differences, tokens_of
 from tests.integration.processes import Server, wait_for
 
 AT_ONCE = 8
@@ -100,8 +100,24 @@ class Chats:
     def find_wrong(self, alone: Server) -> list[str]:
         """Return the problems, and a line for each answer that differs from one engine's alone."""
         with ThreadPoolExecutor(4) as pool:
-            right = pool.map(lambda one: complete(alone, one.prompt, one.max_tokens), self.asked)
-            return self.problems + differences(list(right), [one.answer for one in self.asked])
+            found = pool.map(lambda one: compare(alone, one), self.asked)
+            return [*self.problems, *(line for lines in found for line in lines)]
+
+
+def compare(alone: Server, one: Asked) -> list[str]:
+    """Return a line if the answer differs from that of `alone`. Where it has another token that is
+    as likely up to float noise, what follows is compared with what `alone` answers after that."""
+    right, got = complete(alone, one.prompt, one.max_tokens), one.answer
+    pairs = enumerate(zip(right.tokens, got.tokens, strict=True))
+    at = next((at for at, (token, other) in pairs if token != other), None)
+    if at is None or abs(right.logprobs[at] - got.logprobs[at]) > NOISE:
+        return differences([right], [got])
+    parts = [Answer(each.tokens[:at], each.logprobs[:at], "") for each in (right, got)]
+    found, at = differences(parts[:1], parts[1:]), at + 1
+    if at < len(got.tokens):
+        rest = Answer(got.tokens[at:], got.logprobs[at:], "")
+        found += compare(alone, Asked([*one.prompt, *got.tokens[:at]], len(rest.tokens), rest))
+    return found
 
 
 def measure_steps(server: Server) -> None:
