@@ -9,7 +9,8 @@
 Deadlines
     An order has `loan_timeout` in all. Each holder gets an equal share of what is left. A handshake
     that takes longer goes on, for the next order. A holder that has not answered is left out for
-    `SILENT_SECONDS` or until its answer comes, and so is one with a READ in quarantine.
+    `SILENT_SECONDS` or until its answer comes, and so is one with a READ in quarantine. Then a new
+    handshake precedes the next message, for another process may be at its address.
 
 What counts
     Only the agent that was asked can answer, under the number of that message, and once. The last
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.types import LoanAsk, LoanReport, PeerAddress, RemoteSource
-from engine_ext.wire.notifications import AskLoan, Hello, Loan, Read, encode_extension
+from engine_ext.wire.notifications import AskLoan, Loan, Read, encode_extension
 from engine_ext.worker.agent import AgentError, PeerHandle
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import HeartbeatTracker
@@ -137,12 +138,17 @@ class LoanAsks:
             except (PeerError, AgentError) as error:
                 logger.info("engine %s lends nothing: %s", ask.holders[0].engine_id, error)
                 ask.is_refused = False
+                if isinstance(error, AgentError):
+                    self._peers.forget(ask.holders[0])
                 self._next_holder(ask, now)
 
     def _connect(self, address: PeerAddress, now: float) -> PeerHandle | None:
         """Raises PeerError for a holder that cannot be asked."""
         if now < self._silent_until.get(address, now) or not self._may_read(address):
             raise PeerError("it does not answer")
+        if self._silent_until.pop(address, None) is not None:
+            # It may have restarted, or not know us: what introduced us can be lost.
+            self._peers.forget(address)
         peers = self._peers.connect_all(address, now)
         if peers is None:
             return None
@@ -153,9 +159,6 @@ class LoanAsks:
     def _send(self, ask: PendingAsk, peer: PeerHandle) -> None:
         """Raises AgentError."""
         address, order = ask.holders[0], ask.order
-        if address in self._silent_until:
-            # It may not know where to answer: what introduced us can be lost like any message.
-            self._agent.notify(peer.name, encode_extension(Hello(self._agent.metadata())))
         ask.sequence, ask.agent = next(self._context.sequence), peer.name
         keep_latest(self._sent, ask.sequence, (peer.name, address), MAX_REMEMBERED)
         ask.sent_at = self._context.clock()

@@ -7,6 +7,7 @@ import pytest
 
 from engine_ext.scheduler.borrows import OFFER_SECONDS
 from engine_ext.scheduler.loans import LOAN_SECONDS
+from engine_ext.worker.loan_asks import SILENT_SECONDS
 from tests.unit.engine_ext.simulation.pair import Pair, tokens
 from tests.unit.engine_ext.simulation.scenario import LOANS, Scenario
 from tests.unit.engine_ext.simulation.world import SimRequest, Weather
@@ -20,13 +21,22 @@ class Lending:
     def __init__(self, **config: Any) -> None:
         self.pair = Pair("pull", **{**SETTINGS, **config})
         self.holder, self.reader = self.pair.decoder, self.pair.prefiller
-        params = self.reader.finish(self.reader.prefill("p-1", tokens(1, 8)))
-        running = SimRequest("d-1", tokens(1, 8), {**(params or {}), "retain": False})
+        self._answer("1")
+        self.prompt = [*tokens(1, 8), *tokens(2, 4)]
+
+    def _answer(self, number: str) -> None:
+        params = self.reader.finish(self.reader.prefill(f"p-{number}", tokens(1, 8)))
+        running = SimRequest(f"d-{number}", tokens(1, 8), {**(params or {}), "retain": False})
         running.computes_for = 60.0
         self.holder.queue(running)
         assert self.holder.load(running)
         self.pair.world.pass_time(2.0)
-        self.prompt = [*tokens(1, 8), *tokens(2, 4)]
+
+    def restart_holder(self) -> None:
+        """Another process at the same address under the same id answers the request again."""
+        self.holder.die()
+        self.holder = self.pair.world.engine("d", port=2, **SETTINGS)
+        self._answer("again")
 
     def ask(self, name: str = "p-2") -> SimRequest:
         """A leg arrives that names D, and asks it."""
@@ -146,6 +156,16 @@ def test_a_frozen_holder_costs_the_time_limit() -> None:
     before = lending.pair.world.now
     assert not lending.is_lent(leg)
     assert lending.pair.world.now - before < 1.0
+
+
+def test_a_holder_that_restarts_under_its_name_lends_again() -> None:
+    lending = Lending()
+    assert lending.is_lent(lending.ask())
+    lending.pair.world.pass_time(3.0)
+    lending.restart_holder()
+    assert not lending.is_lent(lending.ask("p-3")), "the process that was asked is gone"
+    lending.pair.world.pass_time(SILENT_SECONDS)
+    assert lending.is_lent(lending.ask("p-4"))
 
 
 @pytest.mark.parametrize("seeds", [range(40)])

@@ -15,7 +15,7 @@ from engine_ext.common.types import (
     PeerAddress,
     RemoteSource,
 )
-from engine_ext.wire.notifications import AskLoan, Hello, Loan, Read, decode_notification
+from engine_ext.wire.notifications import AskLoan, Loan, Read, decode_notification
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import CLOCK_DRIFT, HeartbeatTracker
 from engine_ext.worker.loan_asks import SILENT_SECONDS, LoanAsks
@@ -40,6 +40,11 @@ class FakePeers:
     agents: dict[str, FakePeer | None] = field(
         default_factory=lambda: {"h1": FakePeer("agent-h1"), "h2": FakePeer("agent-h2")}
     )
+
+    forgotten: list[PeerAddress] = field(default_factory=list)
+
+    def forget(self, address: PeerAddress) -> None:
+        self.forgotten.append(address)
 
     def connect_all(self, address: PeerAddress, now: float) -> list[FakePeer] | None:
         if address.engine_id not in self.agents:
@@ -141,6 +146,7 @@ def test_the_next_holder_is_asked_when_the_first_one_lends_nothing(asker: Asker,
         asker.agent.failing = {"notify"}
         asker.start(replace(ORDER, holders=(FIRST,)))
         assert asker.reports() == SILENT
+        assert asker.peers.forgotten == [FIRST]
         return
     asker.start()
     if why == "refused":
@@ -196,11 +202,15 @@ def test_a_silent_holder_costs_its_share_of_the_time_and_is_left_out_for_a_while
     asker.start()
     asker.answer(Loan(asker.asked("agent-h2")), "agent-h2")
     assert asker.reports() == SILENT
+    assert not asker.peers.forgotten, "a late answer can still be given back"
     asker.step(SILENT_SECONDS)
+    asker.peers.agents["h1"] = None
     asker.start()
-    (_, hello), (_, ask) = asker.sent()
-    assert isinstance(hello, Hello), "it may not know where to answer"
-    asker.answer(loan(ask.sequence))
+    asker.start()
+    assert asker.peers.forgotten == [FIRST], "it may have restarted"
+    asker.peers.agents["h1"] = FakePeer("agent-h1-again")
+    asker.step()
+    asker.answer(loan(asker.asked("agent-h1-again")), "agent-h1-again")
     assert asker.reports()[0].source is not None
 
 
