@@ -165,9 +165,11 @@ class RoleBalancer:
         """Return the engines that all routers' prompts and answers need, and the seconds of all
         queued prompts. This router's share of the offered work is its share of the contexts."""
         room = steps = 0.0
+        # A single cache that is very small, or wrongly reported, moves no boundary.
+        if caches := [one.cache_tokens for one in engines if one.cache_tokens]:
+            held = sum(one.contexts for one in engines if one.cache_tokens)
+            room = CACHE_MARGIN * held / (CACHE_SHARE * median(caches))
         for one in engines:
-            if one.cache_tokens:
-                room += CACHE_MARGIN * one.contexts / (CACHE_SHARE * one.cache_tokens)
             if one.model is not None:
                 left = STEP_SHARE * self._target_itl - one.model.base
                 left = max(left, 0.1 * self._target_itl)

@@ -84,6 +84,17 @@ def test_a_thousand_engines_are_divided_by_need_within_minutes() -> None:
     assert found[-1] == pytest.approx(1000 * 0.1 / 0.7, abs=10)
 
 
+@pytest.mark.parametrize("cache_tokens", [16, 10**15])
+def test_one_engine_with_an_absurd_cache_does_not_change_the_need_of_answers(
+    cache_tokens: int,
+) -> None:
+    engines = [both(name, contexts=400_000, model=None) for name in "abcd"]
+    engines[0] = engines[0]._replace(cache_tokens=cache_tokens)
+    balance = RoleBalancer(0.05).update(engines, 0.0)
+    assert balance is not None
+    assert balance.reason.endswith("answers 2.2")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_answers_need_time_on_each_data_parallel_rank(num_ranks: int) -> None:
     model = replace(MODEL, context=300e-9)
