@@ -118,7 +118,7 @@ def _look(url: str) -> RouterStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineState:
+class EngineStatus:
     """One engine.
 
     `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
@@ -177,7 +177,7 @@ class RouterStatus:
     in_flight: int
     queued: int
     connections: int
-    engines: tuple[EngineState, ...]
+    engines: tuple[EngineStatus, ...]
     groups: tuple[GroupState, ...]
     sources: tuple[SourceState, ...]
     avoided_pairs: tuple[AvoidedPair, ...]
@@ -228,7 +228,7 @@ def parse_metrics(text: str) -> RouterStatus:
         needed[group][role] = number
     sizes, trouble = sums("group_engines", "group", "role"), sums("source_trouble", "source")
     engines = [
-        EngineState(
+        EngineStatus(
             key[1],
             key[0],
             HEALTH.get(round(health), "unknown"),
@@ -376,7 +376,7 @@ def _summary(status: RouterStatus, before: RouterStatus | None, seconds: float) 
     return ", ".join(parts)
 
 
-def _engines(engines: Sequence[EngineState], painted: Paint) -> Iterator[str]:
+def _engines(engines: Sequence[EngineStatus], painted: Paint) -> Iterator[str]:
     if not engines:
         yield painted("no engines", RED)
         return
@@ -398,7 +398,7 @@ def _row(row: Sequence[str], widths: Sequence[int], painted: Paint) -> str:
     return "  ".join(cells).rstrip()
 
 
-def _role(engine: EngineState) -> str:
+def _role(engine: EngineStatus) -> str:
     now = " or ".join("by cost" if legs == "both" else f"now {legs}" for legs in engine.prefers)
     return f"{engine.role}, {now}" if now else engine.role
 
@@ -416,7 +416,7 @@ def _division(group: GroupState) -> str:
     return f"group {group.name}, engines of both roles: {', '.join(parts)}{needed}"
 
 
-def _state(engine: EngineState) -> str:
+def _state(engine: EngineStatus) -> str:
     if engine.health != "healthy":
         return engine.health
     if engine.draining:

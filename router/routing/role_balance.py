@@ -208,6 +208,8 @@ class RoleKeeper:
                 logger.exception("roles cannot be balanced")
 
     def update(self, moment: float) -> None:
+        """Balance each group that has engines of both roles. `moment` is in seconds of a monotonic
+        clock."""
         groups: defaultdict[str, list[Engine]] = defaultdict(list)
         for engine in self._fleet.engines:
             if engine.is_available:
@@ -231,6 +233,7 @@ class RoleKeeper:
 
 
 def state_of(engine: Engine) -> EngineState:
+    """Return the state of an engine as this router knows it."""
     known, num_ranks = engine.capabilities, len(engine.ranks or ()) or 1
     own, contexts = engine.tokens_in_flight, engine.total_tokens
     offered_s, queued_s = engine.offered_prefill_s, engine.total_local_prefill[0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.commands.console import paint
 from router.commands.status import (
-    EngineState,
+    EngineStatus,
     GroupState,
     NotMetricsError,
     lines,
@@ -73,9 +73,9 @@ disagg_router_time_to_first_byte_seconds_sum 60.0
 def test_metrics_become_a_status() -> None:
     status = parse_metrics(METRICS)
     assert status.engines == (
-        EngineState("p:1", "prefill", "unhealthy", False, 0, 4),
-        EngineState("p:2", "prefill", "not probed", False, 0, 0),
-        EngineState("d:1", "decode", "healthy", True, 0, 0),
+        EngineStatus("p:1", "prefill", "unhealthy", False, 0, 4),
+        EngineStatus("p:2", "prefill", "not probed", False, 0, 0),
+        EngineStatus("d:1", "decode", "healthy", True, 0, 0),
     )
     assert status.groups == (GroupState("blue", 2.0, 2, 0),)
     assert (status.in_flight, status.workers, status.queued) == (3, 2, 0)

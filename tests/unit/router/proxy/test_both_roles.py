@@ -1,4 +1,4 @@
-"""Engines that prefill and decode: nobody hands KV to itself."""
+"""Engines of both roles: two of them share a request, or one does both legs alone."""
 
 from __future__ import annotations
 

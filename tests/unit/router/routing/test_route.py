@@ -1,4 +1,4 @@
-"""Groups: shares by weight, conversations that stay, nobody in half a group."""
+"""The group of a request, and the engines of a group that are chosen by cost."""
 
 from __future__ import annotations
 
