@@ -7,7 +7,9 @@ as long as there is little load. Costs are seconds:
     prefill   the prompt's own work beside the answers there, a part of what is queued before it,
               and what its steps take from the answers
     decode    the time of the answer's steps, the transfer of what the engine lacks with all
-              transfers that wait at both engines' network interfaces, and a part of what is queued
+              transfers that wait at both engines' network interfaces, a part of what is queued,
+              and while prompts wait, what the answer takes from them: so answers gather on some
+              engines, and the others compute prompts in long steps
 
 This is worth it where a step with prompts and answers costs little more than its parts; see
 `role_balance`, which decides that.
@@ -15,6 +17,7 @@ This is worth it where a step with prompts and answers costs little more than it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -27,6 +30,7 @@ from router.routing.local_prefill import (
     DecoderLoad,
 )
 from router.routing.policy import MAX_ORDERED
+from router.routing.prefix_cache import QUEUE_SHARE
 
 E = TypeVar("E")
 # Weights of the cost, chosen by simulations of published traces (docs/performance.md).
@@ -39,6 +43,14 @@ ANSWER_TOKENS = 250
 FULL_S = 10.0
 # Routers that know each other's load a moment late would choose the same engine.
 JITTER = 0.3
+# An engine with answers computes prompts more slowly, because it reads its weights for each of its
+# short steps. The more prompts wait, the more an engine without answers should stay so. LOSS_SHARE
+# is the weight of this loss. It counts fully with PRESSED_S seconds of queued prompts per engine,
+# and to the part CALM of that without any, if engines have FEW_TOKENS of contexts in the mean.
+LOSS_SHARE = 0.2
+PRESSED_S = 0.5
+CALM = 0.2
+FEW_TOKENS = 20_000
 
 
 class Choice(Struct, Generic[E], frozen=True):
@@ -57,18 +69,30 @@ class Choice(Struct, Generic[E], frozen=True):
         """Return the cost of computing the prompt of `total` tokens here."""
         load = self.load
         work = load.model.prefill_seconds(self.uncached, total)
-        cost = load.cost(self.uncached, total) + HARM_SHARE * self.answers * work
+        cost = (
+            load.cost(self.uncached, total) if load.contexts else work + QUEUE_SHARE * load.queued_s
+        )
+        cost += HARM_SHARE * self.answers * work
         return cost + self._crowding(total)
 
-    def decode_cost(self, total: int, prefiller: Choice[E]) -> float:
+    def decode_cost(self, total: int, prefiller: Choice[E], pressure: float = 0.0) -> float:
         """Return the cost of answering here, after `prefiller` has computed the prompt."""
         load = self.load
         step = load.model.decode_step(load.contexts + total)
         cost = ANSWER_SHARE * ANSWER_TOKENS * step + DECODE_QUEUE_SHARE * load.queued_s
+        if pressure and not math.isinf(load.step_limit):
+            cost += LOSS_SHARE * pressure * ANSWER_TOKENS * self._lost_seconds(total)
         if prefiller is not self:
             waiting = 1 + max(self.transfers, prefiller.transfers)
             cost += TRANSFER_LATENCY_S + waiting * self.uncached / TRANSFER_TOKENS_PER_S
         return cost + self._crowding(total)
+
+    def _lost_seconds(self, total: int) -> float:
+        """Return the seconds that one more answer takes from the prompts of each step. The first
+        answers take most, and where there are few, the engine may soon be without any again."""
+        load = self.load
+        few = FEW_TOKENS / (FEW_TOKENS + load.contexts)
+        return few * load.model.mixed_step(1) + load.model.context * total
 
     def _crowding(self, total: int) -> float:
         load = self.load
@@ -107,8 +131,19 @@ def place_legs(
         order = sorted(range(len(choices)), key=costs.__getitem__)
         return [choices[index] for index in order[:MAX_ORDERED]]
 
+    pressure = _pressure(decoders) if prefillers is decoders else 0.0
     first, *others = cheapest(prefillers, lambda one: one.prefill_cost(total))
-    found = [one.engine for one in cheapest(decoders, lambda one: one.decode_cost(total, first))]
+    found = [
+        one.engine
+        for one in cheapest(decoders, lambda one: one.decode_cost(total, first, pressure))
+    ]
     if home is not None and any(one.engine is home for one in decoders):
         found = [home, *(engine for engine in found if engine is not home)]
     return [first.engine, *(one.engine for one in others)], found
+
+
+def _pressure(choices: Sequence[Choice[E]]) -> float:
+    """Return how much engines without answers are needed for prompts, 0 to 1."""
+    queued_s = sum(one.load.queued_s for one in choices) / len(choices)
+    contexts = sum(one.load.contexts for one in choices) / len(choices)
+    return min(1.0, queued_s / PRESSED_S + CALM * min(1.0, contexts / FEW_TOKENS))

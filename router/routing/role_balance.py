@@ -146,14 +146,18 @@ class RoleBalancer:
         change = total * prompts / (prompts + answers) - prefillers
         if change > LEAST_CHANGE and may_take:
             return count + max(1, int(min(change * STEP, decoders - answers)))
-        if -change > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S:
+        is_spare = -change > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S
+        if is_spare or answers > decoders:  # without room for answers, prompts wait as well
             return count - max(1, int(-change * STEP))
         return count
 
     def _measure_work(self, engines: Sequence[EngineState], moment: float) -> None:
-        elapsed, self._updated = moment - self._updated, moment
+        elapsed = moment - self._updated
+        if elapsed <= 0:
+            return
+        self._updated = moment
         before, self._offered = self._offered, {one.name: one.offered_s for one in engines}
-        if math.isinf(elapsed) or elapsed <= 0:
+        if math.isinf(elapsed):
             return
         new = sum(max(0.0, one.offered_s - before.get(one.name, one.offered_s)) for one in engines)
         own, contexts = sum(e.own_contexts for e in engines), sum(e.contexts for e in engines)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
-from router.routing.free_placement import Choice, place_legs
+from router.routing.free_placement import Choice, place_freely, place_legs
 from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
@@ -98,7 +98,7 @@ class Seen(EngineLoad):
 class Router:
     """The policies of one router, and the engines as it sees them."""
 
-    def __init__(self, setup: Setup, engines: Sequence[Engine], seed: str) -> None:
+    def __init__(self, setup: Setup, engines: Sequence[Engine]) -> None:
         host_tokens = max(0, setup.cache_tokens - setup.speed.kv_tokens)
         index = ChunkIndex(host_tokens=host_tokens)
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
@@ -140,8 +140,11 @@ class Router:
             Choice(one, one.load(), self.uncached(one, query), one.total_legs, one.transfers)
             for one in self.engines
         ]
-        parts = [[c for c in choices if self.roles[c.engine.name].plays(leg)] for leg in LEGS]
-        prefillers, decoders = place_legs(parts[0], parts[1], total, chance=chance)
+        if self.is_free:
+            prefillers, decoders = place_freely(choices, total, chance=chance)
+        else:
+            p, d = ([c for c in choices if self.roles[c.engine.name].plays(leg)] for leg in LEGS)
+            prefillers, decoders = place_legs(p, d, total, chance=chance)
         return prefillers[0], decoders
 
     def uncached(self, engine: Seen, query: RoutingQuery) -> int:
@@ -257,7 +260,7 @@ class Simulation:
         self._turns: dict[str, tuple[Engine, Sequence[int], float]] = {}
         """The last answer of each conversation: its engine, chunks and time, oldest first."""
         engines = (*self.prefillers, *self.decoders)
-        self.routers = [Router(setup, engines, str(number)) for number in range(setup.routers)]
+        self.routers = [Router(setup, engines) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
         able = setup.prefillers + setup.both / 2
         self._trace = SHAPES[setup.shape](setup.seed, ceil(able))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 
-from router.fleet.engine import BOTH, PREFILL
+from router.fleet.engine import BOTH, DECODE, PREFILL, EngineRole
 from router.fleet.step_model import StepModel
 from router.routing.role_balance import INTERVAL_S, Balance, EngineState, RoleBalancer
 
 MODEL = StepModel(0.01, 50e-6, 1e-9, 30e-9)
+QWEN = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)
 
 
 def both(name: str, mixing: float | None = None, **changes: Any) -> EngineState:
@@ -102,3 +104,179 @@ def test_answers_need_time_on_each_data_parallel_rank(num_ranks: int) -> None:
     balance = RoleBalancer(0.05).update(engines, 0.0)
     assert balance is not None
     assert balance.reason.endswith(f"answers {2.0 / num_ranks:.1f}")
+
+
+# A decode engine should have at most (0.5 * 0.05 - 0.0106) / 32.1e-9 = 449,000 tokens of contexts.
+
+
+class Group:
+    """Engines that get an even share of the offered work. It moves the clock by two seconds."""
+
+    def __init__(self, both: int, *fixed: EngineRole, **fields: Any) -> None:
+        self.balancer = RoleBalancer(0.05)
+        self.moment = 100.0
+        roles = [BOTH] * both + [*fixed]
+        common = EngineState("", BOTH, QWEN, True, 700_000, 0, 0, 0.0, 0.0)._replace(**fields)
+        self.engines = [common._replace(name=f"e{i}", role=role) for i, role in enumerate(roles)]
+
+    def update(self, work: float = 0.0, contexts: int = 0, queued_s: float = 0.0) -> Balance:
+        """Update with `work` seconds of prompts a second, and the sums of the others."""
+        count = len(self.engines)
+        self.moment += 2.0
+        self.engines = [
+            one._replace(
+                offered_s=one.offered_s + 2.0 * work / count,
+                own_contexts=contexts // count,
+                contexts=contexts // count,
+                queued_s=queued_s / count,
+            )
+            for one in self.engines
+        ]
+        found = self.balancer.update(self.engines, self.moment)
+        assert found is not None
+        return found
+
+    def settle(self, times: int = 40, **loads: Any) -> list[int]:
+        """Return how many engines preferred prompts after each update."""
+        return [prompts(self.update(**loads)) for _ in range(times)]
+
+
+def prompts(balance: Balance) -> int:
+    assert not balance.is_free
+    return sum(role is PREFILL for role in balance.roles.values())
+
+
+def test_boundary_follows_the_work_by_one_engine_at_a_time() -> None:
+    group = Group(8)
+    documents = group.settle(work=5.0, contexts=400_000)
+    answers = group.settle(work=0.5, contexts=2_200_000)
+    assert documents[-1] == 7
+    assert answers[-1] == 1
+    both = [*documents, *answers]
+    assert all(abs(b - a) <= 1 for a, b in pairwise(both))
+    assert len(set(documents[-10:])) == len(set(answers[-10:])) == 1
+    roles = group.update(work=0.5, contexts=2_200_000).roles
+    assert list(roles) == [f"e{n}" for n in range(8)]
+    assert [*roles.values()] == [PREFILL] + 7 * [DECODE]
+
+
+def test_both_roles_keep_an_engine_whatever_the_work() -> None:
+    assert set(Group(4).settle(work=100.0)[-5:]) == {3}
+    assert set(Group(4).settle(contexts=9_000_000)[-5:]) == {1}
+
+
+def test_idle_group_keeps_its_boundary() -> None:
+    group = Group(6)
+    assert set(group.settle()) == {3}
+    before = group.settle(work=4.0, contexts=100_000)[-1]
+    assert before == 5
+    # Its queue empties, and the average of the work falls to nothing.
+    assert {before} >= set(group.settle(times=3))
+
+
+def test_answers_that_need_their_engines_keep_them() -> None:
+    # Four engines decode, and 3.3 are needed, because 20 seconds of prompts need far more.
+    assert max(Group(8).settle(work=20.0, contexts=1_500_000)) == 4
+
+
+def test_long_queue_of_prompts_gets_an_engine_although_little_work_is_offered() -> None:
+    """Short prompts of chats are little work, and yet no prompt may wait long."""
+    assert Group(8).settle(times=1, contexts=300_000, queued_s=4.5) == [5]
+    assert Group(8).settle(times=1, contexts=300_000, queued_s=3.0) == [4]
+    assert Group(8).settle(times=1, contexts=300_000, queued_s=0.5) == [3]
+
+
+def test_answers_without_room_get_an_engine_although_prompts_wait() -> None:
+    group = Group(8, cache_tokens=100_000)
+    group.settle(work=7.0, contexts=60_000)
+    assert group.settle(times=1, work=7.0, contexts=60_000) == [7]
+    assert group.settle(times=2, work=7.0, contexts=160_000, queued_s=40.0) == [6, 5]
+
+
+def test_small_caches_need_more_decode_engines() -> None:
+    large, small = (
+        Group(8, cache_tokens=tokens).settle(work=2.0, contexts=300_000)[-1]
+        for tokens in (700_000, 90_000)
+    )
+    assert small < large
+
+
+def test_fixed_engines_count_in_the_group() -> None:
+    prefill = Group(4, PREFILL, PREFILL)
+    assert set(prefill.settle(contexts=3_000_000, work=0.1)[-5:]) == {0}
+    assert prefill.settle(times=60, work=5.0, contexts=100_000)[-1] == 3
+    decode = Group(4, DECODE, DECODE)
+    assert decode.settle(work=5.0, contexts=100_000)[-1] == 4
+    assert decode.settle(times=60, contexts=3_000_000, work=0.1)[-1] == 1
+    assert Group(1, PREFILL).settle(work=1.0, contexts=100_000)[-1] == 0
+    assert Group(1, DECODE).settle(work=1.0, contexts=100_000)[-1] == 1
+
+
+@pytest.mark.parametrize("roles", [[], [BOTH], [PREFILL, DECODE], [DECODE]])
+def test_nothing_is_divided_without_two_engines_or_a_choice(roles: list[EngineRole]) -> None:
+    group = Group(0, *roles)
+    assert group.balancer.update(group.engines, 1.0) is None
+
+
+def mixed(penalties: Iterable[float | None], **fields: Any) -> Balance:
+    group = Group(0, *(BOTH for _ in penalties), **fields)
+    group.engines = [
+        one._replace(model=replace(QWEN, mixing=penalty))
+        for one, penalty in zip(group.engines, penalties, strict=True)
+    ]
+    return group.update()
+
+
+def test_cheap_mixing_makes_every_engine_do_both() -> None:
+    free = mixed([0.0, 0.1, 2.0])
+    assert free.is_free
+    assert set(free.roles.values()) == {BOTH}
+    assert "0.10 weight reads" in free.reason
+    assert not mixed([0.0, 1.0, 1.0]).is_free
+    assert not mixed([None, None]).is_free
+    assert not mixed([0.0, 0.0, 0.0], has_step_limit=False).is_free
+    group = Group(2, DECODE)
+    group.engines = [one._replace(model=replace(QWEN, mixing=0.0)) for one in group.engines]
+    assert not group.update().is_free
+
+
+def test_unknown_models_and_caches_leave_the_queue_as_the_only_signal() -> None:
+    group = Group(4, model=None, cache_tokens=0, has_step_limit=False)
+    assert group.settle(times=3, contexts=10**6) == [2, 2, 2]
+    assert group.settle(times=2, queued_s=9.0) == [3, 3]
+
+
+def test_clock_that_does_not_move_loses_no_work() -> None:
+    group = Group(8)
+    group.update()
+    group.update(work=6.0)
+    moved = [one._replace(offered_s=one.offered_s + 1.5, contexts=10_000) for one in group.engines]
+    for moment in (group.moment, group.moment - 50.0):
+        assert group.balancer.update(moved, moment) is not None
+    found = group.balancer.update(moved, group.moment + 2.0)
+    assert found is not None
+    assert "prompts need 6.0 engines" in found.reason
+
+
+def test_shares_of_other_routers_count_in_the_offered_work() -> None:
+    """This router has a quarter of the contexts, so a quarter of the prompts."""
+    group = Group(8)
+    group.update()
+    group.update(work=1.0)
+    engines = [one._replace(own_contexts=10_000, contexts=40_000) for one in group.engines]
+    found = group.balancer.update(engines, group.moment + 1e-3)
+    assert found is not None
+    assert "prompts need 4.0 engines" in found.reason
+
+
+def test_engines_that_come_restart_or_report_nonsense_do_no_harm() -> None:
+    group = Group(4)
+    group.settle(times=5, work=2.0, contexts=100_000)
+    new = group.engines[0]._replace(name="new", offered_s=1e12)
+    lost = group.engines[1]._replace(offered_s=0.0, contexts=10**15, queued_s=1e12, cache_tokens=1)
+    slow = group.engines[2]._replace(model=StepModel(60.0, 1.0, 1e-3, 1e-3))
+    for engines in ([new, lost, slow], [slow, new], [lost, slow]):
+        group.moment += 2
+        found = group.balancer.update(engines, group.moment)
+        assert found is not None
+        assert 1 <= prompts(found) < len(engines)
