@@ -14,7 +14,7 @@ from tests.vllm import forced_async, logged_steps
 from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import CHUNK, CHUNKS, ONE_WAY, UNCACHED, Fleet, Kind
 
-SECONDS = 240.0
+SECONDS = 360.0
 LENGTHS = (900, 40, 300, 1500, 120, 600)
 
 
