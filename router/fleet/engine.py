@@ -325,6 +325,8 @@ class Engine(EngineLoad):
     """Consecutive failed probes."""
     kv_leases: int = 0
     """Requests whose KV it holds until a decode engine has read it."""
+    kv_lease_tokens: int = 0
+    """Estimated prompt tokens of these requests."""
     admitted: int = 0
     """Requests that hold a slot here (router.proxy.admission), with or without a running leg."""
     admitted_tokens: int = 0

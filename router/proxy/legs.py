@@ -389,6 +389,7 @@ async def _decode_leg(
         run.is_read = True
         if run.holder is not None:
             run.holder.kv_leases -= 1
+            run.holder.kv_lease_tokens -= request.tokens
             run.holder = None
         if notes is not None:
             was_given_all = request.record.prefill_done is not None

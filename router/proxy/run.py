@@ -99,6 +99,7 @@ class Run(Struct, eq=False):
         if self.holder is not None:
             self.stop_holding()
         prefiller.kv_leases += 1
+        prefiller.kv_lease_tokens += self.request.tokens
         self.holder = prefiller
 
     def stop_holding(self, is_read: bool = False) -> None:
@@ -106,6 +107,7 @@ class Run(Struct, eq=False):
         holder, self.holder, self.is_read = self.holder, None, is_read
         if holder is not None:
             holder.kv_leases -= 1
+            holder.kv_lease_tokens -= self.request.tokens
 
     def release_unread(self, params: KvParams | None, cause: BaseException | None = None) -> None:
         """Release the prefill engine's KV, unless a decode engine has certainly read it.

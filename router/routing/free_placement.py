@@ -41,6 +41,8 @@ HARM_SHARE = 0.05
 ANSWER_TOKENS = 250
 # The cost of an engine whose KV cache has no room.
 FULL_S = 10.0
+# The part of a KV cache that prompts for other engines may fill.
+PROMPT_SHARE = 0.8
 # Routers that know each other's load a moment late would choose the same engine.
 JITTER = 0.3
 # An engine with answers computes prompts more slowly, because it reads its weights for each of its
@@ -64,6 +66,8 @@ class Choice(Struct, Generic[E], frozen=True):
     """Requests whose answers it computes."""
     transfers: int = 0
     """Prompts whose KV waits there for another engine."""
+    waiting_tokens: int = 0
+    """The tokens of these prompts."""
 
     def prefill_cost(self, total: int) -> float:
         """Return the cost of computing the prompt of `total` tokens here."""
@@ -86,6 +90,12 @@ class Choice(Struct, Generic[E], frozen=True):
             waiting = 1 + max(self.transfers, prefiller.transfers)
             cost += TRANSFER_LATENCY_S + waiting * self.uncached / TRANSFER_TOKENS_PER_S
         return cost + self._crowding(total)
+
+    def is_full_of_prompts(self, total: int) -> bool:
+        """Return True if one more prompt for another engine would leave too little room to load
+        prompts from others: two such engines would wait for each other."""
+        tokens = self.waiting_tokens + self.load.queued_tokens + total
+        return tokens > PROMPT_SHARE * self.load.cache_tokens
 
     def _lost_seconds(self, total: int) -> float:
         """Return the seconds that one more answer takes from the prompts of each step. The first
@@ -110,36 +120,29 @@ def place_freely(
     The engine `home`, if it is one of them, answers in any case: it has the conversation's last
     turn. `chance` returns numbers in [0, 1) if other routers send requests to the same engines.
     """
-    return place_legs(choices, choices, total, home, chance)
 
-
-def place_legs(
-    prefillers: Sequence[Choice[E]],
-    decoders: Sequence[Choice[E]],
-    total: int,
-    home: E | None = None,
-    chance: Callable[[], float] | None = None,
-) -> tuple[list[E], list[E]]:
-    """Do the same where some engines prefer one role: `prefillers` may compute the prompt and
-    `decoders` may answer."""
-
-    def cheapest(
-        choices: Sequence[Choice[E]], cost: Callable[[Choice[E]], float]
-    ) -> list[Choice[E]]:
+    def cheapest(cost: Callable[[Choice[E]], float]) -> list[Choice[E]]:
         jitters = (1.0 if chance is None else 1.0 + JITTER * chance() for _ in choices)
         costs = [cost(one) * jitter for one, jitter in zip(choices, jitters, strict=True)]
         order = sorted(range(len(choices)), key=costs.__getitem__)
         return [choices[index] for index in order[:MAX_ORDERED]]
 
-    pressure = _pressure(decoders) if prefillers is decoders else 0.0
-    first, *others = cheapest(prefillers, lambda one: one.prefill_cost(total))
-    found = [
-        one.engine
-        for one in cheapest(decoders, lambda one: one.decode_cost(total, first, pressure))
-    ]
-    if home is not None and any(one.engine is home for one in decoders):
-        found = [home, *(engine for engine in found if engine is not home)]
-    return [first.engine, *(one.engine for one in others)], found
+    def put_first(one: Choice[E], others: list[Choice[E]]) -> list[Choice[E]]:
+        return [one, *(other for other in others if other is not one)]
+
+    pressure = _pressure(choices)
+    prefillers = cheapest(lambda one: one.prefill_cost(total))
+    first = prefillers[0]
+    decoders = cheapest(lambda one: one.decode_cost(total, first, pressure))
+    for one in choices:
+        if one.engine is home:
+            decoders = put_first(one, decoders)
+    if decoders[0] is not first and first.is_full_of_prompts(total):
+        if decoders[0].engine is home:
+            prefillers = put_first(decoders[0], prefillers)
+        else:
+            decoders = put_first(first, decoders)
+    return [one.engine for one in prefillers], [one.engine for one in decoders]
 
 
 def _pressure(choices: Sequence[Choice[E]]) -> float:

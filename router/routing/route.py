@@ -205,7 +205,8 @@ def _route_freely(
         if load is not None:
             held = [policy.expected_tokens(engine.name, query) for policy in policies]
             uncached, legs = max(1, query.tokens - min(held)), engine.total_legs
-            choices.append(Choice(engine, load, uncached, legs, engine.kv_leases))
+            waiting = (engine.kv_leases, engine.kv_lease_tokens)
+            choices.append(Choice(engine, load, uncached, legs, *waiting))
     prefillers = decoders = engines[:MAX_ORDERED]
     if choices:
         has_others = any(engine.total_legs > engine.in_flight for engine in engines)

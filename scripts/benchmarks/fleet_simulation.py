@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -18,7 +18,7 @@ from zlib import crc32
 
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
-from router.routing.free_placement import Choice, place_freely, place_legs
+from router.routing.free_placement import Choice, place_freely
 from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
 from router.routing.peers import PeerRouters
@@ -55,6 +55,8 @@ class Seen(EngineLoad):
     role: EngineRole
     transfers: int = 0
     """Prompts of this router whose KV is on its way to or from the engine."""
+    waiting_tokens: int = 0
+    """The tokens of those whose KV is there."""
     offered_s: float = 0.0
     """Seconds of work of all prompts that this router has sent there."""
 
@@ -105,19 +107,14 @@ class Router:
         self.prefill_policy = prefill(LoadBound(1.5, 2), index)
         self.decode_policy = decode(LoadBound(1.5, 8), index)
         self.engines = tuple(Seen(one, one.name, one.role) for one in engines)
-        self.prefillers = tuple(one for one in self.engines if one.role is PREFILL)
-        self.decoders = tuple(one for one in self.engines if one.role is DECODE)
-        self.has_both = any(one.role is BOTH for one in self.engines)
-        if self.has_both:  # nothing else registers them
-            known = [(one.name, one.cache_tokens, one.role) for one in self.engines]
-            index.register(*zip(*known, strict=True))
+        known = [(one.name, one.cache_tokens, one.role) for one in self.engines]
+        index.register(*zip(*known, strict=True))
         self.peers = PeerRouters(index)
         self.finder = HolderFinder(index)
         self._form = setup.form
         self._balancer = RoleBalancer(setup.target_itl)
         self.is_free = setup.form == "free"
-        self.roles = {one.name: one.role for one in self.engines}
-        """The preferred roles."""
+        self._prefer({})
 
     def policy_of(self, engine: Candidate) -> Policy:
         return self.prefill_policy if engine.role is PREFILL else self.decode_policy
@@ -128,23 +125,27 @@ class Router:
         found = None if self._form == "free" else self._balancer.update(states, now)
         if found is not None:
             self.is_free = found.is_free
-            self.roles.update(found.roles)
+            self._prefer(found.roles)
+
+    def _prefer(self, roles: Mapping[str, EngineRole]) -> None:
+        self.prefillers, self.decoders = (
+            tuple(one for one in self.engines if roles.get(one.name, one.role).plays(leg))
+            for leg in LEGS
+        )
 
     def place(
         self, query: RoutingQuery, chance: Callable[[], float] | None
     ) -> tuple[Seen, Sequence[Seen]]:
-        """Return the engine for the prompt, and those for the answer, where engines have both
-        roles."""
-        total = query.tokens
-        choices = [
-            Choice(one, one.load(), self.uncached(one, query), one.total_legs, one.transfers)
-            for one in self.engines
-        ]
-        if self.is_free:
-            prefillers, decoders = place_freely(choices, total, chance=chance)
-        else:
-            p, d = ([c for c in choices if self.roles[c.engine.name].plays(leg)] for leg in LEGS)
-            prefillers, decoders = place_legs(p, d, total, chance=chance)
+        """Return the engine for the prompt, and those for the answer."""
+        if not self.is_free:
+            decoders = self.decode_policy.order(self.decoders, query)
+            return self.prefill_policy.order(self.prefillers, query)[0], decoders
+        choices = []
+        for one in self.engines:
+            load, uncached = one.load(), self.uncached(one, query)
+            held = one.transfers, one.waiting_tokens
+            choices.append(Choice(one, load, uncached, one.total_legs, *held))
+        prefillers, decoders = place_freely(choices, query.tokens, chance=chance)
         return prefillers[0], decoders
 
     def uncached(self, engine: Seen, query: RoutingQuery) -> int:
@@ -332,13 +333,8 @@ class Simulation:
             router = routers[crc32(job.session.encode()) % len(routers)]
         ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         self.outcome.jobs += 1
-        decoders: Sequence[Seen]
-        if router.has_both:
-            chance = self._random.random if len(routers) > 1 else None
-            prefiller, decoders = router.place(ask, chance)
-        else:
-            decoders = router.decode_policy.order(router.decoders, ask)
-            prefiller = router.prefill_policy.order(router.prefillers, ask)[0]
+        chance = self._random.random if len(routers) > 1 else None
+        prefiller, decoders = router.place(ask, chance)
         task = Task(job, ask, router, decoders[0], prefiller)
         least, target = self.setup.min_remote_prefill_tokens, self.setup.target_itl
         if prefiller is decoders[0] or (least and router.uncached(decoders[0], ask) < least):
@@ -494,6 +490,7 @@ class Simulation:
         router.policy_of(prefiller).note_cached(prefiller.name, ask, task.cached)
         for one in (prefiller, decoder):
             one.transfers += 1
+        prefiller.waiting_tokens += job.tokens
         router.decode_policy.note_sent(decoder.name, ask)
         decoder.add_load(1, task.job.tokens)
         if decoder.engine.blocked or not self._transfer(task):
@@ -507,12 +504,14 @@ class Simulation:
             return False
         missing = job.tokens - engine.look_up(job)
         end = self._move(source, engine, missing)
-        self._at(end + TRANSFER_S, self._moved, task, source, task.prefiller)
+        self._at(end + TRANSFER_S, self._moved, task, task.prefiller)
         return True
 
-    def _moved(self, task: Task, source: Engine, *legs: Seen) -> None:
-        for one in (*legs, task.decoder):
+    def _moved(self, task: Task, prefiller: Seen) -> None:
+        source = prefiller.engine
+        for one in (prefiller, task.decoder):
             one.transfers -= 1
+        prefiller.waiting_tokens -= task.job.tokens
         task.router.decode_policy.note_cached(task.decoder.name, task.query, task.job.tokens)
         source.used -= task.job.tokens
         self._wake(source)

@@ -17,7 +17,7 @@ from itertools import count
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
-from router.fleet.engine import BOTH, PREFILL, EngineRole
+from router.fleet.engine import PREFILL, EngineRole
 from router.fleet.step_model import StepModel
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 MAX_DECODING = 256
 BATCH_TOKENS = 8192
 MIN_CHUNK = 64
-# The part of the KV of an engine of both roles that prompts for others may fill, or two engines
-# full of prompts would wait for each other.
-PROMPT_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +190,9 @@ class Engine:
         self.cached += cached
         return cached
 
-    def reserve(self, tokens: int, share: float = 1.0) -> bool:
+    def reserve(self, tokens: int) -> bool:
         """Reserve room for the KV of a request. An engine without requests accepts any."""
-        fits = not self.used or self.used + tokens <= share * self.speed.kv_tokens
+        fits = not self.used or self.used + tokens <= self.speed.kv_tokens
         if fits:
             self.used += tokens
         return fits
@@ -300,11 +297,7 @@ class Engine:
         yield from [*self.prefilling]
         while self.waiting:
             task = self.waiting[0]
-            if task.prefiller is None:
-                fits = self.reserve(task.job.tokens + task.job.output)
-            else:
-                fits = self.reserve(task.job.tokens, PROMPT_SHARE if self.role is BOTH else 1.0)
-            if not fits:
+            if not self.reserve(task.job.tokens + (task.prefiller is None) * task.job.output):
                 return
             self.waiting.popleft()
             task.cached = task.done = self.look_up(task.job)

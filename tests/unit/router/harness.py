@@ -179,6 +179,10 @@ async def running_router(settings: Settings) -> AsyncIterator[Router]:
     engines = router.gateway.fleet.engines
     assert all(engine.in_flight == 0 for engine in engines)
     assert all(not engine.admitted and not engine.admitted_tokens for engine in engines)
+    assert all(not engine.kv_leases and not engine.kv_lease_tokens for engine in engines)
+    assert all(
+        not engine.tokens_in_flight and not engine.local_prefill_tokens for engine in engines
+    )
     assert router.gateway.admission is None or not router.gateway.admission.depth
     assert not router.gateway.memory.bodies.size
     await eventually(lambda: not router.gateway.memory.answers.size)

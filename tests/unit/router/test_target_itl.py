@@ -333,6 +333,8 @@ async def test_the_rank_that_a_client_names_is_judged(
     headers, body = {"x-data-parallel-rank": "1"}, {"model": "m", "prompt": PROMPT, "max_tokens": 3}
     await router.client.post("/v1/completions", json=body, headers=headers)
     assert (len(p.requests), sooner(router)) == (1, 0)
+    for busy in (engine.ranks[1], engine):
+        busy.add_local_prefill(-10.0, -100_000)
 
 
 async def test_short_prompts_are_no_trials(start_router: StartRouter, d: MockEngine) -> None:

@@ -329,13 +329,14 @@ async def test_the_data_parallel_ranks_of_an_engine_of_both_roles_work_at_the_sa
     both.router.gateway.fleet.note_ranks(engine, [RankFacts(0, 800_000), RankFacts(1, 800_000)])
     demand = EngineDemand(0.05)
     demand.read([engine], 0.0)
-    for rank in engine.ranks or ():
-        QueuedPrefill({engine, rank}, 20.0, 1000, 20.0)
+    queued = [QueuedPrefill({engine, rank}, 20.0, 1000, 20.0) for rank in engine.ranks or ()]
     state = state_of(engine)
     assert (state.queued_s, state.offered_s - before.offered_s, state.num_ranks) == (20.0, 20.0, 2)
     # Half of its time for the prompts of 40 s, and all of it for what is queued.
     needed = demand.read([engine], 40.0)[engine.group, PREFILL]
     assert needed == pytest.approx((1 - math.exp(-40 / 60)) * (0.5 / 0.8 + 20 / 20))
+    for one in queued:
+        one.end()
 
 
 async def test_the_bytes_of_an_image_are_no_work(both: Both) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from router.fleet.step_model import StepModel
-from router.routing.free_placement import Choice, place_freely, place_legs
+from router.routing.free_placement import PROMPT_SHARE, Choice, place_freely
 from router.routing.local_prefill import DecoderLoad
 
 MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9, mixing=0.0)
@@ -16,7 +16,11 @@ IDLE = DecoderLoad(MODEL, 8192, 700_000, contexts=0, step_limit=0.045)
 
 
 def choice(engine: str, uncached: int = 12_000, **changes: Any) -> Choice[str]:
-    fields = {key: changes.pop(key) for key in ("answers", "transfers") if key in changes}
+    fields = {
+        key: changes.pop(key)
+        for key in ("answers", "transfers", "waiting_tokens")
+        if key in changes
+    }
     load = replace(IDLE, **changes)
     return Choice(engine, load, uncached, **({"answers": int(load.contexts > 0)} | fields))
 
@@ -85,10 +89,17 @@ def test_home_of_the_conversation_answers_in_any_case() -> None:
     assert place_freely(engines, 12_000, home="gone")[1] == ["a", "b"]
 
 
-def test_engines_that_prefer_a_role_get_only_its_legs() -> None:
-    a, b, c = (choice(name) for name in "abc")
-    assert place_legs([a, b], [c], 12_000) == (["a", "b"], ["c"])
-    assert place_legs([a, b], [c], 12_000, home="a")[1] == ["c"]
+def test_an_engine_full_of_prompts_for_others_answers_the_next_one_itself() -> None:
+    room = int(PROMPT_SHARE * IDLE.cache_tokens) - 12_000
+    idle = choice("b", uncached=13_000, contexts=0)
+    for waiting, queued, decoder in ((room, 0, "b"), (room, 1, "a"), (0, room + 1, "a")):
+        held = {"waiting_tokens": waiting, "queued_tokens": queued}
+        full = choice("a", uncached=1, contexts=600_000, **held)
+        prefillers, decoders = place_freely([full, idle], 12_000)
+        assert (prefillers[0], decoders[0]) == ("a", decoder)
+    # The engine with the last turn computes the new part instead.
+    full = choice("a", uncached=1, waiting_tokens=room + 1)
+    assert place_freely([full, idle], 12_000, home="b")[0] == ["b", "a"]
 
 
 def test_routers_that_share_engines_do_not_all_choose_the_same() -> None:
