@@ -12,9 +12,9 @@ forms holds in a group:
               each INTERVAL_S, by the work that is offered: by one engine, or by an eighth of the
               way in a large group
 
-In simulations of traffic that changes, free placement is about as good as the best fixed division
-of each phase, or better in bursts, and better than the boundary. On a published trace the boundary
-was better where mixing costs a whole weight read (docs/performance.md).
+In simulations of traffic that changes, both are about as good as the best fixed division of each
+phase, and better in bursts. Free placement is the better one, unless mixing costs about a whole
+weight read (docs/performance.md).
 
 The share of engines for prompts is need_prefill / (need_prefill + need_decode), both in engines.
 Offered work is the signal, because a decode engine is busy at any load, and a queue shows bursts
