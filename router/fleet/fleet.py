@@ -266,7 +266,8 @@ class Fleet:
             if engine is None or engine.role is not EngineRole.BOTH:
                 continue
             if engine.preferred_role is not role:
-                logger.info("engine %s now prefers %s legs: %s", name, role, reason)
+                why = reason or "it is the only usable engine"
+                logger.info("engine %s now prefers %s legs: %s", name, role, why)
                 self.role_changes[engine.group] += 1
                 has_changed = True
             engine.preferred_role, engine.role_reason = role, reason

@@ -127,12 +127,13 @@ def has_all_listings(views: Sequence[FleetView | None]) -> bool:
 def _view_engine(engine: Engine, registry: EngineRegistry, degraded: str) -> EngineView:
     spec, known = engine.spec, engine.capabilities
     model, limit = known.step_model, known.step_limit
+    role_reason = engine.role_reason if engine.is_available else ""  # as in the metric
     return EngineView(
         name=engine.name,
         url=spec.url,
         role=engine.role,
-        preferred_role=engine.preferred_role if engine.role_reason else None,
-        role_reason=engine.role_reason,
+        preferred_role=engine.preferred_role if role_reason else None,
+        role_reason=role_reason,
         step_limit_ms=None if isinf(limit) else round(limit * 1000, 1),
         mixing=None if model is None or model.mixing is None else round(model.mixing, 2),
         group=engine.group,

@@ -331,9 +331,11 @@ def admin_listener(settings: Settings) -> Iterator[socket.socket | None]:
 
 def announce(settings: Settings, listeners: Listeners) -> None:
     address = Address(settings.host, port_of(listeners.clients))
-    engines = f"{len(settings.prefillers)} prefill and {len(settings.decoders)} decode engines"
-    has_flags = settings.prefillers or settings.decoders
-    known = [*([engines] if has_flags else []), *describe_sources(settings)]
+    prefill, decode = set(settings.prefillers), set(settings.decoders)
+    engines = f"{len(prefill - decode)} prefill and {len(decode - prefill)} decode engines"
+    if both := prefill & decode:
+        engines = f"{len(both)} engines of both roles" + f", {engines}" * (prefill != decode)
+    known = [*([engines] if prefill | decode else []), *describe_sources(settings)]
     scheme = "http" if settings.tls_certfile is None else "https"
     sources = ", and those of ".join(known)
     logger.info("disagg-router on %s://%s with %s", scheme, address, sources)

@@ -144,7 +144,10 @@ async def test_an_idle_engine_of_a_free_group_does_both_legs(both: Both) -> None
     assert "  no KV transfer: prompt and answer on one engine cost least" in story(page.json())
 
 
-async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(both: Both) -> None:
+async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(
+    both: Both, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "disagg_router.fleet")
     router, fleet = both.router, both.router.gateway.fleet
     group = fleet.engines[0].group
 
@@ -169,8 +172,11 @@ async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(bo
     assert views[0].mixing == 1.0
     fleet.cool_down(both.engines[0], 30.0)  # it gets nothing now
     assert len(preferred()) == 1
+    view = build_fleet_view(fleet, router.state.registry).engines[0]
+    assert (view.preferred_role, view.role_reason) == (None, "")
     both.keeper.update(4.0)  # and the other one has no choice
     assert preferred() == []
+    assert caplog.messages[-1].endswith(" now prefers both legs: it is the only usable engine")
 
 
 async def test_a_busy_engine_of_a_free_group_leaves_the_prompt_to_another(both: Both) -> None:

@@ -1,0 +1,32 @@
+"""What the router logs when it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.server.serve import Listeners, announce, bind_at
+from router.settings import load
+
+A, B, C = (f"http://10.0.0.{n}:8000" for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("engines", "counted"),
+    [
+        ({"prefill": [A], "decode": [B, C]}, "1 prefill and 2 decode engines"),
+        ({"prefill": [A, B], "decode": [A, B]}, "2 engines of both roles"),
+        (
+            {"prefill": [A, B], "decode": [B, C]},
+            "1 engines of both roles, 1 prefill and 1 decode engines",
+        ),
+    ],
+)
+def test_the_start_line_counts_an_engine_of_both_roles_once(
+    engines: dict[str, Any], counted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "disagg_router")
+    with bind_at("127.0.0.1", 0) as listener:
+        announce(load(engines), Listeners(listener, None))
+    assert caplog.messages[0].endswith(f" with {counted}")
