@@ -30,7 +30,7 @@ from router.routing.local_prefill import (
     DecoderLoad,
 )
 from router.routing.policy import MAX_ORDERED
-from router.routing.prefix_cache import QUEUE_SHARE
+from router.routing.prefix_cache import CLEAR_DIFFERENCE, QUEUE_SHARE
 
 E = TypeVar("E")
 # Weights of the cost, chosen by simulations of published traces (docs/performance.md).
@@ -48,8 +48,9 @@ JITTER = 0.3
 # An engine with answers computes prompts more slowly, because it reads its weights for each of its
 # short steps. The more prompts wait, the more an engine without answers should stay so. LOSS_SHARE
 # is the weight of this loss. It counts fully with PRESSED_S seconds of queued prompts per engine,
-# and to the part CALM of that without any, if engines have FEW_TOKENS of contexts in the mean.
-LOSS_SHARE = 0.2
+# and to the part CALM of that without any, if engines have FEW_TOKENS of contexts in the mean. It
+# counts for prompts that are new everywhere: others cost least where their prefix is.
+LOSS_SHARE = 0.1
 PRESSED_S = 0.5
 CALM = 0.2
 FEW_TOKENS = 20_000
@@ -81,8 +82,11 @@ class Choice(Struct, Generic[E], frozen=True):
 
     def decode_cost(self, total: int, prefiller: Choice[E], pressure: float = 0.0) -> float:
         """Return the cost of answering here, after `prefiller` has computed the prompt."""
-        load = self.load
-        step = load.model.decode_step(load.contexts + total)
+        load, model = self.load, self.load.model
+        bases = model.base, prefiller.load.model.base
+        if max(bases) < CLEAR_DIFFERENCE * min(bases):  # as exactly as it is measured
+            model = prefiller.load.model
+        step = model.decode_step(load.contexts + total)
         cost = ANSWER_SHARE * ANSWER_TOKENS * step + DECODE_QUEUE_SHARE * load.queued_s
         if pressure and not math.isinf(load.step_limit):
             cost += LOSS_SHARE * pressure * ANSWER_TOKENS * self._lost_seconds(total)
@@ -130,7 +134,8 @@ def place_freely(
     def put_first(one: Choice[E], others: list[Choice[E]]) -> list[Choice[E]]:
         return [one, *(other for other in others if other is not one)]
 
-    pressure = _pressure(choices)
+    new = min(1.0, min(one.uncached for one in choices) / max(1, total))
+    pressure = new**3 * _pressure(choices)
     prefillers = cheapest(lambda one: one.prefill_cost(total))
     first = prefillers[0]
     decoders = cheapest(lambda one: one.decode_cost(total, first, pressure))

@@ -15,6 +15,10 @@ MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e
 IDLE = DecoderLoad(MODEL, 8192, 700_000, contexts=0, step_limit=0.045)
 
 
+def replace_model(base: float) -> StepModel:
+    return StepModel(base, MODEL.token, MODEL.token_context, MODEL.context, 0.0)
+
+
 def choice(engine: str, uncached: int = 12_000, **changes: Any) -> Choice[str]:
     fields = {
         key: changes.pop(key)
@@ -48,6 +52,9 @@ def test_answers_are_kept_together_while_prompts_wait() -> None:
     prefillers, decoders = place_freely([*empty, answering], 12_000)
     assert prefillers[0] in "ac"
     assert decoders[0] == "b"
+    # A prompt that is mostly known is answered where its prefix is.
+    known = [replace(empty[0], uncached=4_000), *empty[1:], answering]
+    assert [order[0] for order in place_freely(known, 12_000)] == ["a", "a"]
     # Without a limit of the steps' time, a prompt delays answers, and does not take from them.
     unlimited = [replace(one, load=replace(one.load, step_limit=math.inf)) for one in empty]
     unlimited.append(replace(answering, load=replace(answering.load, step_limit=math.inf)))
@@ -87,6 +94,13 @@ def test_home_of_the_conversation_answers_in_any_case() -> None:
     assert prefillers[0] == "a"
     assert decoders == ["b", "a"]
     assert place_freely(engines, 12_000, home="gone")[1] == ["a", "b"]
+
+
+def test_the_answer_does_not_move_for_a_small_difference_of_measured_steps() -> None:
+    for base, decoder in ((0.0095, "a"), (0.005, "b")):
+        faster = choice("b", uncached=12_000, model=replace_model(base))
+        prefillers, decoders = place_freely([choice("a", uncached=1), faster], 12_000)
+        assert (prefillers[0], decoders[0]) == ("a", decoder)
 
 
 def test_an_engine_full_of_prompts_for_others_answers_the_next_one_itself() -> None:
