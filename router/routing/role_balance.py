@@ -12,9 +12,8 @@ forms holds in a group:
               each INTERVAL_S, by the work that is offered: by one engine, or by an eighth of the
               way in a large group
 
-In simulations of traffic that changes, both are about as good as the best fixed division of each
-phase, and better in bursts. Free placement is the better one, unless mixing costs about a whole
-weight read (docs/performance.md).
+In simulations of traffic that changes, the boundary is about as good as the best fixed division of
+each phase, and free placement is better if mixing costs little (docs/performance.md).
 
 The share of engines for prompts is need_prefill / (need_prefill + need_decode), both in engines.
 Offered work is the signal, because a decode engine is busy at any load, and a queue shows bursts
@@ -40,7 +39,7 @@ logger = logging.getLogger("disagg_router.routing")
 
 INTERVAL_S = 2.0
 # Weight reads that a step with prompts and answers may cost beyond its parts, for free placement.
-MAX_MIXING = 0.5
+MAX_MIXING = 0.3
 # Free placement ends only with so many more, because the penalties are measured.
 MIXING_MARGIN = 0.1
 WORK_WINDOW_S = 20.0
