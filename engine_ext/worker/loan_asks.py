@@ -147,7 +147,7 @@ class LoanAsks:
         if now < self._silent_until.get(address, now) or not self._may_read(address):
             raise PeerError("it does not answer")
         if self._silent_until.pop(address, None) is not None:
-            # It may have restarted, or not know us: what introduced us can be lost.
+            # The holder may have restarted, or may have lost this agent's metadata.
             self._peers.forget(address)
         peers = self._peers.connect_all(address, now)
         if peers is None:

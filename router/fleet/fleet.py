@@ -614,5 +614,6 @@ def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
     able = [engine for engine in members if engine.role.plays(role)]
     available = [engine for engine in able if engine.is_available]
     preferred = [engine for engine in available if engine.preferred_role.plays(role)]
-    healthy = [engine for engine in able if engine.health is Health.HEALTHY]
-    return preferred or available or healthy or able
+    if preferred or available:
+        return preferred or available
+    return [engine for engine in able if engine.health is Health.HEALTHY] or able

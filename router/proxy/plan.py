@@ -28,7 +28,7 @@ from router.routing.local_prefill import (
 )
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import has_media
-from router.routing.route import Route, usual_model
+from router.routing.route import Route
 
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
 MAX_SHORT_BODY_BYTES = 4096
@@ -235,8 +235,7 @@ def queue_local_prefill(
     """
     if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
         return None
-    usual = usual_model(route.all_decoders) if route.is_free else None
-    load = DecoderLoad.of(decoder, place, usual)
+    load = DecoderLoad.of(decoder, place, route.usual_model)
     total = max(1, request.prompt_tokens)
     uncached = max(1, total - _cached_tokens(route, reuse, decoder, place, total))
     if load is None:
@@ -255,8 +254,7 @@ def queue_prefill(
 ) -> QueuedPrefill:
     """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank.
     `read_share`: the part of the prompt that the engine reads from another one."""
-    usual = usual_model(route.all_decoders) if route.is_free else None
-    load = DecoderLoad.of(engine, place, usual)
+    load = DecoderLoad.of(engine, place, route.usual_model)
     uncached = max(1, min(uncached, int((1 - read_share) * request.tokens)))
     if load is None:
         seconds = uncached * place.prefill_rate.token_seconds

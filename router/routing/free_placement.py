@@ -1,8 +1,8 @@
-"""Free placement: which of several engines of both roles computes a prompt, and which one answers.
+"""Free placement: choose the engine that computes a prompt and the one that answers, by cost.
 
-Every engine may do either. The engine with the least cost computes the prompt, and the one with the
-least cost after that decodes. If both are the same engine, nothing is transferred, and that is so
-as long as there is little load. Costs are seconds:
+Every engine has both roles. The engine with the least cost computes the prompt, and the one with
+the least cost after that decodes. If both are the same engine, nothing is transferred, and that is
+so as long as there is little load. Costs are seconds:
 
     prefill   the prompt's own work beside the answers there, a part of what is queued before it,
               and what its steps take from the answers

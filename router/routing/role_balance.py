@@ -1,4 +1,4 @@
-"""Which role each engine of both roles prefers: capacity follows the traffic.
+"""Choose the role that each engine of both roles prefers, so that capacity follows the traffic.
 
 An engine of both roles can compute prompts and answers alike, so a role is only a preference, and
 a change needs no drain: from then on the engine gets other work, and ends what it has. One of two

@@ -99,6 +99,8 @@ class Route(Struct, frozen=True):
     """All decode engines of the group, in no order; `decoders` are those that the policy named."""
     is_free: bool = False
     """The engines were chosen by cost for both legs together; the first ones may be the same."""
+    usual_model: StepModel | None = None
+    """If they were: the step model of one of them, for an engine that has not measured its own."""
     prefill_ranks: Mapping[Engine, EngineRank] = {}
     decode_ranks: Mapping[Engine, EngineRank] = {}
     """The best data-parallel ranks of engines that the policy named, if it chooses ranks."""
@@ -121,13 +123,6 @@ class Route(Struct, frozen=True):
 
 
 NOWHERE = Route("", (), ())
-
-
-def usual_model(engines: Sequence[Engine]) -> StepModel | None:
-    """Return what counts as the step model of one of these engines that has not measured its steps:
-    that of another one. Where engines are chosen by cost, each has to have one."""
-    models = (engine.capabilities.step_model for engine in engines)
-    return next((model for model in models if model is not None), None)
 
 
 def route(
@@ -199,7 +194,9 @@ def _route_freely(
     engines = [one for one in engines if not one.failed_recently] or engines  # they look idle
     if preferred is not None and preferred in pool.decoders and preferred not in engines:
         engines.append(preferred)
-    choices, usual = [], usual_model(pool.decoders)
+    models = (engine.capabilities.step_model for engine in pool.decoders)
+    usual = next((model for model in models if model is not None), None)
+    choices = []
     for engine in engines:
         load = DecoderLoad.of(engine, engine, usual)
         if load is not None:
@@ -220,6 +217,7 @@ def _route_freely(
         decode_feedback,
         pool.decoders,
         is_free=True,
+        usual_model=usual,
     )
 
 

@@ -196,7 +196,7 @@ class Setup:
     """How these are used: `free`, `boundary`, or `auto` (see router.routing.role_balance)."""
     load: float = 0.9
     rhythm: str = ""
-    """Of the arrivals; see traces.Pauses."""
+    """The rhythm in which requests arrive; see traces.Pauses."""
     min_remote_prefill_tokens: int = 0
     target_itl: float = 0.0
     cache_tokens: int = CACHE_TOKENS
@@ -226,7 +226,7 @@ class Answer(NamedTuple):
     gap: float
     worst: float
     tokens: int
-    """Of its prompt."""
+    """The number of tokens in the prompt."""
     arrived: float
 
 

@@ -31,7 +31,7 @@ CONVERSATIONS = 500
 
 class Engines(NamedTuple):
     to_stop: Path
-    """Where the reader finds the processes that it stops in the middle of a READ."""
+    """The file with the ids of the processes that the reader stops in the middle of a READ."""
     alone: Server
     holder: Server
     reader: Server

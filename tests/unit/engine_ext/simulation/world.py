@@ -130,7 +130,7 @@ class World:
             self.network.violate(name, "blocks that are kept for ever are not counted")
 
     def _check_horizons(self, holder: SimEngine, request: SimRequest) -> None:
-        """Nobody believes in the lease whose blocks go back.
+        """Report a reader that still relies on the lease when the holder takes its blocks back.
 
         The end of a READ ends the lease for all requests of its reader. A reader that is frozen
         when NIXL has sent that message does nothing before it has noted the end.

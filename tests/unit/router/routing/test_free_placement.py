@@ -76,7 +76,7 @@ def test_slow_network_keeps_the_request_on_one_engine() -> None:
     assert place_freely(engines, 12_000) == (["a", "b"], ["b", "a"])
     waiting = [replace(one, transfers=40) for one in engines]
     assert place_freely(waiting, 12_000)[1] == ["a", "b"]
-    # What the other engine has need not be moved.
+    # Tokens that the other engine already has are not transferred.
     waiting[1] = replace(waiting[1], uncached=100)
     assert place_freely(waiting, 12_000)[1] == ["b", "a"]
 

@@ -1,4 +1,4 @@
-"""What the router logs when it starts."""
+"""Tests of the line that the router logs when it starts."""
 
 from __future__ import annotations
 
