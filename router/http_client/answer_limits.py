@@ -30,7 +30,8 @@ class Expiring(Protocol):
 
 
 class Deadlines:
-    """Watch deadlines to within `tick` seconds, or longer for thousands of objects.
+    """Watch deadlines to within `tick` seconds, or longer for thousands of objects and after the
+    process stood still.
 
     Nearly all deadlines are met. So watching an object costs next to nothing, and a timer that
     always runs looks at all objects.
@@ -48,14 +49,18 @@ class Deadlines:
         """Check deadlines from now on; a second call for the same loop changes nothing."""
         if self._loop is not loop:
             self._loop = loop
-            loop.call_later(self._tick, self._check, loop)
+            loop.call_later(self._tick, self._check, loop, now() + self._tick)
 
-    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         moment = now()
+        if moment > due + self._tick:
+            # The process stood still. Read what has arrived meanwhile before anything expires.
+            loop.call_later(self._tick, self._check, loop, NEVER)
+            return
         expired = [item for item in self._watched if item.deadline <= moment]
         self._watched.difference_update(expired)
         delay = self._tick * (1 + len(self._watched) // FEW_OBJECTS)
-        loop.call_later(delay, self._check, loop)
+        loop.call_later(delay, self._check, loop, moment + delay)
         for item in expired:
             item.expire()
 

@@ -58,8 +58,14 @@ async def front(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
 
 
 async def serves(router: Router) -> None:
-    """It is none the worse for it."""
-    assert (await router.complete()).status_code == 200
+    """It is none the worse for it. On a machine that stalls, the client here may be as late as the
+    hostile ones, and is cut off as they are: then it asks again."""
+    status = 0
+    async with asyncio.timeout(10):
+        while status in (0, 408):
+            with contextlib.suppress(httpx.TransportError):
+                status = (await router.complete()).status_code
+    assert status == 200
     await eventually(lambda: router.gateway.memory.bodies.size == 0)
 
 
