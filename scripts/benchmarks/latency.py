@@ -4,8 +4,8 @@
     python scripts/bench.py push          push mode beside pull mode, by length of the prompt
     python scripts/bench.py first-token   a prefiller's own first token, handed over or not
 
-Each command starts reference engines and routers, or measures running ones (--url). The cases take
-turns, so that the machine's mood is the same for all, and figures are medians. See COMMAND --help.
+Each command starts reference engines and routers. The cases take turns, so that the machine's mood
+is the same for all, and figures are medians. See COMMAND --help.
 """
 
 from __future__ import annotations
@@ -15,31 +15,41 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from router.commands.bench.load import Client, LoadExchange, request_bytes
+from router.commands.console import CommandError
 from router.commands.demo.engines import (
+    CHAT_MODEL,
     ENGINES,
+    RECIPE,
     VLLM_ABSENT,
     VLLM_ON_CPU,
+    cache_directory,
     find_vllm,
+    router_command,
     side_channel_variables,
+    wait_until_ready,
 )
 from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
-from scripts.benchmarks.common import BenchError, Sample, describe, free_ports, report_progress
-from scripts.benchmarks.contestants import our_command
+from scripts.benchmarks.common import (
+    BenchError,
+    Sample,
+    bench_parser,
+    describe,
+    free_ports,
+    positive,
+    report_progress,
+)
 
-START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 600.0
 VOCABULARY = 256
 BLOCK = 32
@@ -50,7 +60,6 @@ DECODE_FIRST = 0.5
 WARM_UP_TOKENS = 256
 VLLM_CHUNK = 512
 """Tokens that vLLM computes in one step here. Its default computes these prompts in one step."""
-CHAT_MODEL = Path.home() / ".cache/disagg-router/chat-1/SmolLM2-135M-Instruct"
 WORDS = ("river", "stone", "lantern", "quiet", "orchard", "winter", "letter", "bridge", "copper")
 # Samples of /metrics that show what happened.
 REUSED = 'disagg_router_conversation_turns_total{outcome="hit",reason=""}'
@@ -66,25 +75,28 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A router or an engine on 127.0.0.1, or wherever `url` is."""
+    """A router or an engine on 127.0.0.1."""
 
-    url: str
-    model: str = MODEL
+    child: ChildProcess
 
-    async def ask(self, path: str, body: Body, on_body: Callable[[bytes], object]) -> LoadExchange:
+    async def ask(
+        self, path: str, body: Body, on_body: Callable[[bytes], object] | None = None
+    ) -> LoadExchange:
         """Send a request and read its answer. Raises BenchError."""
-        client = self._client()
-        request = request_bytes(path, json.dumps({"model": self.model, **body}).encode())
-        exchange = await client.send(request, ANSWER_TIMEOUT_S, on_body)
-        client.close()
+        request = request_bytes(path, json.dumps({"model": MODEL, **body}).encode())
+        exchange = await self._send(request, on_body)
         if exchange.status != 200 or exchange.problem:
-            raise BenchError(f"{self.url} answered {exchange.status} {exchange.problem}")
+            raise BenchError(f"{self.child.name} answered {exchange.status} {exchange.problem}")
         return exchange
 
+    async def stream(self, path: str, body: Body) -> Answer:
+        answer = Answer([])
+        body = {"temperature": 0, "stream": True, **body}
+        await self.ask(path, body, partial(answer.read, time.monotonic()))
+        return answer
+
     async def get(self, path: str) -> str:
-        client = self._client()
-        exchange = await client.send(f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode(), 30.0)
-        client.close()
+        exchange = await self._send(f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode())
         return exchange.body.decode() if exchange.status == 200 else ""
 
     async def metric(self, name: str) -> float:
@@ -92,24 +104,13 @@ class Server:
         lines = (await self.get("/metrics")).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    async def wait_until_ready(self, path: str, child: ChildProcess) -> None:
-        latest = time.monotonic() + START_TIMEOUT_S
-        while not await self._answers(path):
-            child.check()
-            if time.monotonic() > latest:
-                raise BenchError(f"{child.name} is not ready after {START_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(0.1)
-
-    async def _answers(self, path: str) -> bool:
-        client = self._client()
-        request = f"GET {path} HTTP/1.1\r\nhost: bench\r\n\r\n".encode()
-        status = (await client.send(request, 5.0)).status
+    async def _send(
+        self, request: bytes, on_body: Callable[[bytes], object] | None = None
+    ) -> LoadExchange:
+        client = Client("127.0.0.1", int(self.child.url.rpartition(":")[2]))
+        exchange = await client.send(request, ANSWER_TIMEOUT_S, on_body)
         client.close()
-        return status == 200
-
-    def _client(self) -> Client:
-        host, _, port = self.url.removeprefix("http://").rstrip("/").rpartition(":")
-        return Client(host, int(port))
+        return exchange
 
 
 @dataclass(slots=True)
@@ -138,31 +139,13 @@ class Answer:
 
 
 async def complete(server: Server, prompt: Sequence[int], fields: Body) -> Answer:
-    body = {
-        "prompt": list(prompt),
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        **fields,
-    }
-    answer = Answer([])
-    await server.ask("/v1/completions", body, partial(answer.read, time.monotonic()))
-    return answer
+    body = {"prompt": list(prompt), "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return await server.stream("/v1/completions", {**body, "return_token_ids": True, **fields})
 
 
 async def chat(server: Server, text: str) -> Answer:
-    body = {
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": 8,
-        "min_tokens": 8,
-        "temperature": 0,
-        "stream": True,
-    }
-    answer = Answer([])
-    await server.ask("/v1/chat/completions", body, partial(answer.read, time.monotonic()))
-    return answer
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "min_tokens": 8}
+    return await server.stream("/v1/chat/completions", body)
 
 
 def words_of(seed: str, count: int) -> list[int]:
@@ -179,20 +162,22 @@ class Launcher:
     model: str = ""
 
     def make_tiny_model(self, positions: int) -> None:
-        self.model = str(self.family.directory / MODEL)
-        make = [sys.executable, "-m", "engine_ext.reference.tiny_model", self.model]
-        make += ["--max-positions", str(positions)]
-        self.family.start("model", make, "").process.wait()
+        more = ("--max-positions", str(positions))
+        self._make_model(ENGINES.tiny_model, self.family.directory / MODEL, *more)
 
-    def use_chat_model(self, directory: str) -> None:
-        """Raises BenchError if the model is not there and cannot be made."""
-        self.model = directory
-        if not Path(directory).is_dir():
-            make = [sys.executable, "-m", "engine_ext.reference.chat_model", directory]
-            if self.family.start("model", make, "").process.wait():
-                raise BenchError(f"the chat model could not be made in {directory}")
+    def make_chat_model(self) -> None:
+        directory = cache_directory(os.environ) / RECIPE / CHAT_MODEL
+        self._make_model(ENGINES.chat_model, directory)
 
-    async def engine(
+    def _make_model(self, command: Sequence[str], directory: Path, *more: str) -> None:
+        """Make a model, unless it is there. Raises BenchError if it cannot be made."""
+        self.model = str(directory)
+        if not directory.is_dir():
+            maker = self.family.start("model", [*command, self.model, *more], "")
+            if maker.process.wait():
+                raise BenchError(f"the model could not be made in {directory}")
+
+    def engine(
         self, name: str, *flags: str, transfer: Body | None = None, in_vllm: bool = False
     ) -> Server:
         """Start an engine. `transfer` is beside what each `kv_transfer_config` has here."""
@@ -203,7 +188,7 @@ class Launcher:
             "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
             **(transfer or {}),
         }
-        program = [sys.executable, "-m", "engine_ext.reference.cli", "--num-threads", "1"]
+        program = [*ENGINES.reference, "--num-threads", "1"]
         environment = side_channel_variables(side_channel)
         if in_vllm:
             python = find_vllm()
@@ -218,24 +203,25 @@ class Launcher:
         command = [*program, "--model", self.model, "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--kv-transfer-config", json.dumps(config), *flags]
-        child = self.family.start(
-            name,
-            command,
-            f"http://127.0.0.1:{port}",
-            environment=environment,
-        )
-        server = Server(child.url)
-        await server.wait_until_ready("/health", child)
-        return server
+        return self._start(name, port, command, "/health", environment)
 
-    async def router(self, name: str, prefill: Server, decode: Server, *flags: str) -> Server:
+    def router(self, name: str, prefill: Server, decode: Server, *flags: str) -> Server:
         (port,) = free_ports(1)
-        prefillers, decoders = ([int(one.url.rpartition(":")[2])] for one in (prefill, decode))
-        command = our_command(port, prefillers, decoders, ("--target-itl", "0", *flags))
-        child = self.family.start(name, command, f"http://127.0.0.1:{port}")
-        server = Server(child.url)
-        await server.wait_until_ready("/ready", child)
-        return server
+        command = router_command("127.0.0.1", port, [prefill.child], [decode.child])
+        return self._start(name, port, [*command, *flags], "/ready")
+
+    def _start(
+        self,
+        name: str,
+        port: int,
+        command: list[str],
+        path: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Server:
+        url = f"http://127.0.0.1:{port}"
+        child = self.family.start(name, command, url, environment=environment)
+        wait_until_ready([child], path, [child], report_progress)
+        return Server(child)
 
 
 # Commands. Each yields a row of figures, in milliseconds, for each length.
@@ -243,16 +229,12 @@ class Launcher:
 
 async def multiturn(options: argparse.Namespace, launcher: Launcher) -> dict[int, Row]:
     """Measure a second turn with reuse, without, by the decoder alone, and by one engine alone."""
-    if options.url:
-        named = dict(given.split("=", 1) for given in options.url)
-        router, alone = (Server(named[name], options.model) for name in ("router", "alone"))
-    else:
-        longest = max(options.lengths)
-        launcher.make_tiny_model(longest + 2 * ANSWER_TOKENS + SECOND_TURN_TOKENS + 1024)
-        prefill = await launcher.engine("prefill", "--no-enable-prefix-caching")
-        decode = await launcher.engine("decode", "--enable-prefix-caching")
-        alone = await launcher.engine("alone", "--enable-prefix-caching")
-        router = await launcher.router("router", prefill, decode, "--decode-first-turns", "0")
+    longest = max(options.lengths)
+    launcher.make_tiny_model(longest + 2 * ANSWER_TOKENS + SECOND_TURN_TOKENS + 1024)
+    prefill = launcher.engine("prefill", "--no-enable-prefix-caching")
+    decode = launcher.engine("decode", "--enable-prefix-caching")
+    alone = launcher.engine("alone", "--enable-prefix-caching")
+    router = launcher.router("router", prefill, decode, "--decode-first-turns", "0")
 
     async def turn(server: Server, seed: str, history: int, **second: object) -> float:
         """Return the milliseconds to the first token of a second turn."""
@@ -286,17 +268,13 @@ async def multiturn(options: argparse.Namespace, launcher: Launcher) -> dict[int
 async def push(options: argparse.Namespace, launcher: Launcher) -> dict[int, Row]:
     """Measure two routers, of pull and of push mode, before the same two engines."""
     launcher.make_tiny_model(max(options.lengths) + 1024)
-    transfer: Body = {"kv_connector": "DisaggPushConnector"}
-    if options.late:
-        transfer["kv_connector_extra_config"] = {"push_while_computing": False}
+    transfer = {"kv_connector": "DisaggPushConnector"}
     prefill, decode = [
-        await launcher.engine(
-            name, "--no-enable-prefix-caching", transfer=transfer, in_vllm=options.vllm
-        )
+        launcher.engine(name, "--no-enable-prefix-caching", transfer=transfer, in_vllm=options.vllm)
         for name in ("prefill", "decode")
     ]
     routers = {
-        mode: await launcher.router(f"router-{mode}", prefill, decode, "--transfer-mode", mode)
+        mode: launcher.router(f"router-{mode}", prefill, decode, "--transfer-mode", mode)
         for mode in ("pull", "push")
     }
     (rank,) = json.loads(await prefill.get("/disagg/identity"))["ranks"]
@@ -315,7 +293,7 @@ async def push(options: argparse.Namespace, launcher: Launcher) -> dict[int, Row
         async def prefilling() -> float:
             asked = {"do_remote_decode": True, "transfer_id": params["transfer_id"]}
             body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": asked}
-            return (await prefill.ask("/v1/completions", body, lambda piece: None)).ended
+            return (await prefill.ask("/v1/completions", body)).ended
 
         if mode == "pull":
             answered = await prefilling()
@@ -344,17 +322,11 @@ async def push(options: argparse.Namespace, launcher: Launcher) -> dict[int, Row
 
 async def first_token(options: argparse.Namespace, launcher: Launcher) -> dict[int, Row]:
     """Measure one engine, a decoder that samples again, and a prefiller's token handed over."""
-    if options.url:
-        named = dict(given.split("=", 1) for given in options.url)
-        servers = {name: Server(url, options.model) for name, url in named.items()}
-    else:
-        launcher.use_chat_model(options.chat_model)
-        prefill, decode, alone = [
-            await launcher.engine(name) for name in ("prefill", "decode", "alone")
-        ]
-        servers = {"one_engine": alone}
-        for name, choice in (("sampled_again", "decoder"), ("handed_over", "auto")):
-            servers[name] = await launcher.router(name, prefill, decode, "--first-token", choice)
+    launcher.make_chat_model()
+    prefill, decode, alone = [launcher.engine(name) for name in ("prefill", "decode", "alone")]
+    servers = {"one_engine": alone}
+    for name, choice in (("sampled_again", "decoder"), ("handed_over", "auto")):
+        servers[name] = launcher.router(name, prefill, decode, "--first-token", choice)
 
     async def one_round(words: int, number: int) -> Row:
         row: Row = {}
@@ -384,10 +356,9 @@ async def _medians(
             rows += [await one_round(length, number)]
             shown = ", ".join(f"{name} {value:.1f}" for name, value in rows[-1].items())
             report_progress(f"{length}, round {number} of {options.repeats}: {shown}")
-        columns = {name: [row[name] for row in rows[1:]] for name in rows[1]}
-        found[length] = {name: statistics.median(values) for name, values in columns.items()}
-        spreads = {name: Sample(values).spread for name, values in columns.items()}
-        texts = (f"{name} {found[length][name]:.1f} ({spreads[name]:.0%})" for name in columns)
+        columns = {name: Sample([row[name] for row in rows[1:]]) for name in rows[1]}
+        found[length] = {name: sample.median for name, sample in columns.items()}
+        texts = (f"{name} {one.median:.1f} ({one.spread:.0%})" for name, one in columns.items())
         print(f"{length:>7}  {'  '.join(texts)}", flush=True)
     return found
 
@@ -404,38 +375,32 @@ REPEATS = {"multiturn": 3, "push": 9, "first-token": 20}
 def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     options = _parser(name).parse_args(rest)
-    report_progress(", ".join(f"{key} {value}" for key, value in describe().items()))
+    machine = describe()
+    report_progress(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"{'tokens' if name != 'first-token' else 'words':>7}  medians, and spreads in brackets")
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"bench-{name}-"))
+    with tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as directory:
         family = ChildProcesses(Path(directory))
-        stack.callback(family.stop)
         try:
             found = asyncio.run(COMMANDS[name](options, Launcher(family)))
-        except (BenchError, ChildEndedError) as error:
+        except (BenchError, ChildEndedError, CommandError) as error:
             print(f"bench {name}: error: {error}", file=sys.stderr)
             return 1
+        finally:
+            family.stop()
     if options.json is not None:
-        report = {"machine": describe(), "command": sys.argv, "medians": found}
+        report = {"machine": machine, "command": sys.argv, "medians": found}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"bench {name}", description=COMMANDS[name].__doc__)
+    parser = bench_parser(name, COMMANDS[name].__doc__)
     add, unit = parser.add_argument, "words" if name == "first-token" else "tokens"
-    lengths = list(LENGTHS[name])
-    add(f"--{'words' if unit == 'words' else 'lengths'}", "--histories", dest="lengths", type=int,
-        nargs="+", default=lengths, help=f"in {unit} ({' '.join(map(str, lengths))})")  # fmt: skip
-    add("--repeats", type=int, default=REPEATS[name], help=f"rounds ({REPEATS[name]})")
+    lengths = LENGTHS[name]
+    add("--words" if unit == "words" else "--lengths", dest="lengths", type=positive, nargs="+",
+        default=lengths, help=f"in {unit} ({' '.join(map(str, lengths))})")  # fmt: skip
+    add("--repeats", type=positive, default=REPEATS[name], help=f"rounds ({REPEATS[name]})")
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     if name == "push":
         add("--vllm", action="store_true", help="engines in vLLM's CPU build (install_vllm)")
-        add("--late", action="store_true", help="write nothing while a prompt is computed")
-        return parser
-    names = {"multiturn": "router=URL alone=URL", "first-token": "NAME=URL ..."}[name]
-    add("--url", nargs="+", metavar="NAME=URL", help=f"running servers instead: {names}")
-    add("--model", default=MODEL, help="the model's name there")
-    if name == "first-token":
-        add("--chat-model", default=str(CHAT_MODEL), metavar="DIR", help="the demo's by default")
     return parser
