@@ -30,7 +30,7 @@ from engine_ext.wire.errors import CONNECTOR_VERSION
 from engine_ext.worker.agent import Agent
 from engine_ext.worker.worker import open_nixl
 from scripts.benchmarks.common import BenchError, free_ports
-from scripts.benchmarks.transfer.memory import Memory, Shape, regions
+from scripts.benchmarks.transfer.memory import Memory, Shape
 
 BLOCK_SIZE = 16
 """Tokens per block; only the sizes of prompts follow from it."""
@@ -198,7 +198,7 @@ def make_connector(
 class BenchEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.memory = Memory(spec.shape, spec.device)
-        self.regions = regions(self.memory, spec.shape)
+        self.regions = self.memory.regions()
         self.connector = make_connector(spec)
         self._report = threading.Event()
         self.connector.worker.set_wake(self._report.set)

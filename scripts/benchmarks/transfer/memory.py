@@ -32,6 +32,7 @@ class Memory:
     """Pages of ordinary size on the host, or one tensor on a CUDA device (`cuda` or `cuda:N`)."""
 
     def __init__(self, shape: Shape, device: str) -> None:
+        self._shape = shape
         size = (shape.layers, shape.blocks, shape.block_bytes // 8)
         self.device_id = 0
         self._torch: Any = None
@@ -81,19 +82,18 @@ class Memory:
         if self._torch is not None:
             self._torch.cuda.synchronize()
 
-
-def regions(memory: Memory, shape: Shape) -> list[Region]:
-    """Return one region per layer, as an engine registers them."""
-    layer_bytes = shape.blocks * shape.block_bytes
-    return [
-        Region(
-            f"model.layers.{layer}.self_attn.attn",
-            memory.address + layer * layer_bytes,
-            shape.block_bytes,
-            shape.block_bytes,
-            shape.blocks,
-            memory.device_id,
-            memory.mem_type,
-        )
-        for layer in range(shape.layers)
-    ]
+    def regions(self) -> list[Region]:
+        """Return one region per layer, as an engine registers them."""
+        shape = self._shape
+        return [
+            Region(
+                f"model.layers.{layer}.self_attn.attn",
+                self.address + layer * shape.blocks * shape.block_bytes,
+                shape.block_bytes,
+                shape.block_bytes,
+                shape.blocks,
+                self.device_id,
+                self.mem_type,
+            )
+            for layer in range(shape.layers)
+        ]

@@ -38,13 +38,12 @@ from scripts.benchmarks.transfer.engine import (
     both_sides,
     make_connector,
 )
-from scripts.benchmarks.transfer.memory import Memory, Shape, regions
+from scripts.benchmarks.transfer.memory import Memory, Shape
 from scripts.benchmarks.transfer.report import Aim, Report, Row
 
 GIGA, MILLI, MICRO = 1e9, 1e3, 1e6
 ORDERS = ("ascending", "descending", "random")
 MAX_CHECKSUM_BLOCKS = 1024
-SPIN_S = 0.2
 STEP_PAUSE_S = 200e-6
 """Where the engine would compute: the owner thread may run, caches cool down."""
 STEPS_PER_ROUND = 200
@@ -58,7 +57,7 @@ IDLE_AIM = Aim("cpu_percent", 2.0)
 
 
 class Side(BenchEngine):
-    """An engine beside raw NIXL over the same memory, and beside a busy thread of Python."""
+    """An engine beside raw NIXL over the same memory."""
 
     def __init__(self, spec: EngineSpec, seed: int = 1) -> None:
         super().__init__(spec)
@@ -113,19 +112,6 @@ class Side(BenchEngine):
     def copy(self, num_bytes: int) -> float:
         return self.memory.copy(num_bytes)
 
-    def spin(self, seconds: float) -> float:
-        """Return the turns a second of a loop in Python, with nothing beside it."""
-        spinner = Spinner()
-        time.sleep(seconds)
-        return spinner.stop()
-
-    def load_beside(
-        self, request_id: str, params: dict[str, object], blocks: Sequence[int]
-    ) -> tuple[float, float]:
-        """Return the seconds of a load, and the turns a second of a loop beside it."""
-        spinner = Spinner()
-        return self.load(request_id, params, blocks).seconds, spinner.stop()
-
     def sum_up(self, blocks: Sequence[int]) -> float:
         """Return the CPU seconds of checksums over these blocks."""
         checksums = Checksums(self.regions, CacheGeometry(BLOCK_SIZE, len(blocks)), HostBlocks())
@@ -143,28 +129,6 @@ class Side(BenchEngine):
         if self._raw is not None:
             self._raw.deregister_memory(self._registered)
         super().close()
-
-
-class Spinner:
-    """A thread that holds the interpreter's lock whenever it can get it."""
-
-    def __init__(self) -> None:
-        self._turns = 0
-        self._is_over = False
-        self._started = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> float:
-        """Return the turns a second so far."""
-        seconds = time.monotonic() - self._started
-        turns, self._is_over = self._turns, True
-        self._thread.join()
-        return turns / seconds
-
-    def _run(self) -> None:
-        while not self._is_over:
-            self._turns += 1
 
 
 def _load(
@@ -222,7 +186,7 @@ def throughput(report: Report, options: argparse.Namespace) -> None:
 
 
 def copy(report: Report, options: argparse.Namespace) -> None:
-    """READs against copies within one memory, and beside a thread that computes in Python."""
+    """READs against copies within one memory."""
     shape = Shape(options.layers, max(options.blocks), options.block_kib * 1024)
     spec_p, spec_d = both_sides(shape, options.device)
     spec_d = replace(spec_d, shape=replace(shape, blocks=2 * shape.blocks))
@@ -230,23 +194,15 @@ def copy(report: Report, options: argparse.Namespace) -> None:
         for count in options.blocks:
             report_progress(f"copy: {count} blocks")
             blocks, moved = list(range(count)), shape.moved_bytes(count)
-            reads, copies, busy, rates = [], [], [], []
+            reads, copies = [], []
             for index in range(options.rounds + 1):  # the first warms up
                 reads.append(_load(holder, reader, f"{count}-{index}", blocks, blocks))
-                name = f"{count}-{index}-busy"
-                params = holder.call(Side.prefill, f"p-{name}", blocks).params
-                seconds, rate = reader.call(Side.load_beside, f"d-{name}", params, blocks)
-                holder.call(Side.drain)
-                busy.append(seconds)
-                rates.append(rate / reader.call(Side.spin, SPIN_S))
                 copies.append(reader.call(Side.copy, moved))
             read, copied = Sample(reads[1:]), Sample(copies[1:])
             figures = {
                 "read_GB/s": moved / GIGA / read.median,
                 "copy_GB/s": moved / GIGA / copied.median,
                 "of_copy": copied.median / read.median,
-                "beside_a_loop_GB/s": moved / GIGA / Sample(busy[1:]).median,
-                "loop_of_alone": Sample(rates[1:]).median,
             }
             title = "copy: READ between two processes against a copy within one"
             report.add(Row(title, f"{count} blocks", figures, options.rounds, read.spread))
@@ -331,7 +287,7 @@ class Newcomer:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._memory = Memory(spec.shape, spec.device)
-        self._regions = regions(self._memory, spec.shape)
+        self._regions = self._memory.regions()
         self._count = 0
 
     def meet(self, peer: PeerAddress) -> dict[str, float]:
