@@ -140,8 +140,9 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """One group. `preferred` counts its engines of both roles by the legs that they get now, and
-    `needed` has the engines that this router's requests need, by role if known."""
+    """One group. `preferred` counts its engines of both roles by the legs that they get now,
+    `form_reasons` has why they work by cost or not, and `needed` the engines that this router's
+    requests need, by role if known."""
 
     name: str
     weight: float
@@ -149,6 +150,7 @@ class GroupState:
     decoders: int
     preferred: Mapping[str, int] = field(default_factory=dict)
     needed: Mapping[str, float] = field(default_factory=dict)
+    form_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ def parse_metrics(text: str) -> RouterStatus:
     }
     preferred: dict[str, list[str]] = defaultdict(list)
     divided: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons = sums("engine_preferred_role", "group", "reason")
     for group, name, legs in sums("engine_preferred_role", "group", "engine", "preferred"):
         preferred[name].append(legs)
         divided[group][legs] += 1
@@ -255,6 +258,7 @@ def parse_metrics(text: str) -> RouterStatus:
                 round(sizes[name, "decode"]),
                 dict(divided[name]),
                 needed[name],
+                tuple(reason for group, reason in reasons if group == name and reason),
             )
             for (name,), weight in sums("group_weight", "group").items()
         ),
@@ -341,7 +345,10 @@ def lines(
                 f"{group.decoders} decoders{half}"
             )
         if group.preferred:
-            yield _division(group)
+            yield f"group {group.name}: {_division(group)}"
+        if group.needed:
+            needs = (f"{role} {group.needed[role]:.1f}" for role in sorted(group.needed)[::-1])
+            yield f"group {group.name}: engines needed: {', '.join(needs)}"
     for pair in status.avoided_pairs:
         text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, avoided for a while"
         yield painted(text, YELLOW)
@@ -405,15 +412,11 @@ def _role(engine: EngineStatus) -> str:
 
 def _division(group: GroupState) -> str:
     """Return what the group's engines of both roles do now, and why."""
-    parts = [
-        f"{count} by cost, since mixing prompts and answers costs little"
-        if legs == "both"
-        else f"{count} {legs}"
-        for legs, count in sorted(group.preferred.items(), reverse=True)
-    ]
-    needs = [f"{role} {number:.1f}" for role, number in sorted(group.needed.items(), reverse=True)]
-    needed = f"; engines needed: {', '.join(needs)}" if needs else ""
-    return f"group {group.name}, engines of both roles: {', '.join(parts)}{needed}"
+    counts = sorted(group.preferred.items(), reverse=True)
+    parts = [f"{count} {'by cost' if legs == 'both' else legs}" for legs, count in counts]
+    form = "" if "both" in group.preferred else "; boundary"
+    why = f"{form}, since {' or '.join(group.form_reasons)}" if group.form_reasons else ""
+    return f"engines of both roles: {', '.join(parts)}{why}"
 
 
 def _state(engine: EngineStatus) -> str:

@@ -149,6 +149,8 @@ class Fleet:
         """The weights of groups that do not use their engines' weights."""
         self.free_groups: Set[str] = frozenset()
         """The groups where each engine computes prompts and answers, by cost."""
+        self.form_reasons: Mapping[str, str] = {}
+        """By group with engines of both roles, why they work by cost or not, without figures."""
         self.role_changes: Counter[str] = Counter()
         """By group, how often an engine of both roles began to prefer another role."""
         self.report = NOTHING_FOUND

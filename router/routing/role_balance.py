@@ -54,6 +54,8 @@ STEP = 1 / 8
 # prompts; with more than the second, one more does.
 BUSY_QUEUE_S = 0.5
 LONG_QUEUE_S = 1.0
+CHEAP = "mixing prompts and answers costs little"
+EXPENSIVE = "mixing prompts and answers costs too much"
 
 
 class EngineState(NamedTuple):
@@ -84,6 +86,8 @@ class Balance(NamedTuple):
 
     is_free: bool
     roles: dict[str, EngineRole]
+    form_reason: str
+    """Why this form holds, without figures."""
     reason: str
 
 
@@ -110,12 +114,11 @@ class RoleBalancer:
         if not movable or len(engines) < 2:
             return None
         self._measure_work(engines, moment)
-        mixing = self._mixing_of(engines)
-        most_mixing = MAX_MIXING + (MIXING_MARGIN if self._is_free else 0.0)
-        self._is_free = mixing is not None and mixing < most_mixing
+        form_reason = why = self._choose_form(engines)
+        if form_reason in (CHEAP, EXPENSIVE):
+            why += f": {self._mixing:.2f} weight reads per step"
         if self._is_free:
-            reason = f"mixing prompts and answers costs {mixing:.2f} weight reads per step"
-            return Balance(True, dict.fromkeys(movable, BOTH), reason)
+            return Balance(True, dict.fromkeys(movable, BOTH), form_reason, why)
         prompts, answers, queue_s = self._needs(engines)
         fixed = sum(one.role is PREFILL for one in engines)
         least = 0 if fixed else 1
@@ -127,8 +130,8 @@ class RoleBalancer:
             max(self._moved(count, fixed, len(engines), prompts, answers, queue_s), least), most
         )
         roles = {name: PREFILL if i < count else DECODE for i, name in enumerate(movable)}
-        reason = f"prompts need {prompts:.1f} engines and answers {answers:.1f}"
-        return Balance(False, roles, reason)
+        needs = f"prompts need {prompts:.1f} engines and answers {answers:.1f}"
+        return Balance(False, roles, form_reason, f"{needs}; boundary, since {why}")
 
     def _moved(
         self, count: int, fixed: int, total: int, prompts: float, answers: float, queue_s: float
@@ -181,16 +184,23 @@ class RoleBalancer:
         queue_s = sum(one.queued_s for one in engines)
         return work * contexts / own if own else work, max(room, steps), queue_s
 
-    def _mixing_of(self, engines: Sequence[EngineState]) -> float | None:
-        """Return the median of the engines' mixing penalties, or the last one while no engine knows
-        its own: one that prefers prompts has no steps that show it. None if an engine does not play
-        both roles or does not limit its steps in time, or if none has ever measured the penalty."""
-        if not all(one.role is BOTH and one.has_step_limit for one in engines):
-            return None
+    def _choose_form(self, engines: Sequence[EngineState]) -> str:
+        """Set `_is_free`, and return the reason. The median of the engines' mixing penalties
+        counts, or the last one while no engine knows its own: one that prefers prompts has no steps
+        that show it."""
+        was_free, self._is_free = self._is_free, False
+        for one in engines:
+            if one.role is not BOTH:
+                return f"{one.name} has only one role"
+            if not one.has_step_limit:
+                return f"{one.name} has no step budget in time"
         models = [one.model for one in engines if one.model is not None]
         known = [model.mixing for model in models if model.mixing is not None]
         self._mixing = median(known) if known else self._mixing
-        return self._mixing
+        if self._mixing is None:
+            return "no engine has measured the mixing penalty yet"
+        self._is_free = self._mixing < MAX_MIXING + (MIXING_MARGIN if was_free else 0.0)
+        return CHEAP if self._is_free else EXPENSIVE
 
 
 class RoleKeeper:
@@ -219,6 +229,7 @@ class RoleKeeper:
                 groups[engine.group].append(engine)
         roles: dict[str, tuple[EngineRole, str]] = {}
         free: set[str] = set()
+        forms: dict[str, str] = {}
         balancers, self._balancers = self._balancers, {}
         for group, engines in groups.items():
             if not any(engine.role is BOTH for engine in engines):
@@ -230,9 +241,11 @@ class RoleKeeper:
                 roles |= {e.name: (BOTH, "") for e in engines}
                 continue
             roles |= {name: (role, found.reason) for name, role in found.roles.items()}
+            forms[group] = found.form_reason
             if found.is_free:
                 free.add(group)
         self._fleet.prefer_roles(roles, free)
+        self._fleet.form_reasons = forms
 
 
 def state_of(engine: Engine) -> EngineState:

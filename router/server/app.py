@@ -380,7 +380,10 @@ def _connect_gauges(
 
     def preferred_roles() -> Iterator[Reading]:
         chosen = (one for one in fleet.engines if one.role_reason and one.is_available)
-        return (((one.group, one.name, one.preferred_role), 1) for one in chosen)
+        why = fleet.form_reasons
+        return (
+            ((one.group, one.name, one.preferred_role, why.get(one.group, "")), 1) for one in chosen
+        )
 
     demand = EngineDemand(target_itl)
     metrics.engine_preferred_role.read = preferred_roles

@@ -494,7 +494,7 @@ async def showing(browser: Browser, snapshot: dict[str, Any]) -> AsyncIterator[P
 async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Browser) -> None:
     snapshot = large_fleet(3)
     reason = "prompts need 1.3 engines and answers 0.4"
-    free = "mixing prompts and answers costs 0.10 weight reads per step"
+    free = "mixing prompts and answers costs little: 0.10 weight reads per step"
     for name, engine in snapshot["engines"].items():
         is_free = "2-" in name  # the last one of each role
         engine |= {

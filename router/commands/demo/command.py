@@ -22,6 +22,7 @@ from router.commands.console import CommandError, CommandParser, number_in
 from router.commands.demo.compare import SIGNALS, CompareOptions, compare
 from router.commands.demo.engines import (
     ENGINES,
+    TARGET_ITL_S,
     TINY,
     DemoModel,
     DemoOptions,
@@ -48,7 +49,7 @@ INTERRUPTED = 130
 ROUNDS = 3
 DEFAULTS = {"prefillers": 1, "decoders": 2, "host": "127.0.0.1", "port": 8000}
 # Options that the comparison decides.
-NOT_COMPARED = (*DEFAULTS, "vllm")
+NOT_COMPARED = (*DEFAULTS, "vllm", "both_roles")
 DESCRIPTION = """\
 Starts prefill and decode engines and a router on this machine. With --compare, it measures instead
 whether short chats are answered faster while long prompts arrive, if another engine computes the
@@ -148,12 +149,17 @@ def _start_all(processes: ChildProcesses, builder: EngineBuilder) -> None:
     print_now(_beginning(options, builder.model, builder.threads))
     names = [f"prefill engine {number + 1}" for number in range(options.prefillers)]
     names += [f"decode engine {number + 1}" for number in range(options.decoders)]
+    if options.both_roles:
+        names = [f"engine {number + 1}" for number in range(len(names))]
     ports = free_ports(2 * len(names))
     started = [builder.start(processes, name, ports) for name in names]
     wait_until_ready(started, "/health", started)
     prefillers, decoders = started[: options.prefillers], started[options.prefillers :]
-    command = [*router_command(options.host, options.port, prefillers, decoders), "--ui"]
-    router = processes.start("router", command, options.url, logged=False)
+    target_itl = 0.0
+    if options.both_roles:
+        prefillers, decoders, target_itl = started, started, TARGET_ITL_S
+    command = router_command(options.host, options.port, prefillers, decoders, target_itl)
+    router = processes.start("router", [*command, "--ui"], options.url, logged=False)
     wait_until_ready([router], "/ready", [*started, router])
 
 
@@ -174,10 +180,10 @@ def _beginning(options: DemoOptions, model: DemoModel, threads: int) -> str:
         lines.append("The model is random: it shows the path of a request and talks gibberish.")
     kind = "vLLM" if options.vllm else "reference"
     cores = f"{threads} thread{'s' * (threads > 1)} each" if options.device == "cpu" else "CUDA"
-    lines.append(
-        f"Starting {options.prefillers} prefill and {options.decoders} decode engines "
-        f"({kind}, {cores}) with {model.name}."
-    )
+    engines = f"{options.prefillers} prefill and {options.decoders} decode engines"
+    if options.both_roles:
+        engines = f"{options.prefillers + options.decoders} engines of both roles"
+    lines.append(f"Starting {engines} ({kind}, {cores}) with {model.name}.")
     return "\n".join(lines)
 
 
@@ -188,9 +194,9 @@ def _invitation(url: str, model: DemoModel, children: Sequence[ChildProcess]) ->
     places = [f"  {one.name:<{width}}  {one.url}   to kill it: {_kill(one)}" for one in engines]
     places.append(f"  {router.name:<{width}}  {router.url}")
     survives = ""
-    if sum(one.name.startswith("decode") for one in engines) > 1:
+    if sum(not one.name.startswith("prefill") for one in engines) > 1:
         survives = (
-            "Kill a decode engine while it streams a long answer (max_tokens 2000, ignore_eos "
+            "Kill an engine while it streams a long answer (max_tokens 2000, ignore_eos "
             "true): another one continues it, and the demo starts the killed engine again.\n\n"
         )
     stream = {"stream": True, "stream_options": {"include_usage": True}}
@@ -238,7 +244,7 @@ def _read(parser: CommandParser, argv: Sequence[str]) -> tuple[DemoOptions, Comp
     for name in ("rounds", "json", "svg") if not compares else NOT_COMPARED:
         if given[name] not in (None, False):
             why = "cannot be used with --compare" if compares else "needs --compare"
-            parser.error(f"--{name} {why}")
+            parser.error(f"--{name.replace('_', '-')} {why}")
     if compares and given["device"] != "cpu":
         parser.error("--compare measures engines on the CPU: leave --device out")
     wanted = CompareOptions(given.pop("rounds") or ROUNDS, given.pop("json"), given.pop("svg"))
@@ -266,6 +272,8 @@ def _parser() -> CommandParser:
     add(
         "--vllm", action="store_true", help="vLLM engines with our connector, where it is installed"
     )
+    text = "all of these engines compute prompts and answers, as the load needs it"
+    add("--both-roles", action="store_true", help=text)
     add = parser.add_argument_group("measuring").add_argument
     add(
         "--compare",

@@ -43,6 +43,8 @@ ROUTER = [sys.executable, "-m", "router.commands.cli"]
 START_TIMEOUT_S = 600.0
 REPORT_INTERVAL_S = 5.0
 READY_POLL_S = 0.1
+# Of engines of both roles.
+TARGET_ITL_S = 0.05
 print_now = partial(print, flush=True)
 
 
@@ -62,6 +64,8 @@ class DemoOptions:
     model: Path | str | None
     """A directory, "tiny", or None for the chat model."""
     vllm: bool
+    both_roles: bool = False
+    """All engines compute prompts and answers, as the load needs it."""
 
     @property
     def url(self) -> str:
@@ -172,6 +176,8 @@ class EngineBuilder:
                 "side_channel_secret_file": str(self.secret),
             },
         }
+        if self.options.both_roles:
+            config["kv_connector_extra_config"]["target_itl_ms"] = TARGET_ITL_S * 1000
         variables = side_channel_variables(side_channel)
         if self.options.vllm:
             config["kv_connector_module_path"] = "engine_ext.vllm"
@@ -307,10 +313,16 @@ def free_ports(count: int) -> Iterator[int]:
 
 
 def router_command(
-    host: str, port: int, prefillers: Sequence[ChildProcess], decoders: Sequence[ChildProcess]
+    host: str,
+    port: int,
+    prefillers: Sequence[ChildProcess],
+    decoders: Sequence[ChildProcess],
+    target_itl: float = 0.0,
 ) -> list[str]:
+    """Return the command of a router. Without `target_itl` KV moves, however quick the small models
+    are."""
     command = [*ROUTER, "--host", host, "--port", str(port)]
     command += ["--shutdown-delay", "0", "--shutdown-timeout", "2"]
-    command += ["--target-itl", "0"]  # KV moves, however quick the small models are
+    command += ["--target-itl", f"{target_itl:g}"]
     command += ["--prefill", *[child.url for child in prefillers]]
     return [*command, "--decode", *[child.url for child in decoders]]

@@ -167,6 +167,16 @@ def test_engines_can_be_vllm(tmp_path: Path) -> None:
     assert "(vLLM, " in output.read_text()
 
 
+def test_all_engines_can_have_both_roles(tmp_path: Path) -> None:
+    port, output = find_free_ports(1)[0], tmp_path / "output"
+    with demo("good", port, output, "--both-roles") as process:
+        wait_for(lambda: is_ready(process, output))
+        assert process.poll() is None, output.read_text()
+        metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    assert "Starting 3 engines of both roles (reference, " in output.read_text()
+    assert len(re.findall(r'engine_healthy{.*role="both"} 1', metrics)) == 3
+
+
 OPTIONS = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", None, vllm=True)
 
 
@@ -190,6 +200,10 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
     assert command[command.index("--dtype") + 1] == "float32"
     assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert variables["OMP_NUM_THREADS"] == "2"
+    assert "target_itl_ms" not in transfer["kv_connector_extra_config"]
+    command, _ = built(engines, replace(OPTIONS, both_roles=True), model)
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["target_itl_ms"] == 50
 
 
 def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_a_table_says_it_to_people() -> None:
     assert "prefill  p:1     unhealthy           0           4" in said
     assert "decode   d:1     draining" in said
     assert "incomplete: used only if no group is complete" in said
+    assert "engines needed" not in said
     assert "1 failed, 15 ok" in said
     assert "75% of next turns reuse KV" in said
     assert "prefix loans   7 granted, 2 refused (28,672 tokens borrowed)" in said
@@ -107,11 +108,18 @@ BOTH = """
 disagg_router_engine_healthy{engine="b:1",role="both"} 1.0
 disagg_router_engine_healthy{engine="b:2",role="both"} 1.0
 disagg_router_engine_healthy{engine="b:3",role="both"} 1.0
-disagg_router_engine_preferred_role{engine="b:1",group="blue",preferred="prefill"} 1.0
-disagg_router_engine_preferred_role{engine="b:2",group="blue",preferred="decode"} 1.0
+disagg_router_engine_preferred_role{engine="b:1",group="blue",preferred="prefill",reason="slow"} 1.0
+disagg_router_engine_preferred_role{engine="b:2",group="blue",preferred="decode",reason="slow"} 1.0
 disagg_router_engines_needed{group="blue",role="prefill"} 1.26
 disagg_router_engines_needed{group="blue",role="decode"} 0.5
 """
+
+
+def test_the_engines_that_each_group_needs_are_shown() -> None:
+    needed = [line for line in BOTH.splitlines() if "needed" in line]
+    shown = list(lines(parse_metrics("\n".join([METRICS, *needed, ""])), None, 0))
+    assert "group blue: engines needed: prefill 1.3, decode 0.5" in shown
+    assert not any("both roles" in line for line in shown)
 
 
 def test_engines_of_both_roles_are_shown_with_what_they_do_now() -> None:
@@ -124,12 +132,12 @@ def test_engines_of_both_roles_are_shown_with_what_they_do_now() -> None:
     shown = list(lines(status, None, 0))
     roles = [line.partition(" b:")[0].rstrip() for line in shown if " b:" in line]
     assert roles == ["both, now prefill", "both, now decode", "both"]
-    text = "group blue, engines of both roles: 1 prefill, 1 decode; engines needed: prefill 1.3, "
-    assert f"{text}decode 0.5" in shown
-    free = BOTH.replace('preferred="decode"', 'preferred="both"')
+    text = "group blue: engines of both roles: 1 prefill, 1 decode; boundary, since slow"
+    assert text in shown
+    free = BOTH.replace('preferred="decode"', 'preferred="both"').replace("slow", "it is cheap")
     shown = list(lines(parse_metrics(METRICS + free), None, 0))
     assert any(line.startswith("both, by cost ") for line in shown)
-    assert any("1 by cost, since mixing prompts and answers costs little" in one for one in shown)
+    assert any(line.endswith(" 1 by cost, since it is cheap") for line in shown)
     differ = BOTH + BOTH.splitlines()[5].replace("decode", "prefill")
     assert "both, now decode or now prefill" in "\n".join(
         lines(parse_metrics(METRICS + differ), None, 0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from router.commands.status import parse_metrics
 from router.commands.why import story
 from router.fleet.engine import BOTH, DECODE, MIN_SAMPLES, PREFILL, Engine
 from router.fleet.kv_facts import RankFacts
@@ -153,14 +154,19 @@ async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(
 
     def preferred() -> list[str]:
         text = router.gateway.metrics.exposition().decode()
-        return sorted(re.findall(r'_engine_preferred_role{.*preferred="(\w+)"} 1', text))
+        return sorted(
+            re.findall(r'_engine_preferred_role{.*preferred="(\w+)",reason="mix.*"} 1', text)
+        )
 
     both.keeper.update(0.0)
     assert preferred() == ["both", "both"]
     assert router.metric("role_changes_total", group=group) == 0
     view = build_fleet_view(fleet, router.state.registry).engines[0]
     assert (view.preferred_role, view.step_limit_ms, view.mixing) == ("both", 45.0, 0.1)
-    assert view.role_reason == "mixing prompts and answers costs 0.10 weight reads per step"
+    cheap = "mixing prompts and answers costs little"
+    assert view.role_reason == f"{cheap}: 0.10 weight reads per step"
+    status = parse_metrics(router.gateway.metrics.exposition().decode())
+    assert [one.form_reasons for one in status.groups] == [(cheap,)]
     for engine in both.engines:
         engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
     both.keeper.update(2.0)

@@ -94,7 +94,7 @@ def test_one_engine_with_an_absurd_cache_does_not_change_the_need_of_answers(
     engines[0] = engines[0]._replace(cache_tokens=cache_tokens)
     balance = RoleBalancer(0.05).update(engines, 0.0)
     assert balance is not None
-    assert balance.reason.endswith("answers 2.2")
+    assert "answers 2.2; " in balance.reason
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
@@ -103,7 +103,7 @@ def test_answers_need_time_on_each_data_parallel_rank(num_ranks: int) -> None:
     engines = [both(name, contexts=50_000, num_ranks=num_ranks, model=model) for name in "ab"]
     balance = RoleBalancer(0.05).update(engines, 0.0)
     assert balance is not None
-    assert balance.reason.endswith(f"answers {2.0 / num_ranks:.1f}")
+    assert f"answers {2.0 / num_ranks:.1f}; " in balance.reason
 
 
 # A decode engine should have at most (0.5 * 0.05 - 0.0106) / 32.1e-9 = 449,000 tokens of contexts.
@@ -231,13 +231,23 @@ def test_cheap_mixing_makes_every_engine_do_both() -> None:
     free = mixed([0.0, 0.1, 2.0])
     assert free.is_free
     assert set(free.roles.values()) == {BOTH}
-    assert "0.10 weight reads" in free.reason
-    assert not mixed([0.0, 1.0, 1.0]).is_free
-    assert not mixed([None, None]).is_free
-    assert not mixed([0.0, 0.0, 0.0], has_step_limit=False).is_free
-    group = Group(2, DECODE)
-    group.engines = [one._replace(model=replace(QWEN, mixing=0.0)) for one in group.engines]
-    assert not group.update().is_free
+    assert free.form_reason == "mixing prompts and answers costs little"
+    assert free.reason == f"{free.form_reason}: 0.10 weight reads per step"
+
+
+def test_the_reason_of_a_boundary_is_why_requests_are_not_placed_by_cost() -> None:
+    fixed = Group(2, DECODE)
+    fixed.engines = [one._replace(model=replace(QWEN, mixing=0.0)) for one in fixed.engines]
+    costly = "mixing prompts and answers costs too much"
+    figure = f"{costly}: 1.00 weight reads per step"
+    for balance, form_reason, reason in (
+        (mixed([0.0, 1.0, 1.0]), costly, figure),
+        (mixed([None, None]), "no engine has measured the mixing penalty yet", ""),
+        (mixed([0.0] * 3, has_step_limit=False), "e0 has no step budget in time", ""),
+        (fixed.update(), "e2 has only one role", ""),
+    ):
+        assert (balance.is_free, balance.form_reason) == (False, form_reason)
+        assert balance.reason.endswith(f"; boundary, since {reason or form_reason}")
 
 
 def test_unknown_models_and_caches_leave_the_queue_as_the_only_signal() -> None:
