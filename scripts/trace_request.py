@@ -4,9 +4,8 @@ The script starts mock engines in a process of their own and a router in this pr
 default settings. It sends one unary chat, one streamed chat and two turns of a conversation, each
 over a new connection, to a router that has already served such requests.
 
-    python scripts/trace_request.py                      print the table
-    python scripts/trace_request.py --sequence           print each step as well
-    python scripts/trace_request.py --checkout ../other  trace the work tree of another commit
+    python scripts/trace_request.py             print the table
+    python scripts/trace_request.py --sequence  print each step as well
 
 What is counted:
 
@@ -27,7 +26,6 @@ What is counted:
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -37,13 +35,13 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 LOOPS = (os.path.join("uvloop", "__init__.py"), os.path.join("asyncio", "runners.py"))
 IDLE_S = 3.0
 SETTLE_S = 0.25
@@ -199,22 +197,22 @@ def report(found: dict[str, list[Step]], with_sequence: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--sequence", action="store_true", help="print each step as well")
-    parser.add_argument("--checkout", type=Path, default=HERE, help="work tree to be traced")
     options = parser.parse_args()
-    checkout = options.checkout.resolve()
-    # The router of this checkout may be installed, and another's is to be imported.
-    sys.path.insert(0, str(checkout))
-    tracer = Tracer(f"{checkout / 'router'}{os.sep}")
+    sys.path[0] = str(ROOT)  # this checkout, and not the router that may be installed
+    from router.commands import cli
+    from scripts.benchmarks.common import free_ports
+
+    tracer = Tracer(f"{ROOT / 'router'}{os.sep}")
     engines = subprocess.Popen(
         [sys.executable, "-m", "scripts.mock_engine", "pair"],
-        cwd=HERE,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert engines.stdout is not None
         prefiller, decoder = engines.stdout.readline().split()
-        port = _free_port()
+        (port,) = free_ports(1)
         found: dict[str, list[Step]] = {}
         client = threading.Thread(target=_trace_and_stop, args=(tracer, port, found))
         client.start()
@@ -222,7 +220,7 @@ def main() -> int:
         hosts = "--prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1"
         threading.setprofile(tracer.profile)
         sys.setprofile(tracer.profile)
-        _command_line()([*command.split(), *hosts.split()])
+        cli.main([*command.split(), *hosts.split()])
         sys.setprofile(None)
         client.join()
     finally:
@@ -236,22 +234,6 @@ def _trace_and_stop(tracer: Tracer, port: int, found: dict[str, list[Step]]) -> 
         found.update(trace(tracer, port))
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _command_line() -> Callable[[Sequence[str]], int]:
-    """Return the router's command; commits up to df9fb42 had it at another place."""
-    try:
-        module = importlib.import_module("router.commands.cli")
-    except ModuleNotFoundError:
-        module = importlib.import_module("router.cli")
-    found: Callable[[Sequence[str]], int] = module.main
-    return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

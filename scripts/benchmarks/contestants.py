@@ -30,9 +30,8 @@ def our_command(
     port: int, prefillers: Ports, decoders: Ports, flags: Sequence[str] = (), checkout: Path = ROOT
 ) -> list[str]:
     """Return the command that starts a checkout's router, with default settings but for `flags`."""
-    module = "router.commands.cli" if (checkout / "router/commands").is_dir() else "router.cli"
-    command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", sys.executable, "-m", module]
-    command += ["--port", str(port), *flags]
+    command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", sys.executable]
+    command += ["-m", "router.commands.cli", "--port", str(port), *flags]
     for role, ports in (("prefiller", prefillers), ("decoder", decoders)):
         command += [f"--{role}-hosts", *["127.0.0.1"] * len(ports)]
         command += [f"--{role}-ports", *map(str, ports)]
