@@ -439,6 +439,10 @@ class EngineRank(EngineLoad):
         return self.engine.role
 
     @property
+    def preferred_role(self) -> EngineRole:
+        return self.engine.preferred_role
+
+    @property
     def failed_recently(self) -> bool:
         return self.engine.failed_recently
 

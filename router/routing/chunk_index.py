@@ -7,8 +7,9 @@ added again. So it remembers about all that LRU caches hold, and what they evict
 dict look-up per chunk. Generations of half this size lose up to 0.03 of goodput at prefill engines.
 Decode engines have these: they are given prompts to compute whose prefix the index expects there,
 so a prefix that was evicted costs more. Roles are apart because a few decode engines fill their
-caches sooner than many prefill engines. Chunk hashes are chained, so an engine that holds a chunk
-holds all before it, and bisection finds the longest match.
+caches sooner than many prefill engines. An engine of both roles has the role that it prefers. Chunk
+hashes are chained, so an engine that holds a chunk holds all before it, and bisection finds the
+longest match.
 
 If all caches together hold more chunks than the bound admits, the index keeps only every second,
 fourth ... chunk of a prompt. Matches are then found in larger steps, but none is forgotten sooner.
@@ -48,7 +49,8 @@ class _Generations:
     """The chunks of the engines of one role."""
 
     engines: int = 0
-    """The bits of the role's engines."""
+    """The bits of the engines whose chunks here count: those of the role, and those that had it and
+    compute prompts now."""
     cache_tokens: int = 0
     """The tokens that the caches of these engines hold together."""
     young: dict[int, int] = field(default_factory=dict)
@@ -109,21 +111,23 @@ class ChunkIndex:
     def register(
         self, names: Sequence[str], cache_tokens: Sequence[int] = (), roles: Sequence[str] = ()
     ) -> list[int]:
-        """Return the bits of the engines, whose caches hold `cache_tokens` (0: unknown). Chunks are
-        added for registered engines only."""
+        """Return the bits of the engines, whose caches hold `cache_tokens` (0: unknown), and which
+        prefer these roles now. Chunks are added for registered engines only."""
         if self._next_bit.bit_length() > MAX_UNUSED_BITS + 2 * len(names):
             self.era += 1
             self._clear()
         known = zip_longest(names, cache_tokens, roles, fillvalue=None)
         for name, tokens, role in known:
             assert name is not None
-            if name in self._bits:
-                generations = self._caches[name][1]
-            else:
-                self._bits[name] = self._next_bit
+            bit = self._bits.get(name, self._next_bit)
+            if bit == self._next_bit:
+                self._bits[name] = bit
                 self._next_bit <<= 1
-                generations = self._roles.setdefault(role or "", _Generations())
-                generations.engines |= self._bits[name]
+            if role == DECODE:  # the prompts of many prefill engines soon replace what it held
+                for other in self._roles.values():
+                    other.engines &= ~bit
+            generations = self._roles.setdefault(role or "", _Generations())
+            generations.engines |= bit
             held = (tokens or DEFAULT_CACHE_TOKENS) + self._host_tokens
             self._caches[name] = held, generations
         self._fit_caches()
@@ -143,6 +147,8 @@ class ChunkIndex:
         for name, role in self._roles.items():
             most = kept * role.cache_tokens // max(1, 2 * total * TOKENS_PER_CHUNK)
             role.most = max(1, most // 2 if name == DECODE else most)
+            if not role.engines:
+                role.young, role.old, role.added = {}, {}, 0
 
     def bit(self, name: str) -> int:
         """Return the engine's bit; 0 if the engine is not registered."""
@@ -159,15 +165,14 @@ class ChunkIndex:
         (bits) holds."""
         stride = self._stride
         first, *others = [one for one in self._roles.values() if one.engines & among] or [NOBODY]
-        young, old = first.young, first.old
+        young, old, own = first.young, first.old, first.engines & among
         low, high, engines = 0, (len(chunks) if most is None else most) // stride, 0
         while low < high:
             middle = (low + high + 1) // 2
             chunk = chunks[middle * stride - 1]
-            found = young.get(chunk, 0) | old.get(chunk, 0)
+            found = (young.get(chunk, 0) | old.get(chunk, 0)) & own
             for other in others:
-                found |= other.holders(chunk)
-            found &= among
+                found |= other.holders(chunk) & other.engines & among
             if found:
                 low, engines = middle, found
             else:
@@ -186,5 +191,7 @@ class ChunkIndex:
         """Give up the engine's bit, so that no chunk needs to be changed."""
         bit = self._bits.pop(name, 0)
         if bit:
-            self._caches.pop(name)[1].engines ^= bit
+            self._caches.pop(name)
+            for role in self._roles.values():
+                role.engines &= ~bit
             self._fit_caches()

@@ -175,6 +175,6 @@ class HolderFinder:
     def _register(self, lenders: Sequence[Candidate]) -> _Lenders:
         names = [place.name for place in lenders]
         caches = [place.cache_tokens for place in lenders]
-        bits = self._index.register(names, caches, [place.role for place in lenders])
+        bits = self._index.register(names, caches, [place.preferred_role for place in lenders])
         indexes = {bit: number for number, bit in enumerate(bits)}
         return _Lenders(indexes, sum(bits), self._index.era)

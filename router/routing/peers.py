@@ -65,7 +65,7 @@ class LoadedEngine(Protocol):
     local_prefill_tokens: int
 
     @property
-    def role(self) -> str: ...
+    def preferred_role(self) -> str: ...
 
     @property
     def cache_tokens(self) -> int:
@@ -131,7 +131,7 @@ class PeerRouters:
             engine = self._engines.get(name)
             if engine is not None:
                 if not self._index.bit(name):
-                    self._index.register([name], [engine.cache_tokens], [engine.role])
+                    self._index.register([name], [engine.cache_tokens], [engine.preferred_role])
                 self._index.add(name, chunks)
         is_known = report.router in self._reports
         if age < MAX_AGE_S and (is_known or len(self._reports) < MAX_PEERS):

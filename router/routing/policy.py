@@ -30,6 +30,9 @@ class Candidate(Protocol):
     @property
     def role(self) -> str: ...
 
+    @property
+    def preferred_role(self) -> str: ...
+
     total_legs: int
     """Request legs that run on the engine, with those that other routers have reported."""
     total_tokens: int

@@ -203,7 +203,7 @@ class PrefixAffinity(Policy):
     def _register(self, candidates: Sequence[Candidate]) -> _CandidateBits:
         names = [engine.name for engine in candidates]
         caches = [engine.cache_tokens for engine in candidates]
-        bits = self._index.register(names, caches, [engine.role for engine in candidates])
+        bits = self._index.register(names, caches, [engine.preferred_role for engine in candidates])
         for name in [name for name in self._unanswered if not self._index.bit(name)]:
             del self._unanswered[name]
         indexes = {bit: index for index, bit in enumerate(bits)}

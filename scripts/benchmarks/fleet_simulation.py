@@ -53,6 +53,7 @@ class Seen(EngineLoad):
     engine: Engine
     name: str
     role: EngineRole
+    preferred_role: EngineRole
     transfers: int = 0
     """Prompts of this router whose KV is on its way to or from the engine."""
     waiting_tokens: int = 0
@@ -106,7 +107,7 @@ class Router:
         prefill, decode = PREFILL_POLICIES[setup.prefill_policy], POLICIES[setup.decode_policy]
         self.prefill_policy = prefill(LoadBound(1.5, 2), index)
         self.decode_policy = decode(LoadBound(1.5, 8), index)
-        self.engines = tuple(Seen(one, one.name, one.role) for one in engines)
+        self.engines = tuple(Seen(one, one.name, one.role, one.role) for one in engines)
         known = [(one.name, one.cache_tokens, one.role) for one in self.engines]
         index.register(*zip(*known, strict=True))
         self.peers = PeerRouters(index)
@@ -128,6 +129,8 @@ class Router:
             self._prefer(found.roles)
 
     def _prefer(self, roles: Mapping[str, EngineRole]) -> None:
+        for one in self.engines:
+            one.preferred_role = roles.get(one.name, one.role)
         self.prefillers, self.decoders = (
             tuple(one for one in self.engines if roles.get(one.name, one.role).plays(leg))
             for leg in LEGS

@@ -28,7 +28,7 @@ CACHE, PROMPT, CHOICES = 4_000_000, 16_384, 500
 
 
 class FullEngine(EngineLoad):
-    role, cache_tokens = "prefill", CACHE
+    role, preferred_role, cache_tokens = "prefill", "prefill", CACHE
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -20,6 +20,10 @@ class Engine:
     cache_tokens: int = 0
     role: str = "prefill"
 
+    @property
+    def preferred_role(self) -> str:
+        return self.role
+
 
 def engines(count: int) -> tuple[Engine, ...]:
     return tuple(Engine(f"10.0.{n // 256}.{n % 256}:8000") for n in range(count))

@@ -30,7 +30,7 @@ class Fleet:
         self.finder = HolderFinder(self.index)
         self.reader, *lenders = engines(1 + len(held))
         self.lenders = (self.reader, *lenders)
-        self.index.register([one.name for one in self.lenders])
+        self.index.register(*zip(*((e.name, 0, e.role) for e in self.lenders), strict=True))
         for engine, chunks in zip(lenders, held, strict=True):
             self.index.add(engine.name, PROMPT[:chunks])
 

@@ -39,7 +39,7 @@ class Engine:
     elsewhere: tuple[int, int] = (0, 0)
     local_prefill_elsewhere: tuple[float, int] = (0.0, 0)
     cache_tokens: int = 0
-    role: str = "prefill"
+    preferred_role: str = "prefill"
 
     def set_load_elsewhere(
         self, legs: int, tokens: int, local_prefill_s: float, local_prefill_tokens: int

@@ -245,6 +245,27 @@ def test_busy_decode_engine_does_not_make_the_index_forget_what_prefill_engines_
     assert index.longest([8999], p | d) == (1, p | d)
 
 
+def test_engine_that_begins_to_decode_is_not_expected_to_hold_what_it_computed_before() -> None:
+    """The prompts of all prefill engines replace it soon, and the index forgets slowly what
+    prefill engines hold. An engine that computes prompts again is still expected to hold what it
+    decoded."""
+    index = ChunkIndex()
+    caches = [1000 * TOKENS_PER_CHUNK] * 2
+    p, one = index.register(["p", "one"], caches, ["prefill", "prefill"])
+    for name in ("p", "one"):
+        index.add(name, [1])
+    assert index.register(["one"], caches[:1], ["decode"]) == [one]
+    assert index.longest([1], p | one) == (1, p)
+    index.add("one", [2])
+    assert index.register(["one"], caches[:1], ["prefill"]) == [one]
+    assert index.longest([2], p | one) == (1, one)
+    for number in range(1000, 3000):
+        index.add("one", [number])
+    assert index.longest([1001], p | one) == (1, one), "as much as two caches hold"
+    index.forget("one")
+    assert index.longest([2], p | one).depth == index.longest([1001], p | one).depth == 0
+
+
 @pytest.mark.parametrize("memory", [500, 2000, 10_000])
 def test_index_of_too_little_memory_keeps_fewer_chunks_of_as_many_prompts(memory: int) -> None:
     index = ChunkIndex(memory=memory * BYTES_PER_CHUNK)

@@ -28,6 +28,7 @@ class Seen(EngineLoad):
     name: str
     cache_tokens: int = 4_000_000
     role: str = "prefill"
+    preferred_role: str = "prefill"
 
 
 @dataclass(slots=True)
