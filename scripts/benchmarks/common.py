@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import os
 import platform
@@ -42,12 +43,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def plain_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return a command's options as JSON can hold them."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
+def write_report(options: argparse.Namespace, **content: Any) -> None:
+    """Write a benchmark's results and options to the file of --json, if there is one."""
+    if options.json is not None:
+        report = {"options": vars(options), **content}
+        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
 def free_ports(count: int) -> list[int]:
@@ -98,18 +98,17 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """`cpu` in seconds since the start of each thread that still lives, `peak` in bytes."""
+def cpu_seconds(root: int) -> float:
+    """Return the CPU time of a process and all that it started, by the kernel's account.
 
-    cpu: float
-    peak: int
+    Only threads that still live count.
+    """
+    return sum(map(_cpu, [root, *_descendants(root)]))
 
 
-def usage(root: int) -> Usage:
-    """Return the kernel's account of a process and all that it started."""
-    processes = [root, *_descendants(root)]
-    return Usage(sum(map(_cpu, processes)), sum(map(_peak, processes)))
+def peak_bytes(root: int) -> int:
+    """Return the most memory of a process and all that it started."""
+    return sum(map(_peak, [root, *_descendants(root)]))
 
 
 def _descendants(root: int) -> list[int]:

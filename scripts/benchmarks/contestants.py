@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
 import venv
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from scripts.benchmarks.common import BenchError, free_ports
@@ -21,7 +16,6 @@ OURS = "disagg-router"
 CHECKOUT = "checkout"
 VLLM_ROUTER = "vllm-router"
 PEERS = (CHECKOUT, VLLM_ROUTER)
-START_TIMEOUT_S = 60.0
 
 Ports = Sequence[int]
 
@@ -63,46 +57,3 @@ def install_vllm_router(environment: Path) -> None:
     if subprocess.run(pip, check=False).returncode:
         shutil.rmtree(environment)
         raise BenchError(f"{VLLM_ROUTER} could not be installed")
-
-
-class Process:
-    """A child on given cores, ended by `stop`. Its output goes to `log`, or else to a pipe."""
-
-    def __init__(self, command: Sequence[str], cores: set[int], log: Path | None = None) -> None:
-        self._log = log
-        with nullcontext(subprocess.PIPE) if log is None else log.open("wb") as output:
-            self.child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if log is None else subprocess.STDOUT,
-                preexec_fn=lambda: _prepare(cores),
-                start_new_session=True,
-                text=True,
-            )
-
-    def wait_until_healthy(self, port: int) -> None:
-        """Wait until GET /health answers 200. Raises BenchError if it ends or takes too long."""
-        latest = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                    return
-            except OSError:
-                if self.child.poll() is not None or time.monotonic() > latest:
-                    raise BenchError(f"{self.child.args!r} does not serve: {self._log}") from None
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        self.child.terminate()
-        try:
-            self.child.wait(10)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
-
-
-def _prepare(cores: set[int]) -> None:
-    os.sched_setaffinity(0, cores)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

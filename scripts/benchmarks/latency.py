@@ -48,6 +48,7 @@ from scripts.benchmarks.common import (
     free_ports,
     positive,
     report_progress,
+    write_report,
 )
 
 ANSWER_TIMEOUT_S = 600.0
@@ -387,9 +388,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         finally:
             family.stop()
-    if options.json is not None:
-        report = {"machine": machine, "command": sys.argv, "medians": found}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(options, machine=machine, benchmark=name, medians=found)
     return 0
 
 

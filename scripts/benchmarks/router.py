@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import re
 import resource
@@ -36,23 +35,24 @@ import orjson
 import uvloop
 
 from router.commands.bench.load import Client, LoadExchange, drive, request_bytes
+from router.common.child_processes import ChildEndedError, ChildProcess, ChildProcesses
 from scripts.benchmarks.common import (
     BenchError,
     Sample,
     bench_parser,
+    cpu_seconds,
     describe,
     free_ports,
-    plain_options,
+    peak_bytes,
     positive,
     report_progress,
-    usage,
+    write_report,
 )
 from scripts.benchmarks.contestants import (
     CHECKOUT,
     OURS,
     PEERS,
     ROOT,
-    Process,
     install_vllm_router,
     our_command,
     vllm_router_command,
@@ -154,7 +154,7 @@ class Contestant:
     @property
     def cpu(self) -> float:
         """CPU seconds until now."""
-        return 0.0 if self.pid is None else usage(self.pid).cpu
+        return 0.0 if self.pid is None else cpu_seconds(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def _first(exchange: LoadExchange) -> float:
 
 
 def _run(case: Case, contestant: Contestant, requests: int, elapsed: float, cpu: float) -> Run:
-    peak = 0 if contestant.pid is None else usage(contestant.pid).peak
+    peak = 0 if contestant.pid is None else peak_bytes(contestant.pid)
     return Run(case.name, contestant.name, requests, case.chunks, elapsed, cpu, peak)
 
 
@@ -294,30 +294,31 @@ async def _wrk(
 
 
 @contextlib.contextmanager
-def opened(options: argparse.Namespace, logs: Path) -> Iterator[Session]:
-    """Start the engines and the routers, until the block ends. Raises BenchError."""
+def opened(options: argparse.Namespace) -> Iterator[Session]:
+    """Start the engines and the routers, until the block ends. Raises BenchError and
+    ChildEndedError."""
     given = sorted(os.sched_getaffinity(0))
     if len(given) < 2:
         raise BenchError("two cores are needed: one for the routers, one for all else")
-    core, others = {given[0]}, set(given[1:])
+    core, *others = given
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
+        family = ChildProcesses(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.callback(family.stop)
         command = [sys.executable, "-m", "scripts.mock_engine", "pair"]
-        engines = Process(command + ["--resumable"] * options.resumable, others)
-        stack.callback(engines.stop)
-        assert engines.child.stdout is not None
-        ports = engines.child.stdout.readline().split()
-        if len(ports) != 2:
-            raise BenchError("the mock engines do not start")
-        session = Session(int(ports[0]), int(ports[1]), [])
+        command += ["--resumable"] * options.resumable
+        engines = family.start("engines", command, "", cores=others)
+        while not engines.log_lines():
+            engines.check()
+            time.sleep(0.05)
+        prefiller, decoder = map(int, engines.log_lines()[0].split())
+        session = Session(prefiller, decoder, [])
         for name in (OURS, *([options.peer] if options.peer else ())):
             (port,) = free_ports(1)
-            router = Process(_command(name, options, port, session), core, logs / f"{name}.log")
-            stack.callback(router.stop)
-            router.wait_until_healthy(port)
-            asyncio.run(_wait_until_answering(port))
-            session.contestants.append(Contestant(name, port, router.child.pid))
+            router = family.start(name, _command(name, options, port, session), "", cores=[core])
+            asyncio.run(_wait_until_answering(router, port))
+            session.contestants.append(Contestant(name, port, router.process.pid))
         session.contestants += [] if options.saturate else [Contestant(DIRECT)]
         os.sched_setaffinity(0, others)
         stack.callback(os.sched_setaffinity, 0, given)
@@ -335,12 +336,13 @@ def _command(name: str, options: argparse.Namespace, port: int, session: Session
     return vllm_router_command(environment, port, *engines, options.peer_flag)
 
 
-async def _wait_until_answering(port: int) -> None:
+async def _wait_until_answering(router: ChildProcess, port: int) -> None:
     """A router may be healthy before it has found its engines."""
     latest, client = time.monotonic() + ANSWER_TIMEOUT_S, Client("127.0.0.1", port)
     while (await client.send(_same(KB)(0, 0), ANSWER_TIMEOUT_S)).status != 200:
+        router.check()
         if time.monotonic() > latest:
-            raise BenchError(f"the router on port {port} does not answer")
+            raise BenchError(f"{router.name} does not answer")
         await asyncio.sleep(0.2)
     client.close()
 
@@ -403,9 +405,7 @@ async def _measure_all(session: Session, options: argparse.Namespace) -> None:
         sys.stdout.flush()
         rows = [asdict(run) for run in runs]
         content.append({"case": name, "ratio": to_peer, "figures": found, "runs": rows})
-    if options.json is not None:
-        about = {"machine": describe("uvloop"), "options": plain_options(options)}
-        options.json.write_text(json.dumps(about | {"cases": content}, indent=2) + "\n")
+    write_report(options, machine=describe("uvloop"), cases=content)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -414,13 +414,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.saturate and shutil.which("wrk") is None:
             raise BenchError("--saturate needs wrk (apt-get install wrk)")
         report_progress(", ".join(f"{key} {value}" for key, value in describe("uvloop").items()))
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            opened(options, options.logs or Path(folder)) as session,
-        ):
+        with opened(options) as session:
             uvloop.run(_measure_all(session, options))
             return 0
-    except BenchError as error:
+    except (BenchError, ChildEndedError) as error:
         print(f"bench router: error: {error}", file=sys.stderr)
         return 1
 
@@ -440,5 +437,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--share", type=float, default=1.0, help="of the usual number of requests (1)")
     add("--saturate", action="store_true", help="with the routers' core full, asked by wrk")
     add("--json", type=Path, metavar="FILE", help="also write every run there")
-    add("--logs", type=Path, metavar="DIR", help="keep the routers' output there")
     return parser

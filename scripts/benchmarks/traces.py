@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
@@ -30,14 +29,6 @@ class Job:
     talk: Talk | None = None
     arrived: float = 0.0
     first_token: float = 0.0
-
-
-class Trace(Protocol):
-    def arrive(self) -> Job:
-        """Return the job of a new user."""
-
-    def follow(self, job: Job) -> tuple[float, Job] | None:
-        """Return the job that follows on an answer and the seconds until then, or None."""
 
 
 @dataclass(slots=True)
@@ -74,12 +65,15 @@ class Pauses:
 
 
 class _Shape:
+    """`arrive` of a shape returns the job of a new user."""
+
     def __init__(self, seed: int, engines: int) -> None:
         self.random = random.Random(seed)
         self.engines = engines
         self.numbers = count(1)
 
     def follow(self, job: Job) -> tuple[float, Job] | None:
+        """Return the job that follows on an answer and the seconds until then, or None."""
         return None
 
     def job(self, chunks: list[int], tokens: int, output: int) -> Job:

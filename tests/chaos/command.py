@@ -27,7 +27,7 @@ from pathlib import Path
 
 from router.commands.console import CommandParser
 from router.common.child_processes import ChildProcesses
-from scripts.benchmarks.common import BenchError, describe, plain_options
+from scripts.benchmarks.common import BenchError, describe, write_report
 from scripts.benchmarks.contestants import OURS, VLLM_ROUTER, install_vllm_router
 from tests.chaos.processes import EngineFleet, RouterCommand, mock_fleet
 from tests.chaos.questions import (
@@ -88,12 +88,9 @@ def _run(options: argparse.Namespace, todo: Todo) -> int:
             asyncio.run(_until_signal(_Session(family, command, options, todo, made)))
         finally:
             family.stop()
-    if options.json is not None:
-        places = {(scenario.name, str(mode)): n for n, (scenario, mode) in enumerate(todo)}
-        made.sort(key=lambda one: places[one.scenario, one.mode])
-        runs = [asdict(outcome) for outcome in made]
-        content = {"machine": machine, "options": plain_options(options), "runs": runs}
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    places = {(scenario.name, str(mode)): n for n, (scenario, mode) in enumerate(todo)}
+    made.sort(key=lambda one: places[one.scenario, one.mode])
+    write_report(options, machine=machine, runs=[asdict(outcome) for outcome in made])
     missed = [f"{outcome.scenario} {outcome.mode}" for outcome in made if outcome.missed]
     print(f"aims missed: {', '.join(missed)}" if missed else "every aim is met")
     return 1 if missed and options.check else 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from router.commands.bench.load import Client, drive
 from router.common.child_processes import ChildProcesses
-from scripts.benchmarks.common import BenchError, usage
+from scripts.benchmarks.common import BenchError, cpu_seconds
 from scripts.mock_engine import Fault
 from tests.chaos.processes import (
     Engine,
@@ -150,7 +150,7 @@ class Drill:
             routers[0].port, self.clients, questions, self.pause, spread, connects_anew
         )
         pid = routers[0].child.process.pid
-        started, cpu = time.monotonic(), usage(pid).cpu
+        started, cpu = time.monotonic(), cpu_seconds(pid)
         try:
             async with load.running():
                 await asyncio.sleep(spread + BEFORE_S)
@@ -159,7 +159,7 @@ class Drill:
                 asked_at = await self._harm(scenario, rng, load, routers)
                 mended = time.monotonic()
                 await asyncio.sleep(scenario.after)
-                share = (usage(pid).cpu - cpu) / (time.monotonic() - started)
+                share = (cpu_seconds(pid) - cpu) / (time.monotonic() - started)
         finally:
             self.fleet.thaw()
             for router in routers:

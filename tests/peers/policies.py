@@ -20,16 +20,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from queue import Queue
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
 import msgspec
 import zmq
 
+from router.commands.demo.engines import wait_until_ready
+from router.common.child_processes import ChildProcesses
 from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
-from scripts.benchmarks.common import BenchError, free_ports
-from scripts.benchmarks.contestants import Process
+from scripts.benchmarks.common import BenchError, free_ports, report_progress
 from scripts.benchmarks.field import WholePromptPolicy
 
 TIMEOUT_S = 20.0
@@ -183,9 +185,10 @@ class CacheAware(WholePromptPolicy):
         command = [*self._command, f"--port={self._port}", f"--prometheus-port={metrics}"]
         command += [f"--max-tree-size={TREE_SIZE}", "--eviction-interval-secs=1", "--worker-urls"]
         command += [f"http://127.0.0.1:{port}" for port in self._ports]
-        process = Process(command, os.sched_getaffinity(0), Path(os.devnull))
-        self._end.callback(process.stop)
-        process.wait_until_healthy(self._port)
+        family = ChildProcesses(Path(self._end.enter_context(TemporaryDirectory())))
+        self._end.callback(family.stop)
+        router = family.start("vllm-router", command, f"http://127.0.0.1:{self._port}")
+        wait_until_ready([router], "/health", [router], report_progress)
 
     def order(self, candidates: Sequence[Any], query: RoutingQuery) -> Sequence[Any]:
         if not self._ports:

@@ -21,9 +21,9 @@ from scripts.benchmarks.common import (
     BenchError,
     bench_parser,
     describe,
-    plain_options,
     positive,
     report_progress,
+    write_report,
 )
 from scripts.benchmarks.transfer.report import Report
 
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     from scripts.benchmarks.transfer import sections  # Late: NIXL's bindings import torch.
 
     machine = describe("nixl", "torch") | {"accelerator": _accelerator(options.device)}
-    about = {"machine": machine, "options": plain_options(options)}
-    report = Report(about, options.max_spread)
+    report = Report(options.max_spread)
     print("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     for name in options.only or SECTIONS:
         try:
@@ -56,8 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         except BenchError as error:
             report_progress(f"bench transfer: error: {name}: {error}")
             report.failed.append(name)
-        if options.json is not None:  # At once: the next section may never end.
-            options.json.write_text(report.to_json())
+        # At once: the next section may never end.
+        write_report(options, machine=machine, failed=report.failed, rows=report.plain_rows())
     return _conclude(report, options)
 
 

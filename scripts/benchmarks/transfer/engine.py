@@ -151,17 +151,15 @@ class BenchRequest:
 
 
 class Granted(NamedTuple):
-    """P has finished a prefill: its answer, and monotonic times."""
+    """P has finished a prefill: its answer, and a monotonic time."""
 
     params: dict[str, Any]
     last_token_at: float
-    answered_at: float
 
 
 class Loaded(NamedTuple):
     """D may compute its first token. Times are monotonic, the same in all processes."""
 
-    arrived_at: float
     ordered_at: float
     loaded_at: float
 
@@ -221,11 +219,10 @@ class BenchEngine:
         self.step()
         if answer.kv_transfer_params is None:
             raise BenchError("the prefill was not leased")
-        return Granted(answer.kv_transfer_params, last_token_at, time.monotonic())
+        return Granted(answer.kv_transfer_params, last_token_at)
 
     def load(self, request_id: str, params: dict[str, Any], block_ids: Sequence[int]) -> Loaded:
         """Take one request from its arrival to its KV."""
-        arrived_at = time.monotonic()
         request = BenchRequest(request_id, params, len(block_ids) * BLOCK_SIZE)
         scheduler = self.connector.scheduler
         scheduler.on_new_request(request)
@@ -241,7 +238,7 @@ class BenchEngine:
             raise BenchError(f"the load of {request_id} failed")
         scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
         self.step()
-        return Loaded(arrived_at, ordered_at, loaded_at)
+        return Loaded(ordered_at, loaded_at)
 
     def step(self) -> None:
         self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())

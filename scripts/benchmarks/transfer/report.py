@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -44,7 +43,6 @@ class Row:
 class Report:
     """Prints rows as they come. `failed` are sections that could not be measured completely."""
 
-    about: dict[str, Any]
     max_spread: float
     rows: list[Row] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -64,8 +62,9 @@ class Report:
     def noisy(self) -> list[Row]:
         return [row for row in self.rows if row.spread > self.max_spread]
 
-    def to_json(self) -> str:
-        rows = [
+    def plain_rows(self) -> list[dict[str, Any]]:
+        """Return the rows as JSON can hold them."""
+        return [
             {
                 **asdict(row),
                 "noisy": row in self.noisy,
@@ -74,5 +73,3 @@ class Report:
             }
             for row in self.rows
         ]
-        content = {**self.about, "max_spread": self.max_spread, "failed": self.failed, "rows": rows}
-        return json.dumps(content, indent=2) + "\n"
