@@ -342,6 +342,8 @@ class Engine(EngineLoad):
     """Tokens of prompt and answer together, by model, as far as the engine reports them."""
     lost_at: float = 0.0
     """Unix time when it last became unhealthy: KV that it held before may be lost."""
+    leg_lost_at: float = 0.0
+    """Unix time when a leg last failed in a way that may be a crash of the engine."""
     group: str = ""
     """KV moves only within a group, which the source or else the engine itself names."""
     compatibility: str = ""

@@ -5,13 +5,15 @@
 Some requests crash the engine process: a body that trips an assertion, or a prompt that exhausts
 the engine's memory. Retried on one engine after another, such a request would crash the whole
 fleet. So after two legs have failed in a way that may be a crash, the router probes both engines.
-If both are down, the request ends with an error whose header asks clients not to retry. A failed
-leg alone is not a crash: engines also return 5xx, restart, and lose connections.
+If both are down, `require_engines_alive` may end the request with an error whose header asks
+clients not to retry. A failed leg alone is not a crash: engines also return 5xx, restart, and lose
+connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from time import monotonic as now
 
@@ -32,10 +34,13 @@ from router.openai.errors import (
 )
 from router.proxy.legs import LegFailure
 from router.proxy.retry import RULES, Mark, Next, Situation, decide
-from router.proxy.run import Run
+from router.proxy.run import Run, Suspicion
 
-# Engines that may die during one request.
+# Engines that may die during one request that nothing else explains.
 MAX_DEATHS = 2
+# Seconds between the first and the last engine that one outage kills. Longer than the default
+# interval of the probes, which find dead engines without requests.
+OUTAGE_S = 1.5
 # Timeout of the probe, in seconds, the connection included.
 CRASH_PROBE_TIMEOUT_S = 1.0
 MAX_PROBE_ANSWER_BYTES = 64 * 1024
@@ -108,16 +113,37 @@ def record_hedged_failure(run: Run, failed: LegFailure) -> None:
 
 
 async def require_engines_alive(run: Run) -> None:
-    """Raise RepeatedCrashError if several engines have died while they worked on this request."""
+    """Raise RepeatedCrashError if the request probably crashes engines.
+
+    A request on which one engine dies is retried at once. Two dead engines mean that the request
+    kills them, unless something else explains their deaths: either of them had other requests, too,
+    or an engine that never had this one was lost at that time. A rack that fails and an operator
+    who stops several engines look like that, but so does a crashing request in company. So a
+    request with such an excuse gets one more engine, and at the next death the router refuses it:
+    a crashing request kills two engines if it is alone, and three in company.
+
+    Before the router decides, it waits for as long as an outage lasts. Then it knows the other
+    engines that were lost, and does not send the request to an engine that is about to die. The
+    wait has a random part, so that a crashing request and those that were on both engines with it
+    seldom meet on the third.
+    """
     if len(run.suspects) < MAX_DEATHS:
         return
-    checks = [_has_died(engine, at) for engine, at in run.suspects.items()]
-    num_died = sum(await asyncio.gather(*checks))
-    if num_died >= MAX_DEATHS:
-        raise RepeatedCrashError(
-            f"{num_died} engines died while they worked on this request, so the router does "
-            "not retry it. Sending it again may crash more engines"
-        )
+    checks = [_has_died(engine, one.at) for engine, one in run.suspects.items()]
+    results = await asyncio.gather(*checks)
+    died = [one for one, has_died in zip(run.suspects.values(), results, strict=True) if has_died]
+    if len(died) < MAX_DEATHS or len(died) <= run.excused_deaths:
+        return
+    if not run.excused_deaths:
+        await asyncio.sleep(OUTAGE_S * random.uniform(1, 2))
+        since = min(one.at for one in died) - OUTAGE_S
+        if any(one.has_company for one in died) or _were_others_lost(run, since):
+            run.excused_deaths = len(died)
+            return
+    raise RepeatedCrashError(
+        f"{len(died)} engines died while they worked on this request, so the router does "
+        "not retry it. Sending it again may crash more engines"
+    )
 
 
 def _remember(run: Run, engine: Engine, mark: Mark) -> None:
@@ -132,10 +158,15 @@ def _remember(run: Run, engine: Engine, mark: Mark) -> None:
 
 def note_possible_crash(run: Run, failed: LegFailure) -> None:
     """Remember the engine if the failure of its leg may be a crash."""
+    engine, moment = failed.engine, time.time()
     # An engine that reports a shutdown has not crashed.
     is_shutdown = isinstance(failed.error, EngineUnavailableError)
-    if failed.error.kind in CRASH_KINDS and not is_shutdown:
-        run.suspects.setdefault(failed.engine, time.time())
+    if failed.error.kind not in CRASH_KINDS or is_shutdown or engine in run.suspects:
+        return
+    # The other legs there have failed just now, or are about to fail.
+    has_company = engine.total_legs > 0 or moment - engine.leg_lost_at < OUTAGE_S
+    run.suspects[engine] = Suspicion(moment, has_company)
+    engine.leg_lost_at = moment
 
 
 def _blame(run: Run, failed: LegFailure, blames_engine: bool) -> None:
@@ -167,3 +198,11 @@ async def _has_died(engine: Engine, suspected_at: float) -> bool:
     except UpstreamError:
         return False  # busy, perhaps
     return told.status >= 500
+
+
+def _were_others_lost(run: Run, since: float) -> bool:
+    """Return True if engines were lost that never failed this request. `since` is a Unix time."""
+    return any(
+        engine.lost_at >= since and engine.intent is Intent.SERVING and engine not in run.suspects
+        for engine in run.gateway.fleet.engines
+    )

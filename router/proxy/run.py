@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic as now
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from router.proxy.admission import EngineSlot
     from router.proxy.gateway import Gateway
     from router.proxy.load_failure import LoadFailure
+
+
+class Suspicion(NamedTuple):
+    """A leg of the request has failed, maybe because its engine crashed."""
+
+    at: float
+    """Unix time of the failure."""
+    has_company: bool
+    """The engine worked on other requests, too."""
 
 
 class Run(Struct, eq=False):
@@ -62,8 +71,10 @@ class Run(Struct, eq=False):
     num_hedged_failures: int = 0
     # Decode engines that could not load KV, once for each failed load.
     cannot_load: list[Engine] = []
-    # Engines that may have crashed, and the Unix time of each failure.
-    suspects: dict[Engine, float] = {}
+    # Engines that may have crashed.
+    suspects: dict[Engine, Suspicion] = {}
+    # The dead engines for which there is another explanation than this request.
+    excused_deaths: int = 0
     failure: UpstreamError | EngineError | None = None
     # Legs open a new connection, because a kept one was closed by its engine.
     is_fresh: bool = False
