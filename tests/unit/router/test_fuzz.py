@@ -33,6 +33,15 @@ async def impatient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
         yield router
 
 
+@pytest.fixture
+async def patient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
+    """Waits for a request, however much the machine delays it, and soon closes a connection that it
+    has answered."""
+    async with running_router(settings_for(p=[p], d=[d], keep_alive_timeout=0.1)) as router:
+        await eventually(lambda: not router.gateway.fleet.unavailable_roles())
+        yield router
+
+
 class Answers:
     """Parses answers; statuses of those that came whole."""
 
@@ -70,11 +79,10 @@ async def test_no_request_is_hidden_in_another(
 
 
 @pytest.mark.parametrize("name", PLAIN)
-async def test_what_is_unusual_but_right_is_answered(impatient: Router, name: str) -> None:
-    statuses = await asyncio.to_thread(talk, impatient.port, [PLAIN[name]])
+async def test_what_is_unusual_but_right_is_answered(patient: Router, name: str) -> None:
+    statuses = await asyncio.to_thread(talk, patient.port, [PLAIN[name]])
     assert statuses
-    assert set(statuses) <= {200, 408}
-    assert statuses[0] == 200
+    assert set(statuses) == {200}
 
 
 def cut(data: bytes, places: list[int]) -> Iterator[bytes]:
@@ -166,7 +174,8 @@ async def test_no_bytes_of_a_client_break_the_router(
         asked = {(r.header("x-request-id") or "").rpartition(".")[0] for r in p.requests}
         assert len(asked) <= len(statuses) + 1
         assert not seen(p, d)
-        assert 200 in talk(port, [CLEAN])
+        # On a machine that stalls, a clean request may come too late as well.
+        assert any(200 in talk(port, [CLEAN]) for _ in range(5))
 
     await asyncio.to_thread(check)
     assert not p.failures
@@ -180,7 +189,7 @@ PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
 
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_no_spelling_of_params_by_a_client_is_read_by_an_engine(
-    impatient: Router, p: MockEngine, d: MockEngine, keeps: bool
+    patient: Router, p: MockEngine, d: MockEngine, keeps: bool
 ) -> None:
     p.usual, d.usual = prefilling(), decoding()
     if not keeps:
@@ -195,7 +204,7 @@ async def test_no_spelling_of_params_by_a_client_is_read_by_an_engine(
     )
     @settings(max_examples=200)
     def check(body: bytes, path: str) -> None:
-        assert talk(impatient.port, [post(body, path, CLOSE)]) in ([200], [400])
+        assert talk(patient.port, [post(body, path, CLOSE)]) in ([200], [400])
         assert not seen(p, d)
 
     await asyncio.to_thread(check)
