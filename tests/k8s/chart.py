@@ -18,7 +18,7 @@ CHART = ROOT / "charts/disagg-router"
 EXAMPLES = CHART / "examples"
 GOLDEN = Path(__file__).parent / "golden"
 HELMS = ("helm3", "helm4")
-SETS = ("default", "production", "engines", "demo")
+SETS = ("default", "production", "engines", "both-roles", "demo")
 """What is rendered: the chart as it is, and each of its examples."""
 
 Manifest = dict[str, Any]

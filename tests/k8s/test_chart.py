@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
 from router.fleet.engine import EngineRole
+from router.fleet.sources.kubernetes import read_pod
+from router.fleet.sources.pod_api import Pod
 from router.telemetry.metrics import Metrics
 from tests.k8s.chart import (
     CHART,
@@ -177,6 +181,7 @@ def test_names_that_look_like_numbers_stay_text() -> None:
             "replicas from",
         ),
         ("engines.decode.maxReplicas=4", "maxReplicas needs engines.enabled"),
+        ("engines.enabled=true,engines.both.maxReplicas=4", "replicas from"),
         ("engines.enabled=true,engines.ucxPorts.last=1", "ucxPorts.first"),
     ],
 )
@@ -207,6 +212,33 @@ def test_one_pool_is_scaled_by_what_the_router_measures() -> None:
     for version in kubernetes_versions():
         validate(scaler, version)
     assert metric["name"] in (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+
+
+def test_a_pool_of_both_roles_takes_the_place_of_the_others_and_scales_by_the_sum() -> None:
+    manifests = render("both-roles")
+    names = {one["metadata"]["name"] for one in manifests if one["kind"] == "Deployment"}
+    assert names == {"r-disagg-router", "r-disagg-router-both"}
+    [metric] = only(manifests, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchLabels"] == {"group": "blue"}
+    bare = render("both-roles", "--set", "engines.group=")
+    [metric] = only(bare, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert "selector" not in metric["external"]["metric"]
+
+
+def test_the_router_takes_the_pods_of_that_pool_for_engines_of_both_roles() -> None:
+    [template] = [
+        one["spec"]["template"]
+        for one in rendered("both-roles")
+        if one["metadata"]["name"] == "r-disagg-router-both" and one["kind"] == "Deployment"
+    ]
+    ready = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    pod = msgspec.convert({**template, "status": ready}, Pod)
+    engine = read_pod(pod, EngineRole.DECODE, "http").listed
+    assert engine is not None
+    assert engine.role is EngineRole.BOTH
+    arguments = template["spec"]["containers"][0]["args"]
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["target_itl_ms"] == 50
 
 
 def test_engines_alone_bring_nothing_of_the_router() -> None:

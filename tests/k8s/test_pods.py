@@ -22,6 +22,7 @@ from tests.k8s.chart import (
 )
 
 ENGINES = [(name, role) for name in ("engines", "demo") for role in ("prefill", "decode")]
+ENGINES.append(("both-roles", "both"))
 ENGINES_LABEL = "disagg-router.io/engines"
 PODS = [(name, pod) for name in SETS for pod, _ in pods(rendered(name))]
 
@@ -310,7 +311,8 @@ def test_more_secrets_can_be_had_as_files() -> None:
 @pytest.mark.parametrize(("name", "role"), ENGINES)
 def test_engines_are_found_by_the_router_beside_them(name: str, role: str) -> None:
     settings = settings_of(rendered(name))
-    wanted = dict(one.split("=") for one in settings[f"kubernetes-{role}-selector"].split(","))
+    selector = settings[f"kubernetes-{'decode' if role == 'both' else role}-selector"]
+    wanted = dict(one.split("=") for one in selector.split(","))
     found = [pod for pod, labels in _pod_labels(name) if wanted.items() <= labels.items()]
     assert found == [f"r-disagg-router-{role}"]
     [engine] = pod_of(name, found[0])["containers"]

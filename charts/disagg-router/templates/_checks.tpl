@@ -48,7 +48,7 @@ autoscaling.minReplicas is more than autoscaling.maxReplicas
 autoscaling.enabled needs autoscaling.targetCPU or autoscaling.metrics
 {{- end }}
 {{- end }}
-{{- range $role := list "prefill" "decode" }}
+{{- range $role := list "prefill" "decode" "both" }}
 {{- with index $.Values.engines $role }}
 {{- if and .maxReplicas (not $.Values.engines.enabled) }}
 engines.{{ $role }}.maxReplicas needs engines.enabled

@@ -1,3 +1,11 @@
+{{/* The engine pools of this release, as a JSON array: one of both roles, or one of each role. */}}
+{{- define "disagg-router.pools" -}}
+{{- with .Values.engines -}}
+{{- $pools := ternary (list "both") (list "prefill" "decode") (gt (int .both.replicas) 0) -}}
+{{- ternary $pools list .enabled | toJson -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The Deployment of one role's engines: (dict "root" $ "role" "prefill" "engine" .Values...) */}}
 {{- define "disagg-router.engine" -}}
 {{- $root := .root }}
@@ -26,7 +34,10 @@ spec:
     metadata:
       labels:
         {{- include "disagg-router.selector" $component | nindent 8 }}
-        llm-d.ai/role: {{ $role }}
+        llm-d.ai/role: {{ ternary "decode" $role (eq $role "both") }}
+        {{- if eq $role "both" }}
+        disagg-router.io/role: both
+        {{- end }}
         disagg-router.io/engines: {{ $root.Release.Name | quote }}
         {{- with .group }}
         disagg-router.io/group: {{ . | quote }}
@@ -161,11 +172,14 @@ spec:
 {{- if include "disagg-router.sideChannelSecret" $.root -}}
 {{- $_ := set $extra "side_channel_secret_file" "/etc/disagg/secret" -}}
 {{- end -}}
+{{- if and (eq .role "both") (not (hasKey $extra "target_itl_ms")) -}}
+{{- $_ := set $extra "target_itl_ms" 50 -}}
+{{- end -}}
 {{- $config := dict "kv_connector" .connector "kv_role" "kv_both" "kv_connector_extra_config" $extra -}}
 {{- if eq .runtime "vllm" -}}
 {{- $_ := set $config "kv_connector_module_path" "engine_ext.vllm" -}}
 {{- end -}}
-{{- if eq $.role "decode" -}}
+{{- if ne $.role "prefill" -}}
 {{- $_ := set $config "kv_load_failure_policy" "recompute" -}}
 {{- end -}}
 {{- toJson $config -}}
