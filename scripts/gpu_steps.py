@@ -41,7 +41,7 @@ MAX_SUMMARY = 300
 @dataclass(frozen=True)
 class Step:
     name: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     seconds: float
     """The deadline: the step is ended after it, and has failed."""
     may_doubt: bool = False
@@ -112,7 +112,9 @@ def steps(options: argparse.Namespace) -> list[Step]:
     if not options.without_vllm and has_vllm():
         found += _vllm(options)
     if not options.without_figures:
-        found.append(_figures(options))
+        bench = ["scripts/bench.py", "transfer", "--device", options.device, "--strict"]
+        bench += ["--json", str(options.out / "bench.json"), *options.bench.split()]
+        found.append(Step("figures: bench.py transfer", bench, 1200, may_doubt=True))
     return found
 
 
@@ -148,18 +150,6 @@ def _equality(options: argparse.Namespace, name: str, seconds: float, *more: str
     logs = options.out / "logs" / re.sub(r"[^a-zA-Z0-9]+", "-", name)
     arguments = (*EQUALITY, "--device", options.device, *more, "--logs", str(logs))
     return Step(f"tokens: {name}", arguments, seconds)
-
-
-def _figures(options: argparse.Namespace) -> Step:
-    bench: tuple[str, ...] = (
-        "scripts/bench.py",
-        "transfer",
-        "--device",
-        options.device,
-        "--strict",
-    )
-    bench += ("--json", str(options.out / "bench.json"), *options.bench.split())
-    return Step("figures: bench.py transfer", bench, 1200, may_doubt=True)
 
 
 def run(step: Step) -> Done:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 DASHBOARD = Path(__file__).parents[1] / "charts/disagg-router/files/dashboard.json"
 # What is chosen at the top.
+SOURCE = {"name": "datasource", "type": "datasource", "query": "prometheus"}
+CHOSEN = {"type": "prometheus", "uid": "${datasource}"}
 WHERE = 'job=~"$job"'
 MODEL = f'{WHERE}, model=~"$model", group=~"$group"'
 WIDE, HIGH, COLUMNS = 8, 7, 3
@@ -107,7 +109,7 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_source(), *_chosen()]},
+        "templating": {"list": [SOURCE, *_chosen()]},
         "panels": _panels(),
     }
 
@@ -134,23 +136,18 @@ def _panels() -> list[dict[str, Any]]:
 
 
 def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
-    source = {"type": "prometheus", "uid": "${datasource}"}
     return {
         "id": number,
         "type": "timeseries",
         "title": panel.title,
         "gridPos": at,
-        "datasource": source,
+        "datasource": CHOSEN,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(65 + place), "datasource": source, "expr": text, "legendFormat": name}
+            {"refId": chr(65 + place), "datasource": CHOSEN, "expr": text, "legendFormat": name}
             for place, (name, text) in enumerate(panel.lines.items())
         ],
     }
-
-
-def _source() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus"}
 
 
 def _chosen() -> list[dict[str, Any]]:
@@ -163,7 +160,7 @@ def _chosen() -> list[dict[str, Any]]:
         {
             "name": name,
             "type": "query",
-            "datasource": {"type": "prometheus", "uid": "${datasource}"},
+            "datasource": CHOSEN,
             "query": f"label_values({metric}, {name})",
             "refresh": 2,
             "includeAll": True,

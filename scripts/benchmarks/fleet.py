@@ -214,13 +214,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_rule, default=["all"], metavar="N", help="a decoder does a prompt alone that has "
         "fewer tokens which it is not expected to hold; all: none does; load: where it is sooner "
         "and keeps --target-itl (all)")  # fmt: skip
-    add(
-        "--target-itl",
-        type=_positive,
-        default=0.05,
-        metavar="S",
-        help="of --min-remote load (0.05)",
-    )
+    add("--target-itl", type=_positive, default=0.05, metavar="S",
+        help="of --min-remote load (0.05)")  # fmt: skip
     add("--load", nargs="+", type=_positive, default=[0.0], metavar="X",
         help="of shapes: of what the prefillers could do if nothing was cached (0.9); of traces: "
         "times as fast (1)")  # fmt: skip

@@ -171,10 +171,9 @@ def _compare(
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for name, values in found.items():
-        ratio = Sample(values).median / Sample(found["stock"]).median
-        low, high = min(values), max(values)
         median = Sample(values).median
-        print(f"  {name:10}{median:9.1f} us  ({low:.1f} to {high:.1f})  {ratio:.2f} of stock")
+        measured = f"{median:9.1f} us  ({min(values):.1f} to {max(values):.1f})"
+        print(f"  {name:10}{measured}  {median / Sample(found['stock']).median:.2f} of stock")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,6 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.common.access import OPEN, Access
 from engine_ext.common.config import ConnectorConfig, TransferMode
 from engine_ext.common.prefix_hashes import Keys
 from engine_ext.common.types import (
@@ -120,7 +119,6 @@ class EngineSpec:
     device: str = "cpu"
     mode: TransferMode = "pull"
     lease_seconds: float = 600.0
-    access: Access = OPEN
     checksums: bool = False
 
 
@@ -182,7 +180,6 @@ def make_connector(
         engine_id=spec.name,
         transfer_mode=spec.mode,
         lease_duration=spec.lease_seconds,
-        access=spec.access,
         checksums=spec.checksums,
     )
     geometry = CacheGeometry(BLOCK_SIZE, spec.shape.blocks)

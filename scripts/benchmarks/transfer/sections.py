@@ -14,7 +14,6 @@ from typing import Any
 
 from nixl._api import nixl_agent, nixl_agent_config
 
-from engine_ext.common.access import OPEN, Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig, TransferMode
 from engine_ext.common.types import (
     CacheGeometry,
@@ -49,7 +48,6 @@ STEP_PAUSE_S = 200e-6
 STEPS_PER_ROUND = 200
 SETTLE_S = 1.0
 TINY = Shape(2, 64, 4096)
-SECRET = Access(SharedSecret.of(b"what the two engines share"))
 RAW_AIM = Aim("of_raw", 0.9, at_least=True)
 HANDSHAKE_AIM = Aim("total_ms", 20.0)
 STEP_AIM = Aim("step_us", 50.0)
@@ -318,20 +316,18 @@ def handshake(report: Report, options: argparse.Namespace) -> None:
     """From the order to renew a lease at an unknown engine, until it can be read."""
     title = "handshake: from the order to renew a lease there, to a peer that can be read"
     for count in options.descriptors:
-        for access, words in ((OPEN, ""), (SECRET, ", shared secret")):
-            report_progress(f"handshake: {count} descriptors{words}")
-            # Blocks are small, so that a million fit; the cost does not depend on their size.
-            shape = Shape(options.layers, -(-count // options.layers), 4096)
-            spec_p, spec_d = both_sides(shape, options.device, access=access)
-            peer = PeerAddress(spec_p.name, "127.0.0.1", spec_p.port)
-            with Actor(BenchEngine, spec_p), Actor(Newcomer, spec_d) as newcomer:
-                spent = [newcomer.call(Newcomer.meet, peer) for _ in range(options.rounds)]
-            columns = {name: Sample([one[name] for one in spent]) for name in spent[0]}
-            figures = {name: sample.median for name, sample in columns.items()}
-            aim = HANDSHAKE_AIM if count >= 1_000_000 else None
-            spread = columns["total_ms"].spread
-            case = f"{count} descriptors{words}"
-            report.add(Row(title, case, figures, options.rounds, spread, aim))
+        report_progress(f"handshake: {count} descriptors")
+        # Blocks are small, so that a million fit; the cost does not depend on their size.
+        shape = Shape(options.layers, -(-count // options.layers), 4096)
+        spec_p, spec_d = both_sides(shape, options.device)
+        peer = PeerAddress(spec_p.name, "127.0.0.1", spec_p.port)
+        with Actor(BenchEngine, spec_p), Actor(Newcomer, spec_d) as newcomer:
+            spent = [newcomer.call(Newcomer.meet, peer) for _ in range(options.rounds)]
+        columns = {name: Sample([one[name] for one in spent]) for name in spent[0]}
+        figures = {name: sample.median for name, sample in columns.items()}
+        aim = HANDSHAKE_AIM if count >= 1_000_000 else None
+        spread = columns["total_ms"].spread
+        report.add(Row(title, f"{count} descriptors", figures, options.rounds, spread, aim))
 
 
 def handover(report: Report, options: argparse.Namespace) -> None:
