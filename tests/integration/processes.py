@@ -23,7 +23,8 @@ T = TypeVar("T")
 START_SECONDS = 120
 # A killed vLLM server with two ranks has taken more than ten seconds until the kernel freed it.
 KILL_TIMEOUT_S = 60
-BOTH_WAYS = {"bidirectional_kv_xfer": True}
+BOTH_WAYS = {"bidirectional_kv_xfer": True, "prefill_load_timeout": 5.0, "loan_timeout": 5.0}
+"""With the default limits of a second, a machine that stands still for a moment costs reuse."""
 REFERENCE = "engine_ext.reference.cli"
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 

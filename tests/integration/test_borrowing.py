@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -25,7 +23,14 @@ from engine_ext.wire.notifications import (
 from engine_ext.worker.agent import NixlAgent
 from tests.integration.legs import decode, prefill, prefill_body
 from tests.integration.oracle import Answer, complete, differences, tokens_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    Launcher,
+    Server,
+    metric,
+    post_and_leave,
+    wait_for,
+)
 from tests.integration.stranger import handshake
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -35,8 +40,6 @@ REQUESTED = "disagg_engine_kv_loans_requested_total"
 RECEIVED = "disagg_engine_kv_loans_received_total"
 GIVEN = "disagg_engine_kv_loans_given_total"
 SHARED = 640
-PATIENT = {**BOTH_WAYS, "loan_timeout": 5.0}
-"""A first handshake may take longer than the default on a machine that is busy."""
 
 
 def named(holder: Server, num_tokens: int = SHARED) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def as_holder(rank: dict[str, Any], num_tokens: int = SHARED) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def asker(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("asker", extra=PATIENT) as server:
+    with launcher.engine("asker", extra=BOTH_WAYS) as server:
         yield server
 
 
@@ -115,7 +118,7 @@ def test_what_the_holder_has_evicted_is_computed_and_the_next_holder_is_asked(
         assert borrowed == 0
         assert differences([complete(alone, first)], [answer]) == []
         small_first = (named(small), named(decoder))
-        with launcher.engine("fresh", extra=PATIENT) as fresh:
+        with launcher.engine("fresh", extra=BOTH_WAYS) as fresh:
             answer, borrowed = prefill_and_decode(fresh, decoder, second, *small_first)
         assert borrowed == SHARED
         assert differences([complete(alone, second)], [answer]) == []
@@ -127,7 +130,7 @@ def test_requests_and_engines_with_one_prefix_share_what_is_lent(
     """Four requests at each of two engines: each engine reads it once."""
     system, holder = warm(decoder, 40), named(decoder)
     prompts = [[*system, *tokens_of(50, 43 + number)] for number in range(8)]
-    with launcher.engine("other", extra=PATIENT) as other, ThreadPoolExecutor(8) as pool:
+    with launcher.engine("other", extra=BOTH_WAYS) as other, ThreadPoolExecutor(8) as pool:
         before = [metric(one, FETCHED) for one in (asker, other)]
         legs = [
             pool.submit(prefill_and_decode, one, decoder, prompt, holder)
@@ -145,7 +148,7 @@ def test_requests_and_engines_with_one_prefix_share_what_is_lent(
 def test_a_frozen_holder_costs_little_and_its_late_loan_is_given_back(
     prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    """With the default time limit, between engines that know each other."""
+    """Between engines that know each other."""
     system, holder = warm(decoder, 50), named(decoder)
     wait_for(
         lambda: prefill(prefiller, [*system, *tokens_of(50, 60)], {"holders": [holder]}).get(
@@ -163,7 +166,7 @@ def test_a_frozen_holder_costs_little_and_its_late_loan_is_given_back(
         params = prefill(prefiller, prompt, {"holders": [holder]})
         waited = time.monotonic() - begun - computes
     assert params["borrowed_tokens"] == 0, "it has not refused"
-    assert waited < 3.0, "and one second on an idle machine"
+    assert waited < BOTH_WAYS["loan_timeout"] + 10, "a frozen holder never answers"
     assert differences([complete(alone, prompt)], [decode(decoder, prompt, params).answer]) == []
     wait_for(lambda: metric(decoder, DELAYED) == 0, "the blocks come back", 5)
 
@@ -189,11 +192,11 @@ def test_a_client_that_leaves_while_its_request_waits_gives_the_loan_back(
     system, holder = warm(decoder, 80), named(decoder)
     assert prefill(asker, [*system, *tokens_of(50, 82)], {"holders": [holder]})
     prompt = [*warm(decoder, 83), *tokens_of(50, 85)]
-    given = metric(decoder, GIVEN)
-    with decoder.frozen(), suppress(httpx.ReadTimeout):
-        body = prefill_body(prompt, {"holders": [holder]})
-        httpx.post(f"{asker.url}/v1/completions", json=body, timeout=0.5)
-    wait_for(lambda: metric(decoder, GIVEN) > given, "the holder lends when it thaws", 5)
+    requested, given = metric(asker, REQUESTED), metric(decoder, GIVEN)
+    body = prefill_body(prompt, {"holders": [holder]})
+    with decoder.frozen(), post_and_leave(asker, body):
+        wait_for(lambda: metric(asker, REQUESTED) > requested, "the holder is asked")
+    wait_for(lambda: metric(decoder, GIVEN) > given, "the holder lends when it thaws")
     wait_for(lambda: metric(decoder, DELAYED) == 0, "the blocks come back", 5)
     assert metric(asker, "disagg_engine_requests_waiting") == 0
 
@@ -203,7 +206,7 @@ def test_an_asker_without_free_blocks_gives_the_loan_back(
 ) -> None:
     prompt = [*warm(decoder, 90), *tokens_of(50, 93)]
     with (
-        launcher.engine("full", "--num-blocks", "40", extra=PATIENT) as full,
+        launcher.engine("full", "--num-blocks", "40", extra=BOTH_WAYS) as full,
         ThreadPoolExecutor(2) as pool,
     ):
         long = pool.submit(decode, full, tokens_of(700, 94), {}, 480)

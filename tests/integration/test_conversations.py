@@ -330,6 +330,7 @@ def holding_back(decoder: Server) -> Iterator[tuple[Server, Event]]:
     try:
         yield replace(decoder, port=listener.getsockname()[1]), held
     finally:
+        listener.shutdown(socket.SHUT_RDWR)  # ends an accept() that waits; close() does not
         listener.close()
 
 

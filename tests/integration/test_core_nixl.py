@@ -24,7 +24,7 @@ LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE = 4, 64, 4096, 16
 TOKENS = 100
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "condition not reached"
@@ -102,7 +102,7 @@ class Memory:
 @pytest.fixture
 def pair(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
     first, second = free_ports(2)
-    prefiller, decoder = Memory("p", first, lease=2), Memory("d", second, lease=2)
+    prefiller, decoder = Memory("p", first, lease=4), Memory("d", second, lease=4)
     yield prefiller, decoder
     decoder.connector.shutdown()
     prefiller.connector.shutdown()
@@ -150,10 +150,10 @@ def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
 
 def test_a_lease_nobody_reads_runs_out(pair: tuple[Memory, Memory]) -> None:
     prefiller, _ = pair
-    prefiller.prefill("p-1", DESCENDING)
     started = time.monotonic()
+    prefiller.prefill("p-1", DESCENDING)
     assert prefiller.results() == TransferResults(finished_sending=frozenset(["p-1"]))
-    assert 1.9 <= time.monotonic() - started < 8
+    assert time.monotonic() - started >= prefiller.lease
     assert prefiller.connector.worker.stats().leases_expired == 1
 
 

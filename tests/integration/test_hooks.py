@@ -17,7 +17,7 @@ from engine_ext.reference.model_config import ModelConfig
 from tests.conftest import find_free_ports
 from tests.unit.reference.core.harness import Driver, greedy, make_core, prompt, request
 
-LEASE = 0.5
+LEASE = 3.0
 PATIENCE = 15.0
 PROMPT = prompt(100)
 Moment = Literal["before", "after"]

@@ -113,10 +113,9 @@ def test_borrowed_rows_give_the_answer_of_one_engine_alone(
 ) -> None:
     system = tokens_of(640, 50)
     prompt = [*system, *tokens_of(50, 51)]
-    patient = {**BOTH_WAYS, "loan_timeout": 5.0}
     with (
         launcher.engine("latent-holder", extra=BOTH_WAYS, model=latent) as holder,
-        launcher.engine("latent-borrower", extra=patient, model=latent) as borrower,
+        launcher.engine("latent-borrower", extra=BOTH_WAYS, model=latent) as borrower,
     ):
         complete(holder, [*system, *tokens_of(20, 52)], 1)
         turn = decode(borrower, prompt, holders(holder, len(system)))

@@ -179,7 +179,7 @@ def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
         wait_for(lambda: released(prefiller), "the lease ends")
         freed = time.monotonic()
         assert freed - granted_after >= lease
-        assert freed - answered < 2 * lease
+        assert freed - answered < 3 * lease
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 1
 
 

@@ -19,7 +19,15 @@ from tests.integration.legs import (
     take_turn,
 )
 from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, pause, post_and_leave, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    Launcher,
+    Server,
+    metric,
+    pause,
+    post_and_leave,
+    wait_for,
+)
 
 PUSH = "DisaggPushConnector"
 PUSHED = "disagg_engine_kv_pushes_ok_total"
@@ -294,12 +302,11 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
 
 
 def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Server) -> None:
-    extra = {"bidirectional_kv_xfer": True}
     with (
         launcher.engine(
-            "prefill", "--no-enable-prefix-caching", connector=PUSH, extra=extra
+            "prefill", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
         ) as prefiller,
-        launcher.engine("decode", connector=PUSH, extra=extra) as decoder,
+        launcher.engine("decode", connector=PUSH, extra=BOTH_WAYS) as decoder,
     ):
         prompt, turn = tokens_of(500, 270), Turn(complete(alone, "x", 1), None)
         for number in range(3):
@@ -346,10 +353,13 @@ def test_routed_pushes_are_those_of_one_engine_alone(
 
 
 def test_routed_turns_are_pulled_by_p_and_pushed_to_d(launcher: Launcher, alone: Server) -> None:
-    extra = {"bidirectional_kv_xfer": True}
     with (
-        launcher.engine("turn-p", "--no-enable-prefix-caching", connector=PUSH, extra=extra) as p,
-        launcher.engine("turn-d", "--no-enable-prefix-caching", connector=PUSH, extra=extra) as d,
+        launcher.engine(
+            "turn-p", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
+        ) as p,
+        launcher.engine(
+            "turn-d", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
+        ) as d,
         launcher.router([p], [d], "--decode-first-turns", "0") as router,
     ):
         wait_for(lambda: served(router, "push", at_least=1), "the router knows that they push")

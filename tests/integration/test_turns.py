@@ -122,7 +122,7 @@ def test_a_frozen_decoder_costs_the_next_turn_only_seconds(
         with decoder.frozen():
             started = time.monotonic()
             params = prefill(prefiller, longer, turn.params)
-            assert time.monotonic() - started < 15
+            assert time.monotonic() - started < 30, "a frozen engine never answers"
             assert metric(prefiller, "disagg_engine_kv_pulls_failed_total") == 1
         again = decode(decoder, longer, params)
         assert differences([complete(alone, longer)], [again.answer]) == []
