@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
+from router.http_client.answer_limits import Deadlines
 from router.http_client.errors import (
     ConnectError,
     ConnectRefusedError,
@@ -54,8 +55,6 @@ SOCKET_OPTIONS = tuple(
 )
 # Failures of a handshake once the connection stands: the peer speaks no TLS or hangs up.
 HANDSHAKE_ERRORS = (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)
-# A loop's timer may fire this much early; the deadline must be over when it has fired.
-TIMER_SLACK_S = 0.001
 P = TypeVar("P", bound=asyncio.Protocol)
 
 
@@ -68,7 +67,8 @@ class EngineTls(NamedTuple):
 
 class ConnectAttempt:
     """One attempt to connect. `deadline` is the request's, a time of `now`. Connecting, with the
-    handshake if `tls` is given, may take `timeout_s` seconds.
+    handshake if `tls` is given, may take `timeout_s` seconds. `deadlines` watches both limits, so
+    that an engine is not blamed for a time in which the router stood still.
 
     Only failures caused by the engine are a ConnectError. The router's own limits are a LocalError,
     and so is a host name that cannot be resolved in time. If the request's own deadline is over
@@ -76,7 +76,13 @@ class ConnectAttempt:
     """
 
     def __init__(
-        self, host: str, port: int, deadline: float, timeout_s: float, tls: EngineTls | None = None
+        self,
+        host: str,
+        port: int,
+        deadline: float,
+        timeout_s: float,
+        deadlines: Deadlines,
+        tls: EngineTls | None = None,
     ) -> None:
         self._host = host
         self._port = port
@@ -85,7 +91,9 @@ class ConnectAttempt:
             self._tls_options = {"ssl": tls.context, "server_hostname": tls.name or host}
         latest = now() + timeout_s
         self._is_deadline_first = deadline <= latest
-        self._limit = asyncio.timeout_at(min(deadline, latest) + TIMER_SLACK_S)
+        self.deadline = min(deadline, latest)
+        self._deadlines = deadlines
+        self._limit = asyncio.timeout(None)
         self._is_resolved = False
         self._failure: UpstreamError | None = None
 
@@ -93,11 +101,16 @@ class ConnectAttempt:
         """End the attempt at once, or the connection it has just made. `run` then raises
         ConnectError with the text of `error`, since nothing was sent."""
         self._failure = ConnectError(self._describe(error))
+        self.expire()
+
+    def expire(self) -> None:
+        """End the attempt because its time is over."""
         if not self._limit.expired():
             self._limit.reschedule(0.0)
 
     async def run(self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P]) -> P:
         """Return the connected protocol. Raises ConnectError, LocalError, SilenceError."""
+        self._deadlines.watch(self)
         try:
             async with self._limit:
                 hosts = await self._resolve(loop)
@@ -105,6 +118,8 @@ class ConnectAttempt:
                 transport, protocol = await self._connect_to_any(loop, factory, hosts)
         except (OSError, UnicodeError) as error:
             raise self._classify(error) from error
+        finally:
+            self._deadlines.drop(self)
         if self._failure is not None:
             transport.abort()
             raise self._failure

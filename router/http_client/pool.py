@@ -186,7 +186,7 @@ class EnginePool:
         loop, limits = asyncio.get_running_loop(), self._limits
         self.deadlines.start(loop)
         attempt = ConnectAttempt(
-            self._host, self._port, deadline, limits.connect_timeout_s, self._tls
+            self._host, self._port, deadline, limits.connect_timeout_s, self.deadlines, self._tls
         )
         self._attempts.add(attempt)
         try:

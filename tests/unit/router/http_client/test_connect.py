@@ -8,12 +8,14 @@ import errno
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from time import monotonic as now
 from typing import Any, cast
 
 import pytest
 
+from router.http_client.answer_limits import TICK_S, Deadlines
 from router.http_client.connecting import (
     LOCAL_ERRNOS,
     RECEIVE_BUFFER_BYTES,
@@ -79,8 +81,14 @@ class Loop:
         raise self._failures.pop(0)
 
 
+def running_deadlines() -> Deadlines:
+    deadlines = Deadlines()
+    deadlines.start(asyncio.get_running_loop())
+    return deadlines
+
+
 async def failure_of(loop: Loop, deadline: float = LONG, timeout_s: float = LONG) -> UpstreamError:
-    attempt = ConnectAttempt("engine", 1, now() + deadline, timeout_s)
+    attempt = ConnectAttempt("engine", 1, now() + deadline, timeout_s, running_deadlines())
     with pytest.raises(UpstreamError) as caught:
         await attempt.run(cast(asyncio.AbstractEventLoop, loop), asyncio.Protocol)
     return caught.value
@@ -203,7 +211,7 @@ async def test_an_engine_that_dies_as_its_connect_succeeds_is_left_at_once(
             return made
 
     transports: list[asyncio.Transport] = []
-    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG)
+    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG, running_deadlines())
     with pytest.raises(ConnectError, match="gone"):
         await attempt.run(cast(asyncio.AbstractEventLoop, Dying()), asyncio.Protocol)
     assert transports[0].is_closing()
@@ -211,13 +219,30 @@ async def test_an_engine_that_dies_as_its_connect_succeeds_is_left_at_once(
 
 async def test_an_engine_that_dies_after_the_time_is_over_changes_nothing(deaf_port: int) -> None:
     loop = asyncio.get_running_loop()
-    attempt = ConnectAttempt("127.0.0.1", deaf_port, soon(), 0.0)
+    attempt = ConnectAttempt("127.0.0.1", deaf_port, soon(), 0.0, running_deadlines())
     running = asyncio.create_task(attempt.run(loop, asyncio.Protocol))
     while not attempt._limit.expired():  # noqa: ASYNC110 # its task has yet to hear of it
         await asyncio.sleep(0)
     attempt.fail(EngineLostError("gone"))
     with pytest.raises(ConnectError):
         await running
+
+
+async def test_an_engine_is_not_blamed_for_a_time_in_which_the_router_stood_still(
+    engine: MockEngine,
+) -> None:
+    class Stalling:
+        getaddrinfo = asyncio.get_running_loop().getaddrinfo
+
+        async def create_connection(self, *where: Any) -> Any:
+            time.sleep(3 * TICK_S)  # noqa: ASYNC251 # nothing of this process runs meanwhile
+            made.append(await asyncio.get_running_loop().create_connection(*where))
+            return made[0]
+
+    made: list[tuple[asyncio.Transport, asyncio.Protocol]] = []
+    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), 2 * TICK_S, running_deadlines())
+    await attempt.run(cast(asyncio.AbstractEventLoop, Stalling()), asyncio.Protocol)
+    made[0][0].abort()
 
 
 async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None:
@@ -227,7 +252,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             made.append(cast(asyncio.Transport, transport))
 
-    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG)
+    attempt = ConnectAttempt("127.0.0.1", engine.port, soon(), LONG, running_deadlines())
     await attempt.run(asyncio.get_running_loop(), Connected)
     sock = made[0].get_extra_info("socket")
     tcp = [
@@ -250,7 +275,7 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
 
 async def test_resolver_errors_are_unresolved_errors() -> None:
     """Without a descriptor left it may say EINVAL."""
-    attempt = ConnectAttempt("localhost", 1, now() + 5, 5)
+    attempt = ConnectAttempt("localhost", 1, now() + 5, 5, Deadlines())
     assert type(attempt._classify(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
     attempt._is_resolved = True
     assert type(attempt._classify(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError
