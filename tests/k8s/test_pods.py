@@ -338,7 +338,7 @@ def test_engines_say_where_they_are_and_how_kv_moves(
         config = ConnectorConfig.from_kv_transfer_config(raw)
     assert not caplog.messages
     assert config.bidirectional
-    assert config.load_failure_policy == ("recompute" if role == "decode" else "fail")
+    assert config.load_failure_policy == ("fail" if role == "prefill" else "recompute")
 
 
 def test_an_engine_has_a_gpu_for_each_rank_and_a_network_device() -> None:
