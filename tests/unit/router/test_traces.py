@@ -265,7 +265,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     assert time.monotonic() - began < 5
     began = time.monotonic()
     await router.gateway.close()
-    assert time.monotonic() - began < 2 * tracing.FLUSH_TIMEOUT_S + 1
+    assert time.monotonic() - began < 2 * tracing.FLUSH_TIMEOUT_S + 5  # it would hang for 20
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_what_waits_for_the_thread_is_bounded_and_what_is_dropped_is_counted() -
     assert tracer.dropped >= 2 * tracing.MAX_WAITING_BATCHES - 1
     began = time.monotonic()
     tracer.close(0.2)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5  # the sink is stuck for 10
     sink.held.set()
 
 

@@ -120,7 +120,7 @@ async def test_a_signal_to_the_family_lets_running_streams_end(
 
 async def _until_refused(url: str) -> None:
     address = httpx.URL(url)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             try:
                 _, writer = await asyncio.open_connection(address.host, address.port)

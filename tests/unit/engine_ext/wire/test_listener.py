@@ -251,10 +251,10 @@ def test_who_does_not_read_answers_is_not_read_from(listen: Listen) -> None:
 def test_who_does_not_read_answers_is_shown_out(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(listener_module, "REQUEST_SECONDS", 0.5)
     server = listen()
-    with connected(server, GREETING + READY + question(LARGE_RANK)):
-        until(lambda: server.num_connections == 1)
+    with connected(server, GREETING + READY + question(LARGE_RANK)) as stranger:
+        exactly(stranger, 1)
         until(lambda: server.num_connections == 0)
         assert server.num_bytes_kept == 0
 

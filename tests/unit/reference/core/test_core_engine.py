@@ -231,8 +231,11 @@ async def test_asking_again_is_soon_and_cheap(start: Start) -> None:
     task = asyncio.create_task(answer(engine, request("later", prompt(10), greedy(1))))
     await until(lambda: engine.stats().num_waiting == 1)
     before, asked = engine_cpu_seconds(), len(connector.calls)
-    done, _ = await asyncio.wait([task], timeout=0.5)
-    assert not done
+    for _ in range(5):  # the machine may have stood still meanwhile
+        done, _ = await asyncio.wait([task], timeout=0.5)
+        assert not done
+        if len(connector.calls) > asked:
+            break
     assert len(connector.calls) > asked
     assert engine_cpu_seconds() - before < 0.1
     connector.scheduler.external["later"] = 0

@@ -165,7 +165,7 @@ async def test_a_cluster_does_it_too() -> None:
 
 def options(server: RedisServer) -> dict[str, Any]:
     url = server.url.replace("://", f"://:{PASSWORD.replace(' ', '%20')}@")
-    return {"key_limits_store": url, "conversation_store_timeout": 0.5}
+    return {"key_limits_store": url, "conversation_store_timeout": 5}
 
 
 async def test_two_routers_grant_a_key_its_limit_once(
@@ -204,13 +204,14 @@ async def test_without_redis_each_router_counts_alone_and_no_request_fails(
 ) -> None:
     path = keys(entry("one", KEY, requests_per_minute=3))
     with running_redis() as own:
-        router = await start_router(api_keys_file=path, **options(own))
+        given = options(own) | {"conversation_store_timeout": 2}
+        router = await start_router(api_keys_file=path, **given)
         assert (await ask(router)).status_code == 200
         own.freeze()
         assert (await ask(router)).status_code == 200  # after the store's timeout
         started = asyncio.get_running_loop().time()
         assert (await ask(router)).status_code == 200
-        assert asyncio.get_running_loop().time() - started < 0.4  # and it is not waited for again
+        assert asyncio.get_running_loop().time() - started < 1.5  # and it is not waited for again
         assert (await ask(router)).status_code == 429
         own.thaw()
     assert router.metric("key_limit_errors_total", operation="take", result="failed") == 1
