@@ -43,22 +43,19 @@ class LoadFailures:
 
     def note(self, request_id: str, address: PeerAddress, problem: LoadProblem) -> None:
         """Record that the KV of this request was not loaded from that engine."""
-        keep_latest(self.by_request, request_id, _on_wire(address, problem), MAX_FAILURES)
+        failure = {
+            "remote_engine_id": address.engine_id,
+            "remote_host": address.host,
+            "remote_port": address.port,
+            "scope": PAIR if problem.is_of_pair else REQUEST,
+            "reason": problem.reason[:MAX_REASON],
+        }
+        keep_latest(self.by_request, request_id, failure, MAX_FAILURES)
 
     def take(self, request_id: str) -> dict[str, Any] | None:
         """Return the failure in its wire form and forget it. None if the load has not failed, or
         the request ended first."""
         return self.by_request.pop(request_id, None)
-
-
-def _on_wire(address: PeerAddress, problem: LoadProblem) -> dict[str, Any]:
-    return {
-        "remote_engine_id": address.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "scope": PAIR if problem.is_of_pair else REQUEST,
-        "reason": problem.reason[:MAX_REASON],
-    }
 
 
 def comment(failure: Mapping[str, Any]) -> str:

@@ -205,7 +205,7 @@ class StepFit:
         if self._num_comparable >= MIN_STEPS and decodes >= MIN_STEPS:
             present += (MIXING, MIXED_CONTEXT)
             found = _non_negative_solution(matrix, moment, present)
-            error = _standard_error(matrix, moment, total, found, MIXING)
+            error = _mixing_error(matrix, moment, total, found)
             if 0.0 < error <= MAX_ERROR * found[BASE]:
                 self._draft = draft = _costs_of(found, is_mixing_known=True)
         if is_known and draft.base_ms > 0.0 and draft.token_us > 0.0:
@@ -259,19 +259,15 @@ def _non_negative_solution(
     return [max(0.0, factor) for factor in found]
 
 
-def _standard_error(
-    matrix: list[list[float]],
-    moment: list[float],
-    total: float,
-    found: Sequence[float],
-    term: int,
+def _mixing_error(
+    matrix: list[list[float]], moment: list[float], total: float, found: Sequence[float]
 ) -> float:
-    """Return the standard error of a factor. `total` is the sum of the targets' squares, which are
-    about 1: so it is also the number of steps."""
+    """Return the standard error of MIXING's factor. `total` is the sum of the targets' squares,
+    which are about 1: so it is also the number of steps."""
     squares = total - sum(map(math.prod, zip(moment, found, strict=True)))
-    subset = sorted({term, *(other for other in TERMS if found[other])})
-    inverse = _solve(matrix, [float(other == term) for other in TERMS], subset)
-    return math.sqrt(max(0.0, squares / total * inverse[term]))
+    subset = sorted({MIXING, *(term for term in TERMS if found[term])})
+    inverse = _solve(matrix, [float(term == MIXING) for term in TERMS], subset)
+    return math.sqrt(max(0.0, squares / total * inverse[MIXING]))
 
 
 def _solve(matrix: list[list[float]], moment: list[float], subset: Sequence[int]) -> list[float]:

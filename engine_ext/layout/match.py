@@ -236,7 +236,8 @@ class _Matcher:
         self._count(ours, ours.block_len)
 
     def _add_pieces(self, span: Span) -> None:
-        here, there = self._our_box(span), self._their_box(span)
+        here = self._box(self._geometry, span.ours, span.our_layers, self._us)
+        there = self._box(self._remote, span.theirs, span.their_layers, self._them)
         name = f"bytes per head and token of {span.ours.name}"
         _require(name, here(0).shape.extents["C"], there(0).shape.extents["C"])
         joint = joint_axes(here(0), there(0))
@@ -254,33 +255,23 @@ class _Matcher:
         for group in self._ours.groups_of(region):
             self._unit_bytes[group] += unit_bytes
 
-    def _our_box(self, span: Span) -> Callable[[int], Box]:
-        return self._box(
-            self._geometry.kv_cache_layout,
-            self._geometry.block_size,
-            span.ours,
-            span.our_layers,
-            self._us,
-        )
-
-    def _their_box(self, span: Span) -> Callable[[int], Box]:
-        return self._box(
-            self._remote.kv_cache_layout,
-            self._remote.block_size,
-            span.theirs,
-            span.their_layers,
-            self._them,
-        )
-
     def _box(
-        self, layout: str, block_size: int, region: Region, layers: range, rank: TensorRank
+        self,
+        engine: CacheGeometry | AgentMetadata,
+        region: Region,
+        layers: range,
+        rank: TensorRank,
     ) -> Callable[[int], Box]:
         """Return a function from a unit's place in the block to the box of its common heads."""
         held = self._heads(rank)
         common = self._common_heads()
         heads = range(common.start - held.start, common.stop - held.start)
         shape = BlockShape.of(
-            layout, region.block_len, layers=len(region.layers), heads=len(held), tokens=block_size
+            engine.kv_cache_layout,
+            region.block_len,
+            layers=len(region.layers),
+            heads=len(held),
+            tokens=engine.block_size,
         )
 
         def box(place: int) -> Box:

@@ -112,7 +112,9 @@ class Writes:
         )
 
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]:
-        for writing in self._late(now):
+        for writing in [*self._writing.values()]:
+            if writing.is_void or not writing.is_late(now):
+                continue
             assert writing.in_flight is not None
             yield QuarantineSeen(
                 writing.held.offer.request_id,
@@ -120,9 +122,6 @@ class Writes:
                 num_blocks_in(writing.held.offer.block_ids),
                 now - writing.in_flight.deadline,
             )
-
-    def _late(self, now: float) -> list[ActiveWrite]:
-        return [one for one in self._writing.values() if one.is_late(now) and not one.is_void]
 
     def uses(self, peer: PeerHandle) -> bool:
         return any(writing.peer is peer for writing in self._writing.values())

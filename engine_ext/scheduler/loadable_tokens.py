@@ -115,13 +115,11 @@ class LoadableTokens:
         end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)
         return all(
-            (end - len(ids)) * block_size <= self._block_start(first_seen(window, num_tokens))
+            (end - len(ids)) * block_size
+            <= first_seen(window, num_tokens) // self._block_size * self._block_size
             for ids, window in zip(kept, self._windows, strict=False)
             if window is not None and window != STATE
         )
-
-    def _block_start(self, token: int) -> int:
-        return token - token % self._block_size
 
     def _has_state_at(self, source: RemoteSource, num_tokens: int) -> bool:
         """Return True if the remote's state can be used for so many tokens. A state includes all

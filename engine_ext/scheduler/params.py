@@ -129,7 +129,7 @@ def _allowed(params: TransferParams, peers: Networks) -> TransferParams:
 
 def _prefill(raw: dict[Any, Any]) -> TransferParams:
     """Parse a prefill leg. If the params of the last turn are malformed, only its reuse is lost."""
-    transfer_id = _optional_identifier(raw, "transfer_id")
+    transfer_id = _transfer_id(raw)
     if not raw.get("remote_block_ids"):
         return TransferParams(TransferRole.PREFILL, transfer_id=transfer_id)
     try:
@@ -193,7 +193,7 @@ def _target(raw: dict[Any, Any]) -> PushTarget:
         address=_address(raw),
         tp_size=_field(raw, "tp_size", _integer(1, 1024), default=1),
         remote_request_id=_field(raw, "remote_request_id", _notifiable),
-        transfer_id=_optional_identifier(raw, "transfer_id"),
+        transfer_id=_transfer_id(raw),
         num_tokens=_num_tokens(raw),
     )
 
@@ -221,8 +221,8 @@ def _address(raw: dict[Any, Any]) -> PeerAddress:
     )
 
 
-def _optional_identifier(raw: dict[Any, Any], key: str) -> str | None:
-    return None if raw.get(key) is None else _field(raw, key, _notifiable)
+def _transfer_id(raw: dict[Any, Any]) -> str | None:
+    return None if raw.get("transfer_id") is None else _field(raw, "transfer_id", _notifiable)
 
 
 def _flag(raw: dict[Any, Any], key: str) -> bool:

@@ -421,7 +421,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         the load failed. `requests`: all of the engine's, also those that have ended and are
         leased."""
         if self._weights.load(lora, seen):
-            of_it = [each for each in requests if _adapter_name(each) == lora.lora_name]
+            with_adapter = [each for each in requests if each.lora_request is not None]
+            of_it = [one for one in with_adapter if one.lora_request.lora_name == lora.lora_name]
             self._end_kv(f"LoRA adapter {lora.lora_name} may have changed", of_it)
 
     @guarded(nothing)
@@ -628,11 +629,6 @@ def _metric_deltas() -> "MetricDeltas | None":
     from engine_ext.vllm.metrics import MetricDeltas
 
     return MetricDeltas()
-
-
-def _adapter_name(request: Request) -> str | None:
-    lora = request.lora_request
-    return None if lora is None else str(lora.lora_name)
 
 
 def _note_loading(request: Request, num_tokens: int) -> None:

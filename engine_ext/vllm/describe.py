@@ -382,12 +382,15 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
     """Describe this server, whichever connector it has, if any. Raises ValueError where
     our connector's configuration cannot be read any more."""
     parallel = vllm_config.parallel_config
-    transfer = transfer_config(vllm_config)
-    ours = _our_config(vllm_config)
+    transfer, ours, modes = transfer_config(vllm_config), None, list[str]()
+    if transfer is not None:
+        modes = ["push" if "Push" in str(transfer.kv_connector) else "pull"]
+        if transfer.kv_connector in CONNECTORS:
+            ours = _read_config(transfer)
     return identity.EngineDescription(
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
-        transfer_modes=_transfer_modes(transfer),
+        transfer_modes=modes,
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         lease_seconds=None if ours is None else ours.lease_duration,
@@ -408,19 +411,6 @@ def _side_channels(vllm_config: VllmConfig) -> list[identity.SideChannel]:
     first = parallel.data_parallel_index
     ranks = range(first, first + max(1, parallel.data_parallel_size_local))
     return [identity.SideChannel(rank, host, port + rank) for rank in ranks]
-
-
-def _transfer_modes(transfer: KVTransferConfig | None) -> tuple[str, ...]:
-    if transfer is None:
-        return ()
-    return ("push",) if "Push" in str(transfer.kv_connector) else ("pull",)
-
-
-def _our_config(vllm_config: VllmConfig) -> ConnectorConfig | None:
-    transfer = transfer_config(vllm_config)
-    if transfer is None or transfer.kv_connector not in CONNECTORS:
-        return None
-    return _read_config(transfer)
 
 
 def resumes(vllm_config: VllmConfig) -> bool:

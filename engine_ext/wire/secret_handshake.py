@@ -183,15 +183,13 @@ class Prover:
             return self._verified(secret, self._proof, frames)
         challenge = decode_challenge(frames[0])
         if challenge is not None:
-            self._proof = self._prove(secret, challenge)
+            unsigned = Proof(challenge, secrets.token_bytes(NONCE_BYTES), b"")
+            mac = _proof_mac(secret, self._rank, unsigned, self._dialled)
+            self._proof = unsigned._replace(mac=mac)
             return encode_request(self._rank, self._proof)
         if not self._access.is_mixed:
             raise _secret_missing()
         return as_stock(decode_payload(frames[0]))
-
-    def _prove(self, secret: SharedSecret, challenge: bytes) -> Proof:
-        unsigned = Proof(challenge, secrets.token_bytes(NONCE_BYTES), b"")
-        return unsigned._replace(mac=_proof_mac(secret, self._rank, unsigned, self._dialled))
 
     @staticmethod
     def _verified(secret: SharedSecret, proof: Proof, frames: list[bytes]) -> HandshakePayload:

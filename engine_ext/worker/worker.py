@@ -28,7 +28,6 @@ from engine_ext.common.support import (
 )
 from engine_ext.common.types import (
     CacheGeometry,
-    Clock,
     ConnectorStats,
     EngineIdentity,
     Region,
@@ -85,13 +84,11 @@ class WorkerConnector:
         open_agent: AgentFactory | None = None,
         *,
         open_push: PushFactory | None = None,
-        clock: Clock = boottime,
     ) -> None:
         refuse_unsupported(config, geometry, identity)
         self._config = config
         self._geometry = geometry
         self._identity = identity
-        self._clock = clock
         self._open_push = open_push
         self._results = PendingResults()
         self._stats = ConnectorStats()
@@ -142,7 +139,7 @@ class WorkerConnector:
             geometry=self._geometry,
             identity=self._identity,
             regions=self._regions,
-            clock=self._clock,
+            clock=boottime,
             results=self._results,
             stats=self._stats,
             validator=validator,
@@ -232,7 +229,7 @@ class WorkerConnector:
         self._close(loop)
 
     def _step(self, loop: TransferLoop) -> float:
-        now = self._clock()
+        now = boottime()
         while self._inbox:
             loop.apply(self._inbox.popleft(), now)
         while self._inspections:
@@ -247,18 +244,18 @@ class WorkerConnector:
             inspection.answer.set_exception(error)
 
     def _send_last_messages(self, loop: TransferLoop) -> None:
-        deadline = self._clock() + LAST_MESSAGES_SECONDS
+        deadline = boottime() + LAST_MESSAGES_SECONDS
         try:
             self._step(loop)
             was_unsent = loop.has_unsent
-            while loop.has_unsent and self._clock() < deadline:
+            while loop.has_unsent and boottime() < deadline:
                 time.sleep(RECENT_WAIT)
                 self._step(loop)
-            lingers_until = self._clock() + LINGER_SECONDS if was_unsent else 0.0
-            while self._clock() < lingers_until:
+            lingers_until = boottime() + LINGER_SECONDS if was_unsent else 0.0
+            while boottime() < lingers_until:
                 time.sleep(RECENT_WAIT)
                 self._step(loop)
-            loop.revoke_all(self._clock())
+            loop.revoke_all(boottime())
         except Exception:
             logger.exception("last messages to other engines")
 

@@ -49,7 +49,10 @@ class IdleRestPart(Host):
         if connector is not None and connector.listen_for_wakeups(self._on_wakeup):
             self._wake = wake
             is_alone = connector is self.connector and self.ec_connector is None
-            self._can_sleep = is_alone and _are_near(self.vllm_config.parallel_config)
+            parallel = self.vllm_config.parallel_config
+            is_local = parallel.distributed_executor_backend in ("mp", "uni")
+            # Wake-ups of workers arrive on their own machine only.
+            self._can_sleep = is_alone and is_local and parallel.nnodes == 1
 
     def _on_wakeup(self, is_overdue: bool) -> None:
         self.woken.set()
@@ -94,8 +97,3 @@ class IdleRestPart(Host):
         """vLLM leaves, pauses or sleeps once there are no requests, and what a remote may still
         read is one."""
         return self.disagg_is_leaving or self.pause_state is not PauseState.UNPAUSED
-
-
-def _are_near(parallel: Any) -> bool:
-    """All workers are on this machine, where their wake-ups arrive."""
-    return parallel.nnodes == 1 and parallel.distributed_executor_backend in ("mp", "uni")
