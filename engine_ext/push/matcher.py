@@ -114,18 +114,13 @@ class PushMatcher:
         self._inquiries = IncomingInquiries(channels)
         self._replies = Replies(channels, context.stats)
         self._checks = SenderChecks(context, peers, self._replies, accept=self._welcome)
-        self._writes = Writes(
+        self.writes = Writes(
             context,
             peers,
             on_end=self._ended,
             on_lapse=self._lapsed,
             on_release=self._release,
         )
-
-    @property
-    def writes(self) -> Writes:
-        """WRITEs that have begun, or wait for a handshake."""
-        return self._writes
 
     @property
     def num_waiting(self) -> int:
@@ -201,7 +196,7 @@ class PushMatcher:
 
     def _abandon(self, held: HeldOffer, reason: str, now: float) -> None:
         self._fail_missing(held, now)
-        self._writes.give_up(held, reason)
+        self.writes.give_up(held, reason)
 
     def registered(self, message: PushRegistered, sender: str, now: float) -> None:
         deadline = self._deadline(message, now)
@@ -209,7 +204,7 @@ class PushMatcher:
         registered = Registered(message, sender, deadline, now, trusts_request_ids=trusts)
         if registered.deadline <= now:
             return
-        for known in (self._registrations, self._checks, self._writes):
+        for known in (self._registrations, self._checks, self.writes):
             if known.refresh(registered):
                 return
         if message.disagg is None or not self._replies.repeat(registered.key):
@@ -246,7 +241,7 @@ class PushMatcher:
     def withdrawn(self, message: Withdraw, sender: str, now: float) -> None:
         """D does not want the push: P writes nothing more and frees its blocks."""
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
-        if self._writes.withdraw(key):
+        if self.writes.withdraw(key):
             return  # Answered when the WRITE ends.
         if message.generation:
             answer = self._replies.repeat(key)
@@ -263,7 +258,7 @@ class PushMatcher:
 
     def reclaimed(self, message: ReturnBlocks, sender: str) -> None:
         key = RegistrationKey(sender, message.request_id, message.generation, message.transfer_id)
-        if self._writes.return_blocks(key) or self._replies.repeat(key):
+        if self.writes.return_blocks(key) or self._replies.repeat(key):
             return
         self._forget_registration(key)
         self._replies.return_blocks(key)
@@ -371,8 +366,8 @@ class PushMatcher:
             self._review_inquiries(now)
         if self._offers or len(self._registrations):
             self._expire(now)
-        if len(self._writes):
-            self._writes.step(now)
+        if len(self.writes):
+            self.writes.step(now)
 
     def _expire(self, now: float) -> None:
         for registered in self._registrations.pop_due(now):
@@ -410,7 +405,7 @@ class PushMatcher:
         held.num_writing += 1
         if held.is_complete and not held.is_partial:
             self.forget(held.offer.request_id)
-        self._writes.begin(held, registered)
+        self.writes.begin(held, registered)
 
     def _begin(self, held: HeldOffer, registered: Registered, now: float) -> bool:
         if not held.is_partial and not self._leases.take(held.offer.request_id):

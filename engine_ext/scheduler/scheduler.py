@@ -82,7 +82,8 @@ class SchedulerConnector:
             geometry.max_model_len,
             host_takes_back,
         )
-        self._loads = Loads(self._orders, geometry.block_size, config, early)
+        self.loads = Loads(self._orders, geometry.block_size, config, early)
+        """For a host whose scheduler takes back requests whose blocks were given back, too."""
         self._supply = HostBlockSupply(clock)
         answers = AnswerParams(identity, geometry, config.transfer_mode, unix_time)
         self._held = HeldBlocks(self._orders, answers, config, geometry)
@@ -90,7 +91,7 @@ class SchedulerConnector:
             self._orders, geometry.block_size, geometry.num_blocks, config.checksums
         )
         self._borrows = Borrows(
-            self._orders, self._loads, self._loadable, config, geometry.block_size, clock
+            self._orders, self.loads, self._loadable, config, geometry.block_size, clock
         )
         self._may_borrow = may_borrow(geometry, identity)
         self.borrows = False
@@ -162,9 +163,9 @@ class SchedulerConnector:
             logger.warning("request %s: %s", request.request_id, params.problem)
         if params.refused is not None:
             problem = LoadProblem(params.problem or "", is_of_pair=True)
-            self._loads.failures.note(request.request_id, params.refused, problem)
+            self.loads.failures.note(request.request_id, params.refused, problem)
         origin = params.source or params.target
-        is_sibling = origin is not None and self._loads.is_left_to_sibling(request.request_id)
+        is_sibling = origin is not None and self.loads.is_left_to_sibling(request.request_id)
         if params.role is TransferRole.PREFILL:
             self._held.expect_reader(request, params.transfer_id, params.hands_over)
             if self._writes_early:
@@ -187,7 +188,7 @@ class SchedulerConnector:
             target = params.target
             if self._has_state:  # the state must include these tokens, and no more
                 target = replace(target, num_tokens=num_tokens)
-            self._loads.await_push(request.request_id, target, num_tokens)
+            self.loads.await_push(request.request_id, target, num_tokens)
 
     def _offer(self, request: EngineRequest, params: TransferParams, source: RemoteSource) -> None:
         if source.address.engine_id == self._identity.engine_id:
@@ -201,7 +202,7 @@ class SchedulerConnector:
             self.proofs_unreadable += 1
             if role is TransferRole.DECODE:
                 problem = LoadProblem("its prefix_proof is unreadable", is_of_pair=False)
-                self._loads.failures.note(request.request_id, source.address, problem)
+                self.loads.failures.note(request.request_id, source.address, problem)
             logger.warning(
                 "request %s: nothing is loaded from engine %s: its prefix_proof is malformed, cut, "
                 "of another version, or of other blocks than the ones that are named",
@@ -210,7 +211,7 @@ class SchedulerConnector:
             )
         num_tokens = self._loadable.count(request, role, source, proof, self._unix_time())
         is_proven = isinstance(proof, PrefixHashes)
-        self._loads.offer(request.request_id, source, role, num_tokens, is_proven)
+        self.loads.offer(request.request_id, source, role, num_tokens, is_proven)
 
     def _has_our_id(self, address: PeerAddress) -> bool:
         """Return True if another engine has our engine_id; count it, and log it once.
@@ -242,23 +243,17 @@ class SchedulerConnector:
         self, request: EngineRequest, num_computed_tokens: int
     ) -> MatchedTokens:
         name = request.request_id
-        if self._loads.waits_for_sibling(name) or self._borrows.waits(request, num_computed_tokens):
+        if self.loads.waits_for_sibling(name) or self._borrows.waits(request, num_computed_tokens):
             return MatchedTokens(None, False)
         shortage = self._supply.ask(name)
         is_short = shortage is not Shortage.NONE
-        missing = self._loads.missing(name, num_computed_tokens)
-        if missing and self._loads.awaits_prompt(request, is_short=is_short):
+        missing = self.loads.missing(name, num_computed_tokens)
+        if missing and self.loads.awaits_prompt(request, is_short=is_short):
             self._supply.pass_over(name)
             return MatchedTokens(None, False)
         if is_short:
             self._make_room(request.num_prompt_tokens, shortage)
         return MatchedTokens(missing, missing > 0)
-
-    @property
-    def loads(self) -> Loads:
-        """The loads, for a host whose scheduler takes back requests whose blocks were given
-        back."""
-        return self._loads
 
     def _make_room(self, num_tokens: int, shortage: Shortage) -> None:
         """Free blocks for a request of so many tokens that lacks blocks: see
@@ -271,7 +266,7 @@ class SchedulerConnector:
                 "nothing has moved for a while",
                 name,
             )
-        elif not self._loads.reclaim(num_tokens) and self._supply.may_revoke_turn(shortage):
+        elif not self.loads.reclaim(num_tokens) and self._supply.may_revoke_turn(shortage):
             self._held.revoke_oldest_turn()
 
     def update_state_after_alloc(
@@ -281,18 +276,18 @@ class SchedulerConnector:
         self._supply.admitted(request.request_id, runs=num_external_tokens <= 0)
         self._loans.room_found()
         self._borrows.allocated(request.request_id, num_external_tokens)
-        self._loads.allocated(request, block_ids, num_external_tokens)
+        self.loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
         """Handle an exception of `update_state_after_alloc`: the host waits for the load's report,
         and gets it."""
-        self._loads.fail(request_id)
+        self.loads.fail(request_id)
 
     def _sacrifice(self) -> str | None:
         """End the newest registration or, at an engine that decodes as well, the newest lease.
         Return its request id, or None."""
-        name = self._loads.withdraw_newest_push()
-        if name is None and self._loads.has_waiting:
+        name = self.loads.withdraw_newest_push()
+        if name is None and self.loads.has_waiting:
             name = self._held.revoke_newest_lease()
         return name
 
@@ -322,12 +317,12 @@ class SchedulerConnector:
         self._partial_offers.lost(request_id)
 
     def load_failure_policy(self, request: EngineRequest) -> LoadFailurePolicy:
-        return self._loads.failure_policy(request.request_id)
+        return self.loads.failure_policy(request.request_id)
 
     @property
     def load_failures(self) -> LoadFailures:
         """The failed loads that answers report."""
-        return self._loads.failures
+        return self.loads.failures
 
     def drain(self) -> None:
         """Note that the engine leaves or pauses: it retains no turns any more. Leases continue for
@@ -356,10 +351,10 @@ class SchedulerConnector:
         for request_id in request_ids:
             self._held.revoke_unless_firm(request_id)
             self._borrows.drop(request_id)
-            self._loads.drop(request_id)
+            self.loads.drop(request_id)
 
     def is_stale_load(self, request_id: str) -> bool:
-        return self._loads.is_stale(request_id)
+        return self.loads.is_stale(request_id)
 
     def release(self, engine_id: str, request_id: str) -> bool:
         """Release KV that no engine will read. Return False if the request holds nothing. A reader
@@ -388,19 +383,19 @@ class SchedulerConnector:
             return results
         self._supply.moved()
         for request_id in results.ready:
-            self._loads.ready(request_id)
+            self.loads.ready(request_id)
         for request_id in results.returned:
-            self._loads.returned(request_id)
-        fenced = {name for name in results.finished_recving if self._loads.is_fenced(name)}
+            self.loads.returned(request_id)
+        fenced = {name for name in results.finished_recving if self.loads.is_fenced(name)}
         for request_id in results.finished_recving:
             failed, problem = request_id in results.failed_recving, results.problems.get(request_id)
-            self._loads.reported(request_id, failed=failed, problem=problem)
+            self.loads.reported(request_id, failed=failed, problem=problem)
             if not failed and request_id not in fenced:
                 self._supply.loaded(request_id)
         for request_id in results.finished_sending:
             self._held.reported(request_id)
             self._loans.reported(request_id)
-            self._loads.fence_answered(request_id)
+            self.loads.fence_answered(request_id)
         for request in results.loan_requests:
             self._loans.ask(request)
         self._borrows.update(results)
@@ -415,7 +410,7 @@ class SchedulerConnector:
     ) -> FinishDecision:
         self._supply.left(request.request_id)
         self._loans.room_found()
-        is_fenced = self._loads.finish(request.request_id)
+        is_fenced = self.loads.finish(request.request_id)
         if self._saves is not None:
             self._saves.forget(request.request_id)
         has_kv = status.leaves_kv and request.num_computed_tokens > 0 and not is_fenced
@@ -431,12 +426,12 @@ class SchedulerConnector:
         """Handle an exception of `request_finished`: make consistent what it may have done."""
         self._supply.left(request_id)
         try:
-            self._loads.finish(request_id)
+            self.loads.finish(request_id)
         except Exception:
             logger.exception("request %s", request_id)
         self._borrows.finish(request_id)
         decision = self._held.fail(request_id)
-        is_fenced = self._loads.is_fenced(request_id) | self._fence_partial_offer(
+        is_fenced = self.loads.is_fenced(request_id) | self._fence_partial_offer(
             request_id, decision
         )
         return decision._replace(delay_free=True) if is_fenced else decision

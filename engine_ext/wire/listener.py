@@ -144,19 +144,15 @@ class HandshakeServer:
             self._owned.close()
             raise OSError(f"side channel {host}:{port}: {error}") from None
         name: tuple[str, int] = self._socket.getsockname()[:2]
-        own_address, self._port = name
+        own_address, self.port = name
         self._answers = HandshakeAnswers(
-            payloads, access, SideChannelAddress(host, self._port), own_address
+            payloads, access, SideChannelAddress(host, self.port), own_address
         )
         self._connections = ConnectionTable(connection_limit())
         self._reopens_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-handshake", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     @property
     def num_connections(self) -> int:

@@ -64,15 +64,11 @@ class ZmtpSession:
         self._num_bytes = 0
         self._num_commands = 0
         self._is_greeted = False
-        self._is_ready = False
+        self.is_ready = False
+        """The peer has sent READY. Before that it would reject messages."""
         self.outgoing: deque[memoryview] = deque(
             memoryview(part) for part in (GREETING, _ready(socket_type))
         )
-
-    @property
-    def is_ready(self) -> bool:
-        """True once the peer has sent READY. Before that it would reject messages."""
-        return self._is_ready
 
     @property
     def num_kept(self) -> int:
@@ -144,7 +140,7 @@ class ZmtpSession:
         if flags & COMMAND:
             if size > MAX_COMMAND_BYTES or self._num_commands >= MAX_COMMANDS:
                 raise WireError(f"ZMTP command of {size} bytes after {self._num_commands} others")
-        elif not self._is_ready:
+        elif not self.is_ready:
             raise WireError("a message before the ZMTP handshake")
         elif len(self._frames) >= self._limits.frames:
             raise WireError(f"a message of more than {self._limits.frames} frames")
@@ -167,7 +163,7 @@ class ZmtpSession:
         name, rest = _short_string(body)
         if name == b"ERROR":
             raise WireError(f"the peer ends the connection: {_short_string(rest)[0][:200]!r}")
-        if not self._is_ready:
+        if not self.is_ready:
             self._handle_ready(name, rest)
         elif name == b"PING":
             self._answer_ping(rest[2:])
@@ -178,7 +174,7 @@ class ZmtpSession:
         peer = _properties(properties).get(b"socket-type")
         if peer not in self._peers:
             raise WireError(f"a ZMQ socket of type {peer!r:.40}")
-        self._is_ready = True
+        self.is_ready = True
 
     def _answer_ping(self, context: bytes) -> None:
         if len(context) > MAX_PING_CONTEXT:

@@ -202,10 +202,10 @@ class NixlAgent:
         self._remotes: dict[str, bytes] = {}
         """By name, a digest of the metadata that was loaded."""
         self._has_threads = threads > 0
-        self._name = str(uuid.uuid4())
+        self.name = str(uuid.uuid4())
         with _errors("create the NIXL agent"):
             self._nixl = nixl_agent(
-                self._name,
+                self.name,
                 nixl_agent_config(
                     enable_prog_thread=False,
                     num_threads=threads,
@@ -223,10 +223,6 @@ class NixlAgent:
             )
             self._prepare_local(strided_descriptors(self._regions))
         self._warm_up(list(backends))
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def metadata(self) -> bytes:
         with _errors("read the agent's metadata"):

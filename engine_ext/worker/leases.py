@@ -132,11 +132,7 @@ class LeaseTable:
         # An entry for each held lease, at its end or before. A renewal only moves the lease; the
         # entry is moved when it is looked at. A lease whose end has come nearer has two entries.
         self._by_end: list[tuple[float, str]] = []
-        self._num_held = 0
-
-    @property
-    def num_held(self) -> int:
-        return self._num_held
+        self.num_held = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -280,12 +276,12 @@ class LeaseTable:
         self._stats.leases_granted += event is LeaseEvent.GRANT
         self._stats.leases_released += event is LeaseEvent.END and not lease.has_outcome
         after = NEXT[lease.state, event]
-        self._num_held += (after is not ENDED) - (lease.state is not LeaseState.EXPECTED)
+        self.num_held += (after is not ENDED) - (lease.state is not LeaseState.EXPECTED)
         if after is ENDED:
             del self._leases[request_id]
         else:
             lease.state = after
-        if not self._num_held:
+        if not self.num_held:
             self._by_end.clear()
         return True
 
