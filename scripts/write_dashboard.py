@@ -27,14 +27,10 @@ def rate(metric: str, by: str, where: str = WHERE) -> str:
     return f"sum by ({by}) (rate(disagg_router_{metric}_total{{{where}}}[$__rate_interval]))"
 
 
-def share(metric: str, quantile: float, by: str = "", where: str = MODEL) -> str:
-    labels = f"{by}, le" if by else "le"
-    bucket = f"disagg_router_{metric}_bucket{{{where}}}"
-    return f"histogram_quantile({quantile}, sum by ({labels}) (rate({bucket}[$__rate_interval])))"
-
-
 def shares(metric: str, where: str = MODEL) -> dict[str, str]:
-    return {f"p{int(q * 100)}": share(metric, q, where=where) for q in (0.5, 0.9, 0.99)}
+    """Return the quantiles of a histogram."""
+    counts = f"sum by (le) (rate(disagg_router_{metric}_bucket{{{where}}}[$__rate_interval]))"
+    return {f"p{int(q * 100)}": f"histogram_quantile({q}, {counts})" for q in (0.5, 0.9, 0.99)}
 
 
 def engines(metric: str, how: str = "max") -> dict[str, str]:

@@ -45,6 +45,7 @@ from scripts.benchmarks.common import (
     free_ports,
     peak_bytes,
     positive,
+    ratios,
     report_progress,
     write_report,
 )
@@ -387,7 +388,7 @@ def figures(runs: Sequence[Run], contestant: str) -> dict[str, float]:
 def ratio(runs: Sequence[Run], peer: str) -> float:
     """Return the median over rounds of what a request costs us as a share of the peer."""
     ours, theirs = ([run.cpu_us for run in runs if run.contestant == n] for n in (OURS, peer))
-    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+    return ratios(ours, theirs).median
 
 
 async def _measure_all(session: Session, options: argparse.Namespace) -> None:

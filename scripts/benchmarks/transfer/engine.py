@@ -139,13 +139,10 @@ class BenchRequest:
     num_computed_tokens: int = 0
     content_keys: Keys = ()
     prompt_token_ids: Sequence[int] = field(init=False)
+    token_ids: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = list(range(self.num_prompt_tokens))
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.prompt_token_ids
+        self.prompt_token_ids = self.token_ids = list(range(self.num_prompt_tokens))
 
 
 class Granted(NamedTuple):
