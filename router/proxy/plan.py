@@ -259,6 +259,8 @@ def queue_prefill(
     if load is None:
         seconds = uncached * place.prefill_rate.token_seconds
         return QueuedPrefill({engine, place}, seconds, uncached, seconds)
+    if engine.preferred_role is PREFILL and not load.contexts:
+        load = load.without_step_limit()
     return load.queue({engine, place}, uncached, max(uncached, request.tokens))
 
 

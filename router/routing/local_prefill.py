@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 from operator import itemgetter
 from typing import TypeVar
 
+import msgspec.structs
 from msgspec import Struct
 
 from router.fleet.engine import BOTH, Engine, Place
@@ -80,6 +81,10 @@ class DecoderLoad(Struct, frozen=True):
             queued // parts,
             known.step_limit,
         )
+
+    def without_step_limit(self) -> DecoderLoad:
+        """Return the load of an engine that computes prompts without answers beside them."""
+        return msgspec.structs.replace(self, step_limit=math.inf)
 
     def chunk(self, total: int) -> int:
         """Return the most tokens of a prompt of `total` tokens in a step beside its answers."""

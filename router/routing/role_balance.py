@@ -17,7 +17,8 @@ each phase, and free placement is better if mixing costs little (docs/performanc
 
 The share of engines for prompts is need_prefill / (need_prefill + need_decode), both in engines.
 Offered work is the signal, because a decode engine is busy at any load, and a queue shows bursts
-instead of need. The queue of prompts and the KV of answers are guards.
+instead of need. The queue of prompts, and the answers at decode engines, are guards. A move costs
+the engine's queue, so an engine is taken from answers only if they have needed few for a while.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ MAX_MIXING = 0.3
 # Free placement ends only with so many more, because the penalties are measured.
 MIXING_MARGIN = 0.1
 WORK_WINDOW_S = 20.0
-# The parts of the target that a decode engine's steps, and of its cache that KV, should take.
+# The parts of the target that a decode engine's steps, and of its cache that KV, should take, and
+# the answers that it should have at once (vLLM runs 256 by default).
 STEP_SHARE = 0.5
 CACHE_SHARE = 0.8
 CACHE_MARGIN = 1.1
+MANY_ANSWERS = 192
 # The boundary moves if it is so many engines off.
 LEAST_CHANGE = 0.7
 STEP = 1 / 8
@@ -64,6 +67,7 @@ class EngineState(NamedTuple):
 
     name: str
     role: EngineRole
+    preferred_role: EngineRole
     model: StepModel | None
     has_step_limit: bool
     """Its steps with answers are limited in time, and its budget and cache are known."""
@@ -73,12 +77,27 @@ class EngineState(NamedTuple):
     """Those of this router's requests."""
     contexts: int
     """Those of all routers' requests."""
+    legs: int
+    """All routers' legs. At an engine that prefers answers, few of them are prompts."""
     offered_s: float
     """Seconds of work of all prompts that this router has sent there so far, by all its ranks."""
     queued_s: float
     """Seconds of work of all routers' prompts that it has to compute, by all its ranks."""
     num_ranks: int = 1
     """Data-parallel ranks, among which the contexts are divided."""
+
+
+class Need(NamedTuple):
+    """The engines that the work of all routers needs."""
+
+    prompts: float
+    answers: float
+    lasting_answers: float
+    """In the mean of WORK_WINDOW_S."""
+    crowd: float
+    """Those that the answers at decode engines need. Other answers end where they are."""
+    queue_s: float
+    """Seconds of all queued prompts."""
 
 
 class Balance(NamedTuple):
@@ -119,28 +138,28 @@ class RoleBalancer:
             why += f": {self._mixing:.2f} weight reads per step"
         if self._is_free:
             return Balance(True, dict.fromkeys(movable, BOTH), form_reason, why)
-        prompts, answers, queue_s = self._needs(engines)
+        need = self._need(engines)
         fixed = sum(one.role is PREFILL for one in engines)
         least = 0 if fixed else 1
         most = len(movable) - (not any(one.role is DECODE for one in engines))
         if self._prefillers is None:
             self._prefillers = len(movable) // 2
         count = min(max(self._prefillers, least), most)
-        self._prefillers = count = min(
-            max(self._moved(count, fixed, len(engines), prompts, answers, queue_s), least), most
-        )
+        moved = self._moved(count, fixed, len(engines), need)
+        self._prefillers = count = min(max(moved, least), most)
         roles = {name: PREFILL if i < count else DECODE for i, name in enumerate(movable)}
-        needs = f"prompts need {prompts:.1f} engines and answers {answers:.1f}"
+        needs = f"prompts need {need.prompts:.1f} engines and answers {need.answers:.1f}"
         return Balance(False, roles, form_reason, f"{needs}; boundary, since {why}")
 
-    def _moved(
-        self, count: int, fixed: int, total: int, prompts: float, answers: float, queue_s: float
-    ) -> int:
+    def _moved(self, count: int, fixed: int, total: int, need: Need) -> int:
         """Return how many engines should prefer prompts, where `count` do."""
         prefillers = fixed + count
         decoders = total - prefillers
-        queue_s /= max(1, prefillers)
-        may_take = answers <= decoders - 1
+        prompts, answers = need.prompts, need.answers
+        queue_s = need.queue_s / max(1, prefillers)
+        # An engine that moves computes prompts slowly until its answers have ended, and if it moves
+        # back, its prompts wait beside answers. So there has to be room for a while.
+        may_take = max(answers, need.lasting_answers, need.crowd) <= decoders - 1
         if queue_s > LONG_QUEUE_S and may_take:
             return count + 1
         if not prompts + answers:
@@ -149,7 +168,7 @@ class RoleBalancer:
         if change > LEAST_CHANGE and may_take:
             return count + max(1, int(min(change * STEP, decoders - answers)))
         is_spare = -change > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S
-        if is_spare or answers > decoders:  # without room for answers, prompts wait as well
+        if is_spare or need.crowd > decoders:  # without room for answers, prompts wait as well
             return count - max(1, int(-change * STEP))
         return count
 
@@ -167,9 +186,21 @@ class RoleBalancer:
         means = zip(self._means or values, values, strict=True)
         self._means = [mean + weight * (value - mean) for mean, value in means]
 
-    def _needs(self, engines: Sequence[EngineState]) -> tuple[float, float, float]:
-        """Return the engines that all routers' prompts and answers need, and the seconds of all
-        queued prompts. This router's share of the offered work is its share of the contexts."""
+    def _need(self, engines: Sequence[EngineState]) -> Need:
+        """Return what all routers' work needs. This router's share of the offered work is its share
+        of the contexts."""
+        work, own, mean = self._means or (0.0, 0.0, 0.0)
+        prompts = work * mean / own if own else work
+        decoders = [one for one in engines if one.preferred_role is not PREFILL]
+        at_once = sum(one.legs for one in decoders) / MANY_ANSWERS
+        answers = self._engines_for_contexts(engines)
+        lasting = answers * mean / max(1, sum(one.contexts for one in engines))
+        crowd = max(at_once, self._engines_for_contexts(decoders))
+        queue_s = sum(one.queued_s for one in engines)
+        return Need(prompts, answers, lasting, crowd, queue_s)
+
+    def _engines_for_contexts(self, engines: Sequence[EngineState]) -> float:
+        """Return how many engines the contexts at these need for short steps, and for their KV."""
         room = steps = 0.0
         # A single cache that is very small, or wrongly reported, moves no boundary.
         if caches := [one.cache_tokens for one in engines if one.cache_tokens]:
@@ -180,9 +211,7 @@ class RoleBalancer:
                 left = STEP_SHARE * self._target_itl - one.model.base
                 left = max(left, 0.1 * self._target_itl)
                 steps += one.model.context * one.contexts / one.num_ranks / left
-        work, own, contexts = self._means or (0.0, 0.0, 0.0)
-        queue_s = sum(one.queued_s for one in engines)
-        return work * contexts / own if own else work, max(room, steps), queue_s
+        return max(room, steps)
 
     def _choose_form(self, engines: Sequence[EngineState]) -> str:
         """Set `_is_free`, and return the reason. The median of the engines' mixing penalties
@@ -262,11 +291,13 @@ def state_of(engine: Engine) -> EngineState:
     return EngineState(
         engine.name,
         engine.role,
+        engine.preferred_role,
         known.step_model,
         is_limited and engine.cache_tokens > 0,
         engine.cache_tokens,
         own,
         contexts,
+        engine.total_legs // num_ranks,
         offered_s / num_ranks,
         queued_s / num_ranks,
         num_ranks,

@@ -89,10 +89,12 @@ class Seen(EngineLoad):
         return EngineState(
             self.name,
             self.role,
+            self.preferred_role,
             model if is_measured else replace(model, mixing=None),
             bool(engine.step_s),
             self.cache_tokens,
             *self.contexts,
+            self.total_legs,
             self.offered_s,
             self.queued[0],
         )
@@ -395,7 +397,10 @@ class Simulation:
 
     def _queue(self, task: Task, engine: Seen) -> None:
         """Count a prompt as queued at a decode engine, or at one of both roles."""
-        task.load_s = engine.load().prefill_seconds(task.load, task.job.tokens)
+        load = engine.load()
+        if engine.preferred_role is PREFILL and not load.contexts:
+            load = load.without_step_limit()
+        task.load_s = load.prefill_seconds(task.load, task.job.tokens)
         engine.add_local_prefill(task.load_s, task.load)
         engine.offered_s += engine.engine.step_model.prefill_seconds(task.load, task.job.tokens)
 

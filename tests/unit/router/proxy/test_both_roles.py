@@ -294,6 +294,25 @@ async def test_a_prefill_leg_is_load_of_prompts_and_not_of_answers(both: Both) -
     assert sum(engine.offered_prefill_s for engine in both.engines) > 0
 
 
+async def test_an_engine_that_prefers_prompts_computes_them_in_full_steps(both: Both) -> None:
+    fleet, (p, other) = both.router.gateway.fleet, both.engines
+    fleet.prefer_roles({p.name: (PREFILL, ""), other.name: (DECODE, "")}, frozenset())
+    other.add_load(1, 1_590_000)  # it has no room to compute prompts
+    queued: list[float] = []
+
+    async def look(request: Received, peer: Peer) -> None:
+        queued.append(p.local_prefill_s)
+        await either(request, peer)
+
+    both.p.usual = look
+    await both.prompt("one prompt " * 3000)
+    p.add_load(1, 1000)  # an answer that it has from before
+    await both.prompt("other words " * 3000)
+    p.add_load(-1, -1000)
+    other.add_load(-1, -1_590_000)
+    assert 0 < 1.2 * queued[0] < queued[1]
+
+
 async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both: Both) -> None:
     """It computes the next prompt from its own cache, which is not offered to it, and lets its
     lease go; the engine that decodes has the conversation from then on."""

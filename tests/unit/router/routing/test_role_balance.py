@@ -18,7 +18,8 @@ QWEN = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-
 
 
 def both(name: str, mixing: float | None = None, **changes: Any) -> EngineState:
-    state = EngineState(name, BOTH, replace(MODEL, mixing=mixing), True, 1_000_000, 0, 0, 0.0, 0.0)
+    model = replace(MODEL, mixing=mixing)
+    state = EngineState(name, BOTH, BOTH, model, True, 1_000_000, 0, 0, 0, 0.0, 0.0)
     return state._replace(**changes)
 
 
@@ -116,24 +117,35 @@ class Group:
         self.balancer = RoleBalancer(0.05)
         self.moment = 100.0
         roles = [BOTH] * both + [*fixed]
-        common = EngineState("", BOTH, QWEN, True, 700_000, 0, 0, 0.0, 0.0)._replace(**fields)
-        self.engines = [common._replace(name=f"e{i}", role=role) for i, role in enumerate(roles)]
-
-    def update(self, work: float = 0.0, contexts: int = 0, queued_s: float = 0.0) -> Balance:
-        """Update with `work` seconds of prompts a second, and the sums of the others."""
-        count = len(self.engines)
-        self.moment += 2.0
+        common = EngineState("", BOTH, BOTH, QWEN, True, 700_000, 0, 0, 0, 0.0, 0.0)
+        common = common._replace(**fields)
         self.engines = [
-            one._replace(
+            common._replace(name=f"e{i}", role=role, preferred_role=role)
+            for i, role in enumerate(roles)
+        ]
+
+    def update(
+        self, work: float = 0.0, contexts: int = 0, queued_s: float = 0.0, legs: int = 0
+    ) -> Balance:
+        """Update with `work` seconds of prompts a second, and the sums of the others. Answers are
+        at the engines that do not prefer prompts."""
+        count = len(self.engines)
+        decoders = sum(one.preferred_role is not PREFILL for one in self.engines)
+        self.moment += 2.0
+        for index, one in enumerate(self.engines):
+            answers = 0 if one.preferred_role is PREFILL else contexts // decoders
+            self.engines[index] = one._replace(
                 offered_s=one.offered_s + 2.0 * work / count,
-                own_contexts=contexts // count,
-                contexts=contexts // count,
+                own_contexts=answers,
+                contexts=answers,
+                legs=legs // max(1, decoders) if answers else 0,
                 queued_s=queued_s / count,
             )
-            for one in self.engines
-        ]
         found = self.balancer.update(self.engines, self.moment)
         assert found is not None
+        self.engines = [
+            one._replace(preferred_role=found.roles.get(one.name, one.role)) for one in self.engines
+        ]
         return found
 
     def settle(self, times: int = 40, **loads: Any) -> list[int]:
@@ -191,6 +203,36 @@ def test_answers_without_room_get_an_engine_although_prompts_wait() -> None:
     group.settle(work=7.0, contexts=60_000)
     assert group.settle(times=1, work=7.0, contexts=60_000) == [7]
     assert group.settle(times=2, work=7.0, contexts=160_000, queued_s=40.0) == [6, 5]
+
+
+def test_engine_is_taken_from_answers_only_if_they_have_needed_few_for_a_while() -> None:
+    group = Group(8)
+    assert group.settle(work=3.0, contexts=1_500_000)[-1] == 4  # 3.3 engines for answers
+    found = group.settle(times=20, work=6.0, contexts=1_200_000, queued_s=60.0)  # 2.7 engines
+    assert found[:5] == [4] * 5
+    assert found[-1] == 5
+
+
+def test_answers_at_engines_that_prefer_prompts_by_now_need_no_decode_engines() -> None:
+    group = Group(8)
+    assert group.settle(work=6.0, contexts=300_000, queued_s=20.0)[-1] == 7
+    group.engines[0] = group.engines[0]._replace(contexts=400_000)
+    group.moment += 2.0
+    found = group.balancer.update(group.engines, group.moment)
+    assert found is not None
+    assert prompts(found) == 7
+    group.engines[7] = group.engines[7]._replace(contexts=700_000)
+    group.moment += 2.0
+    found = group.balancer.update(group.engines, group.moment)
+    assert found is not None
+    assert prompts(found) == 6
+
+
+def test_engine_with_as_many_answers_as_it_runs_at_once_needs_another_one_beside_it() -> None:
+    group = Group(8)
+    work: dict[str, Any] = {"work": 6.0, "contexts": 100_000}
+    assert group.settle(**work, legs=190)[-1] == 7
+    assert group.settle(times=2, **work, legs=210) == [6, 6]
 
 
 def test_small_caches_need_more_decode_engines() -> None:
