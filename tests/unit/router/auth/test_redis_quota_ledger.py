@@ -57,20 +57,28 @@ async def until_granted(ledger: RedisQuotaLedger, key: ApiKey = LIMITED) -> None
 
 
 async def test_two_routers_count_as_one(redis: RedisServer) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    def refilled(per_minute: int) -> int:
+        """The most that may have come back since the begin, by a clock that may differ a little."""
+        return int(per_minute / 60 * (loop.time() - began + 0.1))
+
     async with ledger_at(redis) as one, ledger_at(redis) as other:
         first = await one.take(LIMITED, "1", 1000)
         second = await other.take(LIMITED, "2", 1000)
         assert first.requests is not None
         assert second.requests is not None
         assert second.tokens is not None
-        assert (first.requests.remaining, second.requests.remaining) == (59, 58)
-        assert 4000 <= second.tokens.remaining <= 4010
+        assert first.requests.remaining == 59
+        assert 58 <= second.requests.remaining <= 58 + refilled(60)
+        assert 4000 <= second.tokens.remaining <= 4000 + refilled(6000)
         assert (await one.take(LIMITED, "3", 1000)).refused == "concurrency"
         assert await other.end(LIMITED, "2", 1000)
         third = await one.take(LIMITED, "3", 1000)
         assert not third.refused
         assert third.tokens is not None
-        assert 2000 <= third.tokens.remaining <= 2020
+        assert 2000 <= third.tokens.remaining <= 2000 + refilled(6000)
         await one.end(LIMITED, "1", 0)
         assert (await one.take(LIMITED, "4", 6000)).refused == "tokens"
 
@@ -110,13 +118,14 @@ async def test_a_place_lasts_as_long_as_its_router_lives_and_its_request_runs(
     """However long that is: many leases, here. And a Redis that was killed hears of it again."""
     path = keys(entry("a", KEY, concurrency=2))
     places = "disagg-router:limits:{a}:running"
-    async with ledger_at(redis, lease=0.6) as shared, ledger_at(redis) as other:
+    lease = 2.0
+    async with ledger_at(redis, lease=lease) as shared, ledger_at(redis) as other:
         authenticator = Authenticator(Keyring(path), "authorization", shared)
         key = next(iter(authenticator.keyring.keys.values()))
         stays = [await authenticator.acquire(key, 0) for _ in "ab"]
         lives = asyncio.create_task(authenticator.renew_leases())
         first = redis.scores(places)
-        await eventually(lambda: min(redis.scores(places)) > max(first) + 0.6)
+        await eventually(lambda: min(redis.scores(places)) > max(first) + lease)
         assert (await other.take(LIMITED, "late", 0)).refused == "concurrency"
 
         redis.cli("flushall")
