@@ -10,30 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.fork_server import ForkServer
-from tests.integration.processes import Server, serving
+from tests.integration.processes import BOTH_WAYS, Server, serving
 
 OURS: dict[str, Any] = {
     "kv_connector": "DisaggConnector",
     "kv_connector_module_path": "engine_ext.vllm",
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+    "kv_connector_extra_config": BOTH_WAYS,
 }
 PUSH: dict[str, Any] = {**OURS, "kv_connector": "DisaggPushConnector"}
 WAITS_BRIEFLY: dict[str, Any] = {
     **PUSH,
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "push_registration_timeout": 15},
+    "kv_connector_extra_config": {**BOTH_WAYS, "push_registration_timeout": 15},
 }
 """A D whose prompt P never computes otherwise waits for 45 s."""
 TRUSTING: dict[str, Any] = {
     **OURS,
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "trust_unproven_prefix": True},
+    "kv_connector_extra_config": {**BOTH_WAYS, "trust_unproven_prefix": True},
 }
-PATIENT: dict[str, Any] = {
-    **OURS,
-    "kv_connector_extra_config": {**TRUSTING["kv_connector_extra_config"], "loan_timeout": 5},
-}
-"""The first loan waits for the connection to the holder, however busy the machine is."""
 ONE_WAY: dict[str, Any] = {**OURS, "kv_connector_extra_config": {}}
 STOCK: dict[str, Any] = {
     "kv_connector": "NixlConnector",

@@ -16,7 +16,7 @@ from tests.integration.chats import (
     mover_of,
     settings_for,
 )
-from tests.integration.processes import Server, wait_for
+from tests.integration.processes import BOTH_WAYS, Server, wait_for
 from tests.unit.router.harness import eventually, running_router
 from tests.vllm.measures import counted, freed
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
@@ -26,7 +26,7 @@ RETAINED_S = 20
 BOTH: dict[str, Any] = {
     **OURS,
     "kv_connector_extra_config": {
-        "bidirectional_kv_xfer": True,
+        **BOTH_WAYS,
         "target_itl_ms": 1e3 * TARGET_ITL_S,
         "decoder_kv_blocks_ttl": RETAINED_S,
     },

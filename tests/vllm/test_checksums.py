@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
+from tests.integration.processes import BOTH_WAYS
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import counted, nothing_left
 from tests.vllm.servers import OURS, Fleet
@@ -16,7 +17,7 @@ from tests.vllm.state_model import write_state_model
 
 CHECKED: dict[str, Any] = {
     **OURS,
-    "kv_connector_extra_config": {"bidirectional_kv_xfer": True, "kv_checksum": True},
+    "kv_connector_extra_config": {**BOTH_WAYS, "kv_checksum": True},
 }
 LENGTHS = (2, 31, 33, 200, 700, 1500)
 

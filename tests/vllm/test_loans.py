@@ -18,7 +18,7 @@ from tests.integration.processes import Server, metric, wait_for, wait_until_sto
 from tests.vllm import forced_async, forged_loans
 from tests.vllm.measures import COMPUTED, FETCHED, counted, freed, nothing_left
 from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import OURS, PATIENT, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 from tests.vllm.test_async import ASYNC
 
 SYSTEM = 4096
@@ -54,8 +54,8 @@ def engines(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     kinds = (
         Kind("loans-alone", None, LONG),
         Kind("loans-holder", OURS, (*ASYNC, *LONG, *BRIEF), environment=environment),
-        Kind("loans-reader", PATIENT, (*SCHEDULER, *LONG), environment=stopping),
-        Kind("loans-decoder", PATIENT, (*SCHEDULER, *LONG), environment=forging),
+        Kind("loans-reader", TRUSTING, (*SCHEDULER, *LONG), environment=stopping),
+        Kind("loans-decoder", TRUSTING, (*SCHEDULER, *LONG), environment=forging),
     )
     with fleet.servers(*kinds) as servers:
         yield Engines(to_stop, *servers)

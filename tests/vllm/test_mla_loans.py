@@ -13,7 +13,7 @@ from tests.vllm import mended_latents
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.mla_model import BACKEND
 from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import PATIENT, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import SCHEDULER, TRUSTING, Fleet, Kind
 from tests.vllm.test_mla import model  # noqa: F401 # its fixture
 
 SYSTEM = 1200
@@ -34,9 +34,9 @@ def test_answers_from_borrowed_latents_are_those_of_one_vllm_alone(
     cached = found_in(write_plugin(tmp_path, mended_latents))
     options = (*SCHEDULER, *BACKEND)
     kinds = (
-        Kind("mla-holder", PATIENT, options, model, cached),
-        Kind("mla-prefill", PATIENT, options, model, cached),
-        Kind("mla-decode", PATIENT, options, model),
+        Kind("mla-holder", TRUSTING, options, model, cached),
+        Kind("mla-prefill", TRUSTING, options, model, cached),
+        Kind("mla-decode", TRUSTING, options, model),
     )
     with fleet.servers(*kinds) as (holder, prefiller, decoder):
         (rank,) = decoder.get("/disagg/identity").json()["ranks"]

@@ -14,7 +14,7 @@ from tests.integration.processes import Launcher, Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
 from tests.vllm.releases import BUILD, LENGTHS, NEXT, of_next
-from tests.vllm.servers import OURS, PATIENT, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 # They ask for a prefiller, a decoder and one that answers alone: here for this file's.
 from tests.vllm.test_resumed_answers import (  # noqa: F401
@@ -35,7 +35,7 @@ OPTIONAL = [each.name for each in PROMISED + TIER_2]
 @pytest.fixture(scope="module")
 def pair(fleet: Fleet) -> Iterator[list[Server]]:
     with of_next(fleet).servers(
-        Kind("next-p", PATIENT, (*SCHEDULER, "--no-enable-prefix-caching")),
+        Kind("next-p", TRUSTING, (*SCHEDULER, "--no-enable-prefix-caching")),
         Kind("next-d", OURS, SCHEDULER),
     ) as servers:
         yield servers
