@@ -94,11 +94,15 @@ def test_a_pair_that_is_cut_off_is_not_paired_again_until_it_is_mended(
     right = [complete(alone, prompt) for prompt in prompts]
     before = [metric(d, FAILED[fleet.mode]) for d in fleet.ds]
     assert differences(right, [complete(fleet.router, prompt) for prompt in prompts]) == []
-    assert avoided(fleet)
+
+    def is_avoided() -> bool:
+        """On a slow machine the pause is over by now, and another failure begins the next one."""
+        return avoided(fleet) or (bool(complete(fleet.router, prompts[0])) and avoided(fleet))
+
+    wait_for(is_avoided, "the pair is avoided")
     failed = [metric(d, FAILED[fleet.mode]) for d in fleet.ds]
-    # On a slow machine somebody has tried again by now.
     assert failed[0] == before[0]
-    assert 1 <= failed[1] - before[1] <= 2
+    assert 1 <= failed[1] - before[1] <= 3
     assert all(metric(d, LOADED[fleet.mode]) > 0 for d in fleet.ds)
     granted = "disagg_engine_kv_leases_granted_total"
     assert all(metric(p, granted) > 1 for p in fleet.ps)
