@@ -205,7 +205,10 @@ class _Matcher:
         if theirs.base_addr + theirs.block_stride * theirs.num_blocks > 1 << 64:
             raise PlanError(f"{theirs.name} ends beyond what a 64-bit int addresses")
         if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):
-            self._add_whole(ours, theirs)
+            _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
+            self._ours.add(ours, 0, 0, ours.block_len)
+            self._theirs.add(theirs, 0, 0, theirs.block_len)
+            self._count(ours, ours.block_len)
         else:
             self._add_pieces(span)
 
@@ -228,12 +231,6 @@ class _Matcher:
 
     def _side(self, block_size: int) -> _Rows:
         return _Rows(block_size, range(block_size // self._unit), len(self._geometry.group_windows))
-
-    def _add_whole(self, ours: Region, theirs: Region) -> None:
-        _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
-        self._ours.add(ours, 0, 0, ours.block_len)
-        self._theirs.add(theirs, 0, 0, theirs.block_len)
-        self._count(ours, ours.block_len)
 
     def _add_pieces(self, span: Span) -> None:
         here = self._box(self._geometry, span.ours, span.our_layers, self._us)

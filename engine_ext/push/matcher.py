@@ -298,7 +298,10 @@ class PushMatcher:
         names = names_of(message.request_id, message.transfer_id, message.remote_request_id)
         held = next((one for one in self._offers_named(names) if one.is_for(message)), None)
         if held is not None and held.request is not None:
-            self._rank_left(held, sender)
+            held.senders.add(sender)
+            if held.is_complete:
+                self.forget(held.offer.request_id)
+            self._end_if_last(held)
             return
         if self._withdrawn.has((message.request_id,), now):
             return
@@ -420,12 +423,6 @@ class PushMatcher:
     def _num_readers(self, registered: Registered) -> int:
         of_stage = max(1, registered.message.decode_tp_size // self._us.size)
         return of_stage * registered.address.pp_size
-
-    def _rank_left(self, held: HeldOffer, sender: str) -> None:
-        held.senders.add(sender)
-        if held.is_complete:
-            self.forget(held.offer.request_id)
-        self._end_if_last(held)
 
     def _close(self, held: HeldOffer, now: float) -> None:
         """Stop waiting for ranks of D that have not registered."""

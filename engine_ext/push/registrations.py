@@ -352,7 +352,12 @@ class Registrations:
 
     def _advance(self, waiting: PendingRegistration, now: float) -> None:
         if waiting.state is RegistrationState.WITHDRAWING:
-            self._forget_harmless(waiting, now)
+            # Drop peers that can no longer write, and ask the others again.
+            for name, peer in list(waiting.peers.items()):
+                if self._is_harmless(waiting, peer, now):
+                    self._settle(waiting, name, now)
+            if waiting.peers:
+                self._ask_again(waiting, now)
         elif waiting.state is RegistrationState.RETURNED:
             if now - waiting.returned_at >= RETURNED_SECONDS:
                 self._register_again(waiting)
@@ -456,14 +461,6 @@ class Registrations:
             self._ask_again(waiting, now)
         except (PeerError, AgentError) as error:
             logger.warning("request %s: %s", waiting.request_id, error)
-
-    def _forget_harmless(self, waiting: PendingRegistration, now: float) -> None:
-        """Drop peers that can no longer write, and ask the others again."""
-        for name, peer in list(waiting.peers.items()):
-            if self._is_harmless(waiting, peer, now):
-                self._settle(waiting, name, now)
-        if waiting.peers:
-            self._ask_again(waiting, now)
 
     def _is_harmless(self, waiting: PendingRegistration, peer: PeerHandle, now: float) -> bool:
         """By its own clock it is too late to begin, and a WRITE that has begun has arrived."""

@@ -53,7 +53,10 @@ def build_engine(config: EngineConfig, connect: ConnectorFactory | None = None) 
     `connect` makes the connector once the model's shape and the cache's geometry are known.
     Raises ValueError, one line, for a model or a configuration that cannot run.
     """
-    _check_device(config.device)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        raise ValueError(f"unsupported device {config.device!r}; supported: cpu, cuda, cuda:N")
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device {config.device!r}: no CUDA device is available")
     model_config = read_model_config(config.model, config.dtype, config.device)
     model = build_model(config, model_config)
     tokenizer = Tokenizer.load(config.model).backend
@@ -64,13 +67,6 @@ def build_model(config: EngineConfig, model_config: ModelConfig) -> Decoder:
     """Raises ValueError, one line, for a checkpoint that does not fit its config.json."""
     weights = load_weights(config.model, model_config, torch.device(config.device))
     return Decoder(model_config, weights, max_model_len(config, model_config))
-
-
-def _check_device(name: str) -> None:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"unsupported device {name!r}; supported: cpu, cuda, cuda:N")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: no CUDA device is available")
 
 
 class HostError(Exception):

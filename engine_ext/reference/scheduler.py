@@ -158,7 +158,10 @@ class Scheduler:
             if seq.num_uncomputed_tokens > 1:
                 self._schedule_prefill(seq, step)
         if not step.num_preempted:
-            self._schedule_loaded(step)
+            while self.loaded and self._has_room(step):
+                seq = self.loaded[0]
+                num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
+                self._start(seq, seq.block_ids[num_loaded_blocks:], step)
             self._schedule_waiting(step)
         return step
 
@@ -173,7 +176,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> Sequence | None:
         """None if there is none. What an ended request keeps for others is given up."""
-        seq = self.find_sequence(request_id)
+        seq = next((seq for seq in self.live() if seq.request_id == request_id), None)
         if seq is not None:
             self.finish(seq, ABORTED)
         elif request_id in self.delayed:
@@ -247,9 +250,6 @@ class Scheduler:
         yield from self.loaded
         yield from self.running
 
-    def find_sequence(self, request_id: str) -> Sequence | None:
-        return next((seq for seq in self.live() if seq.request_id == request_id), None)
-
     def _remove(self, seq: Sequence) -> None:
         if self.parked.pop(seq.request_id, None) is not None:
             return
@@ -299,12 +299,6 @@ class Scheduler:
             num_tokens = self._step_budget.take(num_tokens, seq.num_computed_tokens)
         if num_tokens:
             step.add(seq, num_tokens)
-
-    def _schedule_loaded(self, step: SchedulerStep) -> None:
-        while self.loaded and self._has_room(step):
-            seq = self.loaded[0]
-            num_loaded_blocks = -(-seq.num_computed_tokens // self._blocks.block_size)
-            self._start(seq, seq.block_ids[num_loaded_blocks:], step)
 
     def _schedule_waiting(self, step: SchedulerStep) -> None:
         passed_over: list[Sequence] = []

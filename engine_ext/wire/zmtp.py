@@ -102,7 +102,9 @@ class ZmtpSession:
             self._frames.append(body)
             self._num_bytes += len(body)
             if not header.flags & MORE:
-                return self._end_message()
+                frames, self._frames = self._frames, []
+                self._num_bytes = self._num_commands = 0
+                return frames
         return None
 
     def _greet(self) -> bool:
@@ -152,11 +154,6 @@ class ZmtpSession:
         body = bytes(memoryview(self._received)[header.body_at : end])
         del self._received[:end]
         return body
-
-    def _end_message(self) -> list[bytes]:
-        frames, self._frames = self._frames, []
-        self._num_bytes = self._num_commands = 0
-        return frames
 
     def _handle_command(self, body: bytes) -> None:
         self._num_commands += 1

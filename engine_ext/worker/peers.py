@@ -162,7 +162,8 @@ class Peers:
             return ready.handle
         if peer in self._failed:
             raise PeerError(self._failed[peer])
-        if peer not in self._connecting and self._has_turn(address.host):
+        there = sum(one.address.host == address.host for one in self._connecting)
+        if peer not in self._connecting and there < MAX_CONNECTING_THERE:
             self._start(peer, now)
         return None
 
@@ -293,10 +294,6 @@ class Peers:
                 step()
             except AgentError as error:
                 logger.warning("%s", error)
-
-    def _has_turn(self, host: str) -> bool:
-        there = sum(peer.address.host == host for peer in self._connecting)
-        return there < MAX_CONNECTING_THERE
 
     def _start(self, peer: PeerRank, now: float) -> None:
         if len(self._connecting) >= MAX_CONNECTING:
