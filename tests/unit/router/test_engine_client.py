@@ -115,7 +115,7 @@ class Leg:
     async def relayed(self) -> bytes:
         """What a client would get. Raises UpstreamError."""
         sink = Gathered()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(30):
             await self.answer.ready()
             self.answer.raise_if_failed()
             await self.answer.relay(sink, 60, NEVER)

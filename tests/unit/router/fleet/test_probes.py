@@ -101,7 +101,7 @@ async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
     assert d._server is not None
     d._server.close()
     async with deaf(d.port):
-        answer = await asyncio.wait_for(asking, 4)
+        answer = await asyncio.wait_for(asking, 10)
     assert answer.status_code == 503
     assert router.metric("upstream_errors_total", role="decode", kind="engine_lost") == 1
 

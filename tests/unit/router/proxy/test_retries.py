@@ -319,7 +319,7 @@ async def test_a_5xx_is_known_by_its_head(
 
     async with two_of(role, p, d, start_router) as asked:
         asked.first.scripts = [fails]
-        answer = await asyncio.wait_for(asked.router.complete(), 3)
+        answer = await asyncio.wait_for(asked.router.complete(), 10)
         assert answer.status_code == 200
         assert asked.router.metric("upstream_errors_total", role=role, kind="status_5xx") == 1
 

@@ -54,7 +54,7 @@ async def events_of(answer: httpx.Response) -> AsyncIterator[Event]:
 
 
 async def until(events: AsyncIterator[Event], wanted: str) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):  # a worker that restarts on a busy machine takes that long
         async for name, content in events:
             if name == wanted:
                 return content
