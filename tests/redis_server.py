@@ -36,6 +36,7 @@ class RedisServer:
             f"--conversation-store={self.url}",
             f"--conversation-store-password={self.password}",
             f"--conversation-store-key={KEY}",
+            "--conversation-store-timeout=10",  # a busy machine is no Redis that fails
         ]
 
     def keys(self, pattern: str = "*") -> list[str]:

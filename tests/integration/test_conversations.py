@@ -210,7 +210,7 @@ def test_of_many_takers_at_two_routers_none_pulls_what_another_took_and_all_are_
 ) -> None:
     prompt = tokens_of(1000, 60)
     with running_redis() as redis, ExitStack() as stack:
-        options = [*redis.options, "--conversation-store-timeout=10", "--decode-first-turns=0"]
+        options = [*redis.options, "--decode-first-turns=0"]
         routers = [
             stack.enter_context(launcher.router([prefiller], [decoder], *options)) for _ in range(2)
         ]

@@ -248,12 +248,13 @@ async def test_a_title_that_is_asked_for_beside_the_chat_costs_the_chat_nothing(
     start_router: StartRouter, p: MockEngine, stored: str
 ) -> None:
     async with AsyncExitStack() as stack:
-        options = {}
+        options: dict[str, Any] = {}
         if stored == "redis":
             redis = stack.enter_context(running_redis())
             options = {
                 "conversation_store": f"redis://127.0.0.1:{redis.port}",
                 "conversation_store_password": PASSWORD,
+                "conversation_store_timeout": 10,
             }
         router = await start_router(**options)
         await asyncio.gather(chat(router, ASKED), chat(router, TITLE))
@@ -725,10 +726,9 @@ async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
     p: MockEngine, d: MockEngine
 ) -> None:
     with running_redis() as redis:
-        options = [*redis.options, "--conversation-store-timeout=10"]
         async with (
-            serving_router(p, d, *options) as one,
-            serving_router(p, d, *options) as two,
+            serving_router(p, d, *redis.options) as one,
+            serving_router(p, d, *redis.options) as two,
             httpx.AsyncClient(timeout=20) as client,
         ):
 
