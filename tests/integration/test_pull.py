@@ -207,7 +207,7 @@ def occupied(engine: Server) -> Iterator[None]:
 
 
 def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alone: Server) -> None:
-    lease = 3.0
+    lease = 5.0
     extra = {"kv_lease_duration": lease}
     prompt = text_of(300, 2)
     with (
@@ -218,7 +218,7 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
     ):
         with occupied(decoder):
             answer = pool.submit(complete, router, prompt)
-            pause(2 * lease, "the request has queued for two leases")
+            pause(1.3 * lease, "the request has queued for longer than its lease")
             assert not answer.done()
             assert not released(prefiller)
         assert differences([complete(alone, prompt)], [answer.result(timeout=60)]) == []

@@ -278,7 +278,7 @@ def test_a_prefill_that_never_comes_ends_by_policy(
 
 
 def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alone: Server) -> None:
-    lease = 3.0
+    lease = 5.0
     extra = {"kv_lease_duration": lease}
     one = "--max-num-seqs"
     prompt = text_of(200, 260)
@@ -295,7 +295,7 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
             wait_for(lambda: metric(decoder, waiting) == 3, "D is busy")
             params = prefill(prefiller, prompt, request_id="queued")
             leg = pool.submit(decode, decoder, prompt, params, request_id="queued")
-            pause(2 * lease, "two leases have passed")
+            pause(1.3 * lease, "more than a lease has passed")
             assert not leg.done()
         assert differences([complete(alone, prompt)], [leg.result(timeout=60).answer]) == []
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
