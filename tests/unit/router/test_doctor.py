@@ -264,13 +264,13 @@ async def test_engine_that_cannot_be_reached_is_one_line_and_others_are_checked(
 async def test_engine_that_is_not_well_is_named(
     monkeypatch: pytest.MonkeyPatch, p: MockEngine, d: MockEngine, kind: str
 ) -> None:
-    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.3)
     settings = settings_of([p], [d])
     if kind == "unhealthy":
         d.healthy = False
         assert failed(await examine(settings))["health"] == "/health answers 503"
     elif kind == "silent":
         d.is_mute = True
+        monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 2)
         assert "did not answer in time" in failed(await examine(settings))["answers"]
     else:
         port = d.port

@@ -242,9 +242,10 @@ async def test_handshakes_that_come_to_nothing_are_counted_by_what_became_of_the
     async with sealed.socket():
         await eventually(lambda: sealed.metric("client_connections") == 1)
     await eventually(lambda: counted("disconnected") == 1)
-    monkeypatch.setattr("router.server.tls_handshake.HANDSHAKE_TIMEOUT_S", 0.1)
-    async with sealed.socket() as silent:
-        assert await silent.until_closed() == b""
+    with monkeypatch.context() as short:
+        short.setattr("router.server.tls_handshake.HANDSHAKE_TIMEOUT_S", 0.1)
+        async with sealed.socket() as silent:
+            assert await silent.until_closed() == b""
     await eventually(lambda: counted("timeout") == 1)
     assert counted("refused") == 2
     assert counted("disconnected") == 1
