@@ -88,7 +88,7 @@ class RedisBackend:
             self._open_until = now + self._pause
         try:
             async with asyncio.timeout(self._timeout):
-                result = await call()
+                result = await _cancellable(call)
         except TimeoutError as error:
             raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
         except (RedisError, RedisClusterException, OSError) as error:
@@ -111,6 +111,21 @@ class RedisBackend:
                 await client.aclose()
             except (RedisError, OSError) as error:
                 self.logger.debug("closing Redis: %s", error)
+
+
+async def _cancellable(call: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `call`; end with CancelledError if the task was cancelled meanwhile.
+
+    redis-py sends with asyncio.wait_for, which in Python 3.11 ignores a cancellation that arrives
+    when the bytes have just been sent. The task would go on, and a shutdown wait for ever.
+    """
+    task = asyncio.current_task()
+    cancellations = task.cancelling() if task else 0
+    try:
+        return await call()
+    finally:
+        if task and task.cancelling() > cancellations:
+            raise asyncio.CancelledError
 
 
 def create_redis_clients(url: str, password: str | None, timeout: float) -> RedisClients:

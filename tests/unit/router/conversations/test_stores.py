@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -196,6 +197,33 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
             await store.take("k")
         assert asyncio.get_running_loop().time() - started < 2
         await store.close()
+
+
+@pytest.mark.parametrize("timeout", [0.05, 60.0])
+@pytest.mark.parametrize("outcome", [b"sent", StoreError("closed")])
+async def test_a_client_that_ignores_a_cancellation_does_not_keep_its_task_running(
+    timeout: float, outcome: bytes | Exception
+) -> None:
+    """As asyncio.wait_for of Python 3.11 does when what it waits for has just ended."""
+    store, asked = redis_store("redis://127.0.0.1:1", None, timeout), asyncio.Event()
+
+    async def send() -> bytes:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    asking = asyncio.create_task(store.run("take", send))
+    await asked.wait()
+    expected: type[BaseException] = StoreError  # by its own deadline
+    if timeout > 1:
+        asking.cancel()
+        expected = asyncio.CancelledError
+    with pytest.raises(expected):
+        await asking
+    assert asking.cancelled() == (timeout > 1)
 
 
 @pytest.mark.slow
