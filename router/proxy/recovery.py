@@ -125,7 +125,7 @@ async def require_engines_alive(run: Run) -> None:
     Before the router decides, it waits for as long as an outage lasts. Then it knows the other
     engines that were lost, and does not send the request to an engine that is about to die. The
     wait has a random part, so that a crashing request and those that were on both engines with it
-    seldom meet on the third.
+    seldom meet on the third. A request whose deadline comes sooner is refused at once.
     """
     if len(run.suspects) < MAX_DEATHS:
         return
@@ -134,8 +134,9 @@ async def require_engines_alive(run: Run) -> None:
     died = [one for one, has_died in zip(run.suspects.values(), results, strict=True) if has_died]
     if len(died) < MAX_DEATHS or len(died) <= run.excused_deaths:
         return
-    if not run.excused_deaths:
-        await asyncio.sleep(OUTAGE_S * random.uniform(1, 2))
+    wait = OUTAGE_S * random.uniform(1, 2)
+    if not run.excused_deaths and now() + wait < run.request.latest:
+        await asyncio.sleep(wait)
         since = min(one.at for one in died) - OUTAGE_S
         if any(one.has_company for one in died) or _were_others_lost(run, since):
             run.excused_deaths = len(died)

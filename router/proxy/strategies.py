@@ -10,7 +10,8 @@
 
 A leg returns its outcome as a value. After a failed leg, `recover` returns what to do next, or
 raises the failure if nothing is left to try. No strategy waits between the end of the prefill leg
-and the start of the decode leg, because the lease on the prefill engine's blocks has begun.
+and the start of the decode leg, because the lease on the prefill engine's blocks has begun; only
+`require_engines_alive` does, for seconds, after two engines have died.
 
 If the client disconnects, the server cancels the task. CancelledError passes through every
 strategy, which releases KV that was not read on its way. Before the client has a byte, a failed

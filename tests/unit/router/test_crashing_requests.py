@@ -62,14 +62,14 @@ def dying(engine: MockEngine, tasks: list[asyncio.Task[None]], says: bytes = b""
 
 @contextlib.asynccontextmanager
 async def fleet(
-    start: StartRouter, p: MockEngine, d: MockEngine, mode: str
+    start: StartRouter, p: MockEngine, d: MockEngine, mode: str, **settings: float
 ) -> AsyncIterator[tuple[Router, list[MockEngine]]]:
     """Two prefillers and two decoders, all of which die of it."""
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
         engines = [p, p2, d, d2]
         tasks: list[asyncio.Task[None]] = []
         changes = {"transfer_mode": mode, "without_prefiller": "decode", "health_interval": 60}
-        router = await start(ps=[p, p2], ds=[d, d2], **changes)
+        router = await start(ps=[p, p2], ds=[d, d2], **changes, **settings)
         await router.knows_its_engines()
         for engine in engines:
             dying(engine, tasks)
@@ -201,6 +201,34 @@ async def test_engine_that_dies_after_it_was_probed_counts_before_the_next_leg(
         answer = await router.complete(prompt=POISON)
         assert "2 engines died while they worked on this request" in answer.text
         assert len(lost) == 2
+
+
+async def test_request_whose_deadline_comes_before_the_wait_ends_is_refused_at_once(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "OUTAGE_S", 60.0)
+    async with fleet(start_router, p, d, "pull", request_timeout=50.0) as (router, engines):
+        answer = await router.complete(prompt=POISON)
+        assert answer.headers["x-should-retry"] == "false"
+        assert asked_for_it(engines) == 2
+
+
+async def test_client_that_disconnects_ends_the_wait(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = asyncio.Event()
+
+    def outage(least: float, most: float) -> float:
+        waits.set()
+        return 60.0
+
+    monkeypatch.setattr("router.proxy.recovery.random.uniform", outage)
+    async with fleet(start_router, p, d, "pull") as (router, engines):
+        request = ask(router, prompt=POISON)
+        await waits.wait()
+        request.cancel()
+        await router.settled()
+        assert asked_for_it(engines) == 2
 
 
 async def never_answers(request: Received, peer: Peer) -> None:
