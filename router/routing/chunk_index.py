@@ -59,7 +59,8 @@ class _Generations:
     most: int = 1
     """Chunks of one generation."""
 
-    def add(self, bit: int, chunks: Sequence[int], stride: int) -> None:
+    def add(self, bit: int, chunks: Sequence[int], stride: int) -> bool:
+        """Return True if that began a new generation."""
         young = self.young
         last = len(chunks) // stride * stride
         for at in range(last - 1, -1, -stride):
@@ -69,8 +70,14 @@ class _Generations:
                 break
             young[chunk] = known | bit if known else bit  # one int for many chunks
             self.added += 1
-        if self.added >= self.most:
-            self.old, self.young, self.added = young, {}, 0
+        if self.added < self.most:
+            return False
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Begin a new generation."""
+        self.old, self.young, self.added = self.young, {}, 0
 
     def holders(self, chunk: int) -> int:
         return self.young.get(chunk, 0) | self.old.get(chunk, 0)
@@ -157,8 +164,10 @@ class ChunkIndex:
     def add(self, name: str, chunks: Sequence[int]) -> None:
         """The engine holds these chunks, the successive chunks of one prompt."""
         bit = self.bit(name)
-        if bit:
-            self._caches[name][1].add(bit, chunks, self._stride)
+        if bit and self._caches[name][1].add(bit, chunks, self._stride):
+            for role in self._roles.values():
+                if not role.cache_tokens:  # no engine has it now, so none replaces these chunks
+                    role.begin()
 
     def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> ChunkMatch:
         """Return the longest beginning, of at most `most` chunks, that one of the engines `among`
@@ -182,10 +191,11 @@ class ChunkIndex:
     def drop(self, name: str, chunks: Sequence[int], kept: int) -> None:
         """The engine holds none of these chunks but the first `kept`."""
         if bit := self.bit(name):
-            for generation in self._caches[name][1].young, self._caches[name][1].old:
-                for chunk in chunks[kept:]:
-                    if generation.get(chunk, 0) & bit:
-                        generation[chunk] ^= bit
+            for role in self._roles.values():
+                for generation in role.young, role.old:
+                    for chunk in chunks[kept:]:
+                        if generation.get(chunk, 0) & bit:
+                            generation[chunk] ^= bit
 
     def forget(self, name: str) -> None:
         """Give up the engine's bit, so that no chunk needs to be changed."""

@@ -266,6 +266,29 @@ def test_engine_that_begins_to_decode_is_not_expected_to_hold_what_it_computed_b
     assert index.longest([2], p | one).depth == index.longest([1001], p | one).depth == 0
 
 
+def test_chunks_of_a_role_that_no_engine_has_any_more_are_forgotten_as_others_are_added() -> None:
+    """A group changes from the boundary to placement by cost."""
+    index, caches = ChunkIndex(memory=1000 * BYTES_PER_CHUNK), [500 * TOKENS_PER_CHUNK] * 2
+    p, d = index.register(["p", "d"], caches, ["prefill", "decode"])
+    for number in range(300):
+        index.add("pd"[number % 2], [number])
+    assert index.register(["p", "d"], caches, ["both", "both"]) == [p, d]
+    assert index.longest([298], p | d) == (1, p)
+    for number in range(1000, 3000):
+        index.add("pd"[number % 2], [number])
+    assert index.longest([298], p | d).depth == index.longest([299], p | d).depth == 0
+    assert len(index) <= 1000
+
+
+def test_chunk_that_an_engine_lacks_is_dropped_whatever_role_it_had_when_it_was_added() -> None:
+    index = ChunkIndex()
+    (bit,) = index.register(["one"], roles=["decode"])
+    index.add("one", [1, 2, 3])
+    index.register(["one"], roles=["prefill"])
+    index.drop("one", [1, 2, 3], 1)
+    assert index.longest([1, 2, 3], bit) == (1, bit)
+
+
 @pytest.mark.parametrize("memory", [500, 2000, 10_000])
 def test_index_of_too_little_memory_keeps_fewer_chunks_of_as_many_prompts(memory: int) -> None:
     index = ChunkIndex(memory=memory * BYTES_PER_CHUNK)
