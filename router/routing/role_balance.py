@@ -125,6 +125,8 @@ class RoleBalancer:
         """Averages over WORK_WINDOW_S: seconds of prompts per second, the contexts of this router's
         requests, and those of all routers'."""
         self._updated = -math.inf
+        self._engines_per_token = 0.0
+        """The engines that a token of contexts needs, as last known."""
 
     def update(self, engines: Sequence[EngineState], moment: float) -> Balance | None:
         """Return the preferences for the usable engines of the group. None if there is nothing to
@@ -194,10 +196,11 @@ class RoleBalancer:
         decoders = [one for one in engines if one.preferred_role is not PREFILL]
         at_once = sum(one.legs for one in decoders) / MANY_ANSWERS
         answers = self._engines_for_contexts(engines)
-        lasting = answers * mean / max(1, sum(one.contexts for one in engines))
+        if contexts := sum(one.contexts for one in engines):
+            self._engines_per_token = answers / contexts
         crowd = max(at_once, self._engines_for_contexts(decoders))
         queue_s = sum(one.queued_s for one in engines)
-        return Need(prompts, answers, lasting, crowd, queue_s)
+        return Need(prompts, answers, self._engines_per_token * mean, crowd, queue_s)
 
     def _engines_for_contexts(self, engines: Sequence[EngineState]) -> float:
         """Return how many engines the contexts at these need for short steps, and for their KV."""

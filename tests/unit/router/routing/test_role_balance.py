@@ -213,6 +213,13 @@ def test_engine_is_taken_from_answers_only_if_they_have_needed_few_for_a_while()
     assert found[-1] == 5
 
 
+@pytest.mark.parametrize("contexts", [0, 1000])
+def test_pause_between_answers_takes_no_engine_from_them_at_once(contexts: int) -> None:
+    group = Group(8)
+    assert group.settle(work=3.0, contexts=1_500_000)[-1] == 4
+    assert group.settle(times=3, work=6.0, contexts=contexts, queued_s=60.0) == [4, 5, 5]
+
+
 def test_answers_at_engines_that_prefer_prompts_by_now_need_no_decode_engines() -> None:
     group = Group(8)
     assert group.settle(work=6.0, contexts=300_000, queued_s=20.0)[-1] == 7
