@@ -261,8 +261,8 @@ class Fleet:
     def prefer_roles(self, roles: Mapping[str, tuple[EngineRole, str]], free: Set[str]) -> None:
         """Give engines of both roles a preferred role with its reason, by name, from now on: their
         running legs go on. In the groups `free`, requests choose by cost."""
-        has_changed = free != self.free_groups
-        self.free_groups = free
+        is_new_form, self.free_groups = free != self.free_groups, free
+        changed: set[Engine] = set()
         for name, (role, reason) in roles.items():
             engine = self._engines.get(name)
             if engine is None or engine.role is not EngineRole.BOTH:
@@ -271,9 +271,10 @@ class Fleet:
                 why = reason or "it is the only usable engine"
                 logger.info("engine %s now prefers %s legs: %s", name, role, why)
                 self.role_changes[engine.group] += 1
-                has_changed = True
+                changed.add(engine)
             engine.preferred_role, engine.role_reason = role, reason
-        if has_changed:
+        if changed or is_new_form:
+            self._tuples.forget(changed)
             self._refresh()
 
     def set_group_weights(self, weights: Mapping[str, float]) -> None:
@@ -519,7 +520,8 @@ def _group_names(values: Set[str]) -> Mapping[str, str]:
 
 class EngineTuples:
     """Returns the same tuple object for the same engines, in the pools of all models and later on,
-    so that policies can recognize a set of engines by the identity of the tuple."""
+    so that policies can recognize a set of engines by the identity of the tuple. After a change of
+    an engine's preferred role, its tuples are new, so that policies look at the role again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}

@@ -313,6 +313,39 @@ async def test_an_engine_that_prefers_prompts_computes_them_in_full_steps(both: 
     assert 0 < 1.2 * queued[0] < queued[1]
 
 
+async def test_prefix_index_follows_an_engine_that_moves_back_and_forth(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
+    async with (
+        running_engine(either) as p2,
+        running_engine(either) as d,
+        running_engine(either) as e,
+    ):
+        mocks = [p, p2, d, e]
+        for mock in mocks:
+            mock.identity = p.identity
+        router = await start_router(
+            ps=mocks, ds=mocks, prefill_policy="prefix", decode_policy="prefix"
+        )
+        await router.knows_its_engines()
+        engines, index = [router.engine(mock) for mock in mocks], router.gateway.routes.index
+
+        async def divide(num_prefillers: int) -> None:
+            roles = [PREFILL] * num_prefillers + [DECODE] * (4 - num_prefillers)
+            named = zip(engines, roles, strict=True)
+            preferred = {engine.name: (role, "") for engine, role in named}
+            router.gateway.fleet.prefer_roles(preferred, frozenset())
+            assert (await router.complete(prompt=PROMPT)).status_code == 200
+
+        for chunk in range(3):
+            await divide(2)
+            index.add(engines[1].name, [chunk])
+            assert index.longest([chunk], index.bit(engines[1].name)).depth == 1
+            await divide(1)  # its own cache soon loses what it computed
+            assert index.longest([chunk], index.bit(engines[1].name)).depth == 0
+
+
 async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both: Both) -> None:
     """It computes the next prompt from its own cache, which is not offered to it, and lets its
     lease go; the engine that decodes has the conversation from then on."""
