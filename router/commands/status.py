@@ -140,9 +140,9 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """One group. `preferred` counts its engines of both roles by the legs that they get now,
-    `form_reasons` has why they work by cost or not, and `needed` the engines that this router's
-    requests need, by role if known."""
+    """One group. `preferred` counts its engines of both roles by the legs that they get now, and
+    `form_reasons` are the reasons why they work by cost or not. `needed` is the number of engines
+    that this router's requests need, by role if known."""
 
     name: str
     weight: float

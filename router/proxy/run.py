@@ -73,7 +73,7 @@ class Run(Struct, eq=False):
     cannot_load: list[Engine] = []
     # Engines that may have crashed.
     suspects: dict[Engine, Suspicion] = {}
-    # The dead engines for which there is another explanation than this request.
+    # The number of dead engines whose deaths have another explanation than this request.
     excused_deaths: int = 0
     failure: UpstreamError | EngineError | None = None
     # Legs open a new connection, because a kept one was closed by its engine.

@@ -52,7 +52,7 @@ class _Generations:
     """The bits of the engines whose chunks here count: those of the role, and those that had it and
     compute prompts now."""
     cache_tokens: int = 0
-    """The tokens that the caches of these engines hold together."""
+    """The tokens that the caches of the engines of the role hold together."""
     young: dict[int, int] = field(default_factory=dict)
     old: dict[int, int] = field(default_factory=dict)
     added: int = 0
@@ -130,7 +130,7 @@ class ChunkIndex:
             if bit == self._next_bit:
                 self._bits[name] = bit
                 self._next_bit <<= 1
-            if role == DECODE:  # the prompts of many prefill engines soon replace what it held
+            if role == DECODE:  # it loads the prompts of all prefill engines, which evict the rest
                 for other in self._roles.values():
                     other.engines &= ~bit
             generations = self._roles.setdefault(role or "", _Generations())

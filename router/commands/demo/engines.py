@@ -43,7 +43,7 @@ ROUTER = [sys.executable, "-m", "router.commands.cli"]
 START_TIMEOUT_S = 600.0
 REPORT_INTERVAL_S = 5.0
 READY_POLL_S = 0.1
-# Of engines of both roles.
+# The target of steps that decode, at engines of both roles.
 TARGET_ITL_S = 0.05
 print_now = partial(print, flush=True)
 
