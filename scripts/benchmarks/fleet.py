@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fleet", nargs="+", type=_engines, default=[(16, 16, 0)], metavar="P+D",
         help="P prefill and D decode engines, or N of both roles, or P+D+N (16+16)")  # fmt: skip
     add("--form", nargs="+", choices=("auto", "free", "boundary"), default=["auto"],
-        help="of engines of both roles; auto: by the mixing penalty (auto)")  # fmt: skip
+        help="of engines of both roles; free: by cost; auto: by mixing penalty (auto)")  # fmt: skip
     add("--mix", nargs="+", type=float, default=[0.0], metavar="X",
         help="weight reads that a step with prompts and answers takes more (0)")  # fmt: skip
     add("--requests", type=positive, default=20_000, metavar="N", help="(20000)")
