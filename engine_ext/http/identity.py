@@ -61,6 +61,8 @@ class EngineDescription:
     """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
     max_step_tokens: int | None = None
     """The most prompt tokens that a step computes beside decoding requests."""
+    max_num_seqs: int | None = None
+    """The most requests that a rank runs at once."""
     lends: bool = False
     """It lends prefixes of its cache to engines that ask (engine_ext/scheduler/loans.py)."""
     loan_problem: str | None = None
@@ -164,6 +166,7 @@ def _rank(
         "borrows": engine.borrows,
         **({} if engine.loan_problem is None else {"loan_problem": engine.loan_problem}),
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
+        **({} if engine.max_num_seqs is None else {"max_num_seqs": engine.max_num_seqs}),
         **({} if engine.target_itl_ms is None else {"target_itl_ms": engine.target_itl_ms}),
         **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),
     }

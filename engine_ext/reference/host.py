@@ -180,6 +180,7 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         access=connector.access,
         lease_seconds=connector.lease_duration,
         max_step_tokens=settings.engine.tokens_per_step,
+        max_num_seqs=settings.engine.max_num_seqs,
         target_itl_ms=settings.engine.target_itl_ms,
         lends=problem is None,
         borrows=not is_staged(connector, settings.engine),

@@ -103,6 +103,7 @@ def _identity(state: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         describe.engine(config),
         renders=known,
         max_step_tokens=max_step_tokens(config.scheduler_config),
+        max_num_seqs=config.scheduler_config.max_num_seqs,
         step_models={rank["dp_rank"]: rank["step_model"] for rank in ranks if rank["step_model"]},
         lends=bool(ranks) and all(rank["lends"] for rank in ranks),
         borrows=bool(ranks) and all(rank["borrows"] for rank in ranks),

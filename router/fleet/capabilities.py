@@ -13,7 +13,7 @@ from msgspec import Struct
 from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
 from router.fleet.step_model import (
     StepModel,
-    max_step_tokens_of_ranks,
+    largest_of_ranks,
     step_limit_of_ranks,
     step_model_of_ranks,
 )
@@ -110,6 +110,8 @@ class EngineCapabilities:
     """The time of its steps, None if unknown."""
     max_step_tokens: int = 0
     """The most prompt tokens that one step computes beside answers; 0 if unknown."""
+    max_num_seqs: int = 0
+    """The most requests that each rank runs at once; 0 if unknown."""
     step_limit: float = math.inf
     """The longest step in seconds that the engine allows beside answers."""
     trial_prefills: int = 0
@@ -182,7 +184,8 @@ class EngineCapabilities:
             self.cache_tokens = cache_tokens_of_ranks(ranks)
             self.step_model = step_model_of_ranks(ranks)
             self.trial_prefills = max(0, self.trial_prefills - 1)
-            self.max_step_tokens = max_step_tokens_of_ranks(ranks)
+            self.max_step_tokens = largest_of_ranks(ranks, "max_step_tokens")
+            self.max_num_seqs = largest_of_ranks(ranks, "max_num_seqs")
             self.step_limit = step_limit_of_ranks(ranks)
             self.lends, self.borrows = (
                 bool(ranks)

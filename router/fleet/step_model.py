@@ -107,9 +107,9 @@ def step_model_of_ranks(ranks: Sequence[object]) -> StepModel | None:
     )
 
 
-def max_step_tokens_of_ranks(ranks: Sequence[object]) -> int:
-    """Return the most prompt tokens in one step of any of these ranks; 0 if one is unknown."""
-    found = [rank.get("max_step_tokens") if isinstance(rank, dict) else None for rank in ranks]
+def largest_of_ranks(ranks: Sequence[object], name: str) -> int:
+    """Return the largest `name` of these ranks, such as `max_step_tokens`; 0 if one is unknown."""
+    found = [rank.get(name) if isinstance(rank, dict) else None for rank in ranks]
     counts = [n for n in found if type(n) is int and 0 < n <= MAX_STEP_TOKENS]
     return max(counts) if counts and len(counts) == len(ranks) else 0
 

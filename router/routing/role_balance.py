@@ -44,12 +44,12 @@ MAX_MIXING = 0.3
 # Free placement ends only with so many more, because the penalties are measured.
 MIXING_MARGIN = 0.1
 WORK_WINDOW_S = 20.0
-# The parts of the target that a decode engine's steps, and of its cache that KV, should take, and
-# the answers that it should have at once (vLLM runs 256 by default).
+# The parts of the target that a decode engine's steps, of its cache that KV, and of its limit of
+# running requests that answers should take.
 STEP_SHARE = 0.5
 CACHE_SHARE = 0.8
 CACHE_MARGIN = 1.1
-MANY_ANSWERS = 192
+SEQS_SHARE = 0.75
 # The boundary moves if it is so many engines off.
 LEAST_CHANGE = 0.7
 STEP = 1 / 8
@@ -85,6 +85,8 @@ class EngineState(NamedTuple):
     """Seconds of work of all routers' prompts that it has to compute, by all its ranks."""
     num_ranks: int = 1
     """Data-parallel ranks, among which the contexts are divided."""
+    max_num_seqs: int = 0
+    """The most requests that each rank runs at once; 0 if unknown."""
 
 
 class Need(NamedTuple):
@@ -194,7 +196,8 @@ class RoleBalancer:
         work, own, mean = self._means or (0.0, 0.0, 0.0)
         prompts = work * mean / own if own else work
         decoders = [one for one in engines if one.preferred_role is not PREFILL]
-        at_once = sum(one.legs for one in decoders) / MANY_ANSWERS
+        limited = [one for one in decoders if one.max_num_seqs]
+        at_once = sum(one.legs / (SEQS_SHARE * one.max_num_seqs) for one in limited)
         answers = self._engines_for_contexts(engines)
         if contexts := sum(one.contexts for one in engines):
             self._engines_per_token = answers / contexts
@@ -304,4 +307,5 @@ def state_of(engine: Engine) -> EngineState:
         offered_s / num_ranks,
         queued_s / num_ranks,
         num_ranks,
+        known.max_num_seqs,
     )

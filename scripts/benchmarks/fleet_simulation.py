@@ -97,6 +97,7 @@ class Seen(EngineLoad):
             self.total_legs,
             self.offered_s,
             self.queued[0],
+            max_num_seqs=256,
         )
 
 

@@ -24,7 +24,7 @@ def test_an_engine_says_who_it_is_and_gives_up_kv_by_name(launcher: Launcher) ->
         params = prefill(engine, text_of(100, 1))
         (rank,) = said["ranks"]
         assert coordinates_in(rank) == coordinates_in(params)
-        assert rank["max_step_tokens"] == 256
+        assert (rank["max_step_tokens"], rank["max_num_seqs"]) == (256, 64)
         assert "target_itl_ms" not in rank
         assert metric(engine, LEASES) == 1
         answers = []

@@ -44,7 +44,7 @@ def test_identity_page_has_the_times_of_steps_that_the_engine_measures(
     environment = {**found_in(plugins), logged_steps.LOG: str(log)}
     with fleet.server(Kind("steps", ONE_WAY, options, environment=environment)) as server:
         (rank,) = server.get("/disagg/identity").json()["ranks"]
-        assert rank["max_step_tokens"] == CHUNK
+        assert (rank["max_step_tokens"], rank["max_num_seqs"]) == (CHUNK, 64)
         assert "step_model" not in rank
         deadline = time.monotonic() + SECONDS
         number = 0

@@ -156,10 +156,10 @@ PAGES = Feature(
         {ENGINE}.core:EngineCore has model_executor
         vllm.v1.executor:Executor.collective_rpc takes self method timeout args
         {ENGINE}.core_client:AsyncMPClient.call_utility_all_async takes self method
-        - the budget of a step. Routers send decode engines no prompts
+        - the limits of a step. Routers send decode engines no prompts
         {CONFIG}:SchedulerConfig has long_prefill_token_threshold
             long_prefill_token_threshold_adaptive max_num_batched_tokens
-            max_num_scheduled_tokens
+            max_num_scheduled_tokens max_num_seqs
     """),
     modules=("pages",),
     patches=("pages",),

@@ -51,6 +51,7 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
                 dp_size=2,
                 versions={"x": "1"},
                 max_step_tokens=256,
+                max_num_seqs=64,
                 target_itl_ms=50.0,
             )
         )
@@ -65,6 +66,7 @@ def test_every_rank_is_told_as_other_engines_are_told_it() -> None:
         assert rank["compatibility_factors"] == FACTORS
         assert (rank["block_size"], rank["num_blocks"]) == (32, 9)
         assert (rank["max_step_tokens"], rank["target_itl_ms"]) == (256, 50.0)
+        assert rank["max_num_seqs"] == 64
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_strange_page_makes_the_model_unknown(page: object) -> None:
 @pytest.mark.parametrize("given", [None, 0, -1, True, 1.5, "256", 10**9])
 def test_strange_chunk_budget_is_unknown(given: Any) -> None:
     assert capabilities({"max_step_tokens": given}).max_step_tokens == 0
+    assert capabilities({"max_num_seqs": given}).max_num_seqs == 0
 
 
 def test_the_slowest_rank_of_an_engine_counts() -> None:

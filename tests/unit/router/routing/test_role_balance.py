@@ -235,11 +235,18 @@ def test_answers_at_engines_that_prefer_prompts_by_now_need_no_decode_engines() 
     assert prompts(found) == 6
 
 
-def test_engine_with_as_many_answers_as_it_runs_at_once_needs_another_one_beside_it() -> None:
-    group = Group(8)
+@pytest.mark.parametrize("limit", [256, 1024])
+def test_engine_with_as_many_answers_as_it_runs_at_once_needs_another_one_beside_it(
+    limit: int,
+) -> None:
+    group = Group(8, max_num_seqs=limit)
     work: dict[str, Any] = {"work": 6.0, "contexts": 100_000}
-    assert group.settle(**work, legs=190)[-1] == 7
-    assert group.settle(times=2, **work, legs=210) == [6, 6]
+    assert group.settle(**work, legs=limit * 3 // 4 - 2)[-1] == 7
+    assert group.settle(times=2, **work, legs=limit * 3 // 4 + 18) == [6, 6]
+
+
+def test_many_answers_at_engines_whose_limit_is_unknown_take_no_engine_from_prompts() -> None:
+    assert set(Group(8).settle(work=6.0, contexts=100_000, legs=5000)[-5:]) == {7}
 
 
 def test_small_caches_need_more_decode_engines() -> None:
