@@ -196,8 +196,10 @@ class RoleBalancer:
         work, own, mean = self._means or (0.0, 0.0, 0.0)
         prompts = work * mean / own if own else work
         decoders = [one for one in engines if one.preferred_role is not PREFILL]
-        limited = [one for one in decoders if one.max_num_seqs]
-        at_once = sum(one.legs / (SEQS_SHARE * one.max_num_seqs) for one in limited)
+        at_once = 0.0
+        if limits := [one.max_num_seqs for one in decoders if one.max_num_seqs]:
+            legs = sum(one.legs for one in decoders if one.max_num_seqs)
+            at_once = legs / (SEQS_SHARE * median(limits))  # as with caches below
         answers = self._engines_for_contexts(engines)
         if contexts := sum(one.contexts for one in engines):
             self._engines_per_token = answers / contexts

@@ -245,6 +245,13 @@ def test_engine_with_as_many_answers_as_it_runs_at_once_needs_another_one_beside
     assert group.settle(times=2, **work, legs=limit * 3 // 4 + 18) == [6, 6]
 
 
+@pytest.mark.parametrize("limit", [1, 10**7])
+def test_one_engine_with_an_absurd_limit_moves_no_boundary(limit: int) -> None:
+    group = Group(8, max_num_seqs=256)
+    group.engines[7] = group.engines[7]._replace(max_num_seqs=limit)
+    assert group.settle(work=4.0, contexts=300_000, legs=500)[-1] == 5
+
+
 def test_many_answers_at_engines_whose_limit_is_unknown_take_no_engine_from_prompts() -> None:
     assert set(Group(8).settle(work=6.0, contexts=100_000, legs=5000)[-5:]) == {7}
 
