@@ -127,8 +127,6 @@ class RoleBalancer:
         """Averages over WORK_WINDOW_S: seconds of prompts per second, the contexts of this router's
         requests, and those of all routers'."""
         self._updated = -math.inf
-        self._engines_per_token = 0.0
-        """The engines that a token of contexts needs, as last known."""
 
     def update(self, engines: Sequence[EngineState], moment: float) -> Balance | None:
         """Return the preferences for the usable engines of the group. None if there is nothing to
@@ -195,30 +193,31 @@ class RoleBalancer:
         of the contexts."""
         work, own, mean = self._means or (0.0, 0.0, 0.0)
         prompts = work * mean / own if own else work
+        per_token = self._engines_per_token(engines)
         decoders = [one for one in engines if one.preferred_role is not PREFILL]
-        at_once = 0.0
-        if limits := [one.max_num_seqs for one in decoders if one.max_num_seqs]:
-            legs = sum(one.legs for one in decoders if one.max_num_seqs)
-            at_once = legs / (SEQS_SHARE * median(limits))  # as with caches below
-        answers = self._engines_for_contexts(engines)
-        if contexts := sum(one.contexts for one in engines):
-            self._engines_per_token = answers / contexts
-        crowd = max(at_once, self._engines_for_contexts(decoders))
+        crowd = per_token * sum(one.contexts for one in decoders)
+        if limits := [one.max_num_seqs for one in engines if one.max_num_seqs]:
+            crowd = max(crowd, sum(one.legs for one in decoders) / (SEQS_SHARE * median(limits)))
+        answers = per_token * sum(one.contexts for one in engines)
         queue_s = sum(one.queued_s for one in engines)
-        return Need(prompts, answers, self._engines_per_token * mean, crowd, queue_s)
+        return Need(prompts, answers, per_token * mean, crowd, queue_s)
 
-    def _engines_for_contexts(self, engines: Sequence[EngineState]) -> float:
-        """Return how many engines the contexts at these need for short steps, and for their KV."""
+    def _engines_per_token(self, engines: Sequence[EngineState]) -> float:
+        """Return how many engines a token of contexts needs for short steps, and for its KV. The
+        medians of the engines count, so that a single one with a wrong cache or step model moves no
+        boundary."""
         room = steps = 0.0
-        # A single cache that is very small, or wrongly reported, moves no boundary.
         if caches := [one.cache_tokens for one in engines if one.cache_tokens]:
-            held = sum(one.contexts for one in engines if one.cache_tokens)
-            room = CACHE_MARGIN * held / (CACHE_SHARE * median(caches))
-        for one in engines:
-            if one.model is not None:
-                left = STEP_SHARE * self._target_itl - one.model.base
-                left = max(left, 0.1 * self._target_itl)
-                steps += one.model.context * one.contexts / one.num_ranks / left
+            room = CACHE_MARGIN / (CACHE_SHARE * median(caches))
+        least = 0.1 * self._target_itl
+        if costs := [
+            one.model.context
+            / max(STEP_SHARE * self._target_itl - one.model.base, least)
+            / one.num_ranks
+            for one in engines
+            if one.model is not None
+        ]:
+            steps = median(costs)
         return max(room, steps)
 
     def _choose_form(self, engines: Sequence[EngineState]) -> str:

@@ -245,6 +245,13 @@ def test_engine_with_as_many_answers_as_it_runs_at_once_needs_another_one_beside
     assert group.settle(times=2, **work, legs=limit * 3 // 4 + 18) == [6, 6]
 
 
+@pytest.mark.parametrize("factors", [{"context": 1e-3}, {"base": 60.0}, {"context": 0.0}])
+def test_one_engine_with_an_absurd_step_model_moves_no_boundary(factors: dict[str, float]) -> None:
+    group = Group(8)
+    group.engines[7] = group.engines[7]._replace(model=replace(QWEN, **factors))
+    assert group.settle(work=4.0, contexts=300_000)[-1] == 7
+
+
 @pytest.mark.parametrize("limit", [1, 10**7])
 def test_one_engine_with_an_absurd_limit_moves_no_boundary(limit: int) -> None:
     group = Group(8, max_num_seqs=256)
