@@ -270,7 +270,8 @@ class Fleet:
             if engine.preferred_role is not role:
                 why = reason or "it is the only usable engine"
                 logger.info("engine %s now prefers %s legs: %s", name, role, why)
-                self.role_changes[engine.group] += 1
+                # Without a reason, the engine had no preference before.
+                self.role_changes[engine.group] += bool(engine.role_reason)
                 changed.add(engine)
             engine.preferred_role, engine.role_reason = role, reason
         if changed or is_new_form:
@@ -599,7 +600,10 @@ def _pools(
     for group, members in groups.items():
         prefillers = tuples.get(_best(members, EngineRole.PREFILL))
         decoders = tuples.get(_best(members, EngineRole.DECODE))
-        weight = weights.get(group, sum([e.spec.weight for e in decoders or prefillers]))
+        # An engine of both roles counts, whichever it prefers: a move shifts no traffic to or from
+        # the group.
+        weighed = _usable(members, EngineRole.DECODE) or prefillers
+        weight = weights.get(group, sum([e.spec.weight for e in weighed]))
         places = (_places(prefillers, tuples), _places(decoders, tuples))
         pools.append(GroupPool(group, weight, prefillers, decoders, *places, group in free))
     return tuple(pools)
@@ -612,12 +616,15 @@ def _places(engines: Sequence[Engine], tuples: EngineTuples) -> Sequence[Place]:
 
 
 def _best(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
-    """Return the available engines that prefer the role, or else all available ones, or else the
-    healthy ones, or else those not probed yet. So an open circuit or an overload never leaves a
-    role without any engine."""
+    """Return the usable engines that prefer the role, or else all usable ones."""
+    usable = _usable(members, role)
+    preferred = [e for e in usable if e.is_available and e.preferred_role.plays(role)]
+    return preferred or usable
+
+
+def _usable(members: Sequence[Engine], role: EngineRole) -> Sequence[Engine]:
+    """Return the available engines that play the role, or else the healthy ones, or else those not
+    probed yet. So an open circuit or an overload never leaves a role without any engine."""
     able = [engine for engine in members if engine.role.plays(role)]
     available = [engine for engine in able if engine.is_available]
-    preferred = [engine for engine in available if engine.preferred_role.plays(role)]
-    if preferred or available:
-        return preferred or available
-    return [engine for engine in able if engine.health is Health.HEALTHY] or able
+    return available or [engine for engine in able if engine.health is Health.HEALTHY] or able

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole
+from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, Engine, EngineRole
 from router.fleet.kv_facts import NO_CONNECTOR, Difference, KvFacts, find_kv_difference, short_text
 
 MAX_NAMES = 3
@@ -150,11 +150,21 @@ def _are_several(p: _EngineKind, d: _EngineKind) -> bool:
 def _without_partner(
     kinds: _Kinds, differences: _Differences, reasons: dict[str, str]
 ) -> Iterable[Finding]:
-    """Yield a finding for each kind of engine that fits none of the other role. Sets `reasons`."""
+    """Yield a finding for each kind of engine that fits none of the other role. Sets `reasons`.
+
+    An engine of both roles needs no partner, so one that its source puts alone in a group is right.
+    """
     reported: set[tuple[int, int]] = set()
     for role, place in ((PREFILL, 0), (DECODE, 1)):
         for number, kind in enumerate(kinds[role]):
             pairs = [(pair, found) for pair, found in differences.items() if pair[place] == number]
+            if kind.sample.role is BOTH:
+                others, own = kinds[LEGS[1 - place]], kind.sample.source_group
+                pairs = [
+                    (pair, found)
+                    for pair, found in pairs
+                    if others[pair[1 - place]].sample.source_group == own
+                ]
             if not pairs or any(found is None for _, found in pairs):
                 continue
             pair, found = pairs[0]

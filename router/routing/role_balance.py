@@ -150,7 +150,9 @@ class RoleBalancer:
         moved = self._moved(count, fixed, len(engines), need)
         self._prefillers = count = min(max(moved, least), most)
         roles = {name: PREFILL if i < count else DECODE for i, name in enumerate(movable)}
-        needs = f"prompts need {need.prompts:.1f} engines and answers {need.answers:.1f}"
+        needs = f"prompts need {_number(need.prompts)} engines and answers {_number(need.answers)}"
+        if need.queue_s >= 0.1:
+            needs += f", {need.queue_s:.1f} s of prompts are queued"
         return Balance(False, roles, form_reason, f"{needs}; boundary, since {why}")
 
     def _moved(self, count: int, fixed: int, total: int, need: Need) -> int:
@@ -237,6 +239,10 @@ class RoleBalancer:
             return "no engine has measured the mixing penalty yet"
         self._is_free = self._mixing < MAX_MIXING + (MIXING_MARGIN if was_free else 0.0)
         return CHEAP if self._is_free else EXPENSIVE
+
+
+def _number(engines: float) -> str:
+    return f"{engines:.1f}" if engines >= 0.95 else f"{engines:.2f}"
 
 
 class RoleKeeper:

@@ -214,6 +214,14 @@ def test_two_engines_of_both_roles_are_partners() -> None:
     assert set(compare_engines(differing).reasons) == {"e:1", "e:2"}
 
 
+def test_engine_of_both_roles_may_be_alone_in_the_group_that_its_source_names() -> None:
+    green = [engine(f"e:{n}", BOTH, page(), source_group="green") for n in (1, 2)]
+    alone = engine("e:3", BOTH, page(), source_group="blue")
+    assert not compare_engines([*green, alone]).findings
+    half = engine("p:1", PREFILL, page(), source_group="red")
+    assert compare_engines([*green, alone, half]).reasons.keys() == {"p:1"}
+
+
 def test_leases_that_differ_are_a_note() -> None:
     report = compare_engines(
         [engine("p:1", PREFILL, page()), engine("d:1", DECODE, page(lease_seconds=600))]

@@ -169,12 +169,15 @@ async def test_metrics_and_the_admin_view_show_which_role_each_engine_prefers(
     assert [one.form_reasons for one in status.groups] == [(cheap,)]
     for engine in both.engines:
         engine.capabilities.step_model = StepModel.parse(STEP_MODEL | {"mixing": 1.0})
+    weights = [pool.weight for pool in fleet.snapshot.any_model]
     both.keeper.update(2.0)
     assert preferred() == ["decode", "prefill"]
+    # A group keeps its share of the traffic when its engines move.
+    assert [pool.weight for pool in fleet.snapshot.any_model] == weights == [2]
     assert router.metric("role_changes_total", group=group) == 2
     views = build_fleet_view(fleet, router.state.registry).engines
     assert sorted(str(one.preferred_role) for one in views) == ["decode", "prefill"]
-    assert "prompts need 0.0 engines" in views[0].role_reason
+    assert "prompts need 0.00 engines" in views[0].role_reason
     assert views[0].mixing == 1.0
     fleet.cool_down(both.engines[0], 30.0)  # it gets nothing now
     assert len(preferred()) == 1
