@@ -115,7 +115,11 @@ class AdminClient:
         return None if answer.status_code == 404 else self._engine(answer)
 
     def _request(self, method: str, path: str) -> httpx.Response:
-        return ask_router(method, f"{self.url}{path}", self._headers)
+        try:
+            return ask_router(method, f"{self.url}{path}", self._headers)
+        except CommandError as error:
+            hint = "a router has an admin API if started with --admin-port; --admin gives its URL"
+            raise CommandError(f"{error} ({hint})") from error
 
     def _engine(self, answer: httpx.Response) -> dict[str, Any]:
         content = parse_object(answer.content) or {}

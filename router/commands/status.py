@@ -335,14 +335,15 @@ def lines(
         )
     for one in status.engines:
         if one.degraded and not one.shares_id:
-            yield painted(f"{one.role} engine {one.name} moves no KV: {one.degraded}", YELLOW)
+            who = "engine" if one.role == "both" else f"{one.role} engine"
+            yield painted(f"{who} {one.name} moves no KV: {one.degraded}", YELLOW)
     for group in status.groups:
         is_whole = group.prefillers and group.decoders
         if len(status.groups) > 1 or not is_whole:
-            half = "" if is_whole else "  (incomplete: used only if no group is complete)"
+            half = "" if is_whole else " (incomplete: used only if no group is complete)"
             yield (
-                f"group {group.name}: weight {group.weight:g}, {group.prefillers} prefillers, "
-                f"{group.decoders} decoders{half}"
+                f"group {group.name}: weight {group.weight:g}, prefill engines: "
+                f"{group.prefillers}, decode engines: {group.decoders}{half}"
             )
         if group.preferred:
             yield f"group {group.name}: {_division(group)}"
