@@ -347,7 +347,9 @@ def lines(
             )
         if group.preferred:
             yield f"group {group.name}: {_division(group)}"
-        if group.needed:
+        # Of an idle group with fixed roles, the line would say nothing.
+        is_needed = any(round(number, 1) for number in group.needed.values())
+        if group.needed and (group.preferred or is_needed):
             needs = (f"{role} {group.needed[role]:.1f}" for role in sorted(group.needed)[::-1])
             yield f"group {group.name}: engines needed: {', '.join(needs)}"
     for pair in status.avoided_pairs:

@@ -120,6 +120,8 @@ def test_the_engines_that_each_group_needs_are_shown() -> None:
     shown = list(lines(parse_metrics("\n".join([METRICS, *needed, ""])), None, 0))
     assert "group blue: engines needed: prefill 1.3, decode 0.5" in shown
     assert not any("both roles" in line for line in shown)
+    idle = 'disagg_router_engines_needed{group="blue",role="decode"} 0.04\n'
+    assert "needed" not in "\n".join(lines(parse_metrics(METRICS + idle), None, 0))
 
 
 def test_engines_of_both_roles_are_shown_with_what_they_do_now() -> None:
