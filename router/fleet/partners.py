@@ -147,24 +147,26 @@ def _are_several(p: _EngineKind, d: _EngineKind) -> bool:
     return len({*p.names, *d.names}) > 1
 
 
+def _may_need(kind: _EngineKind, other: _EngineKind) -> bool:
+    """Return False if `kind` has both roles, and its source puts `other` in another group: an
+    engine of both roles may be alone in its group."""
+    one = kind.sample
+    return one.role is not BOTH or one.source_group == other.sample.source_group
+
+
 def _without_partner(
     kinds: _Kinds, differences: _Differences, reasons: dict[str, str]
 ) -> Iterable[Finding]:
-    """Yield a finding for each kind of engine that fits none of the other role. Sets `reasons`.
-
-    An engine of both roles needs no partner, so one that its source puts alone in a group is right.
-    """
+    """Yield a finding for each kind of engine that fits none of the other role. Sets `reasons`."""
     reported: set[tuple[int, int]] = set()
     for role, place in ((PREFILL, 0), (DECODE, 1)):
+        others = kinds[role.other]
         for number, kind in enumerate(kinds[role]):
-            pairs = [(pair, found) for pair, found in differences.items() if pair[place] == number]
-            if kind.sample.role is BOTH:
-                others, own = kinds[LEGS[1 - place]], kind.sample.source_group
-                pairs = [
-                    (pair, found)
-                    for pair, found in pairs
-                    if others[pair[1 - place]].sample.source_group == own
-                ]
+            pairs = [
+                (pair, found)
+                for pair, found in differences.items()
+                if pair[place] == number and _may_need(kind, others[pair[1 - place]])
+            ]
             if not pairs or any(found is None for _, found in pairs):
                 continue
             pair, found = pairs[0]
