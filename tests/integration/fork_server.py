@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ANSWER_TIMEOUT_S = 120
+ANSWER_TIMEOUT_S = 300
 
 
 class ForkServer:

@@ -96,6 +96,7 @@ class Fleet:
         """At once: one that starts leaves most of a second core idle. The port after the side
         channel is that of a second data-parallel rank."""
         ports = self.free_ports(3 * len(kinds))
+        fork_server_of(self.python)  # Threads that ask at once for one that is new start one each.
         with ExitStack() as stack, ThreadPoolExecutor(len(kinds)) as pool:
             starting = [
                 pool.submit(stack.enter_context, self._start(kind, port, side_channel))
