@@ -1,1 +1,1 @@
-"""Utilities for all packages: TLS contexts, watched files, child processes, JSON, Redis clients."""
+"""Utilities for all packages: deadlines, TLS, watched files, child processes, JSON, Redis."""

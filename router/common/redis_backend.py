@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
+from time import monotonic as now
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -22,6 +22,8 @@ from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
+
+from router.common.deadlines import Deadlines, TimeLimit
 
 SENTINEL_PORT = 26379
 # Per server. A burst of requests shares them, because connections, above all with TLS, cost both
@@ -44,10 +46,11 @@ class RedisBackend:
     """The base of what uses a Redis. It has a circuit breaker, so that a dead Redis costs one
     timeout per `pause` seconds.
 
-    No operation lasts longer than `timeout` seconds, and none is retried. A failed one raises
-    `error`. While the breaker is open, every operation raises it at once. After `pause` seconds one
-    operation tries Redis again; the others do not wait for it. `errors` counts failed and skipped
-    operations. A subclass sets `error`, `logger` and what to log.
+    No operation lasts longer than `timeout` seconds, unless the process stood still (`deadlines`),
+    and none is retried. A failed one raises `error`. While the breaker is open, every operation
+    raises it at once. After `pause` seconds one operation tries Redis again; the others do not wait
+    for it. `errors` counts failed and skipped operations. A subclass sets `error`, `logger` and
+    what to log.
     """
 
     error: ClassVar[type[Exception]]
@@ -61,13 +64,15 @@ class RedisBackend:
         password: str | None,
         timeout: float,
         errors: Counter,
+        deadlines: Deadlines,
         pause: float = PAUSE_AFTER_FAILURE_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
     ) -> None:
         """Raises ValueError for an invalid URL."""
-        self._client, self._others = create_redis_clients(url, password, timeout)
+        self._client, self._others = create_redis_clients(url, password)
         self._timeout = timeout
         self._errors = errors
+        self._deadlines = deadlines
         self._pause = pause
         self._clock = clock
         self._open_until: float | None = None
@@ -80,14 +85,14 @@ class RedisBackend:
 
     async def run(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`, which sends commands. Raises `error`."""
-        now = self._clock()
+        moment = self._clock()
         if self._open_until is not None:
-            if now < self._open_until:
+            if moment < self._open_until:
                 self._errors.labels(operation, "skipped").inc()
                 raise self.error("not tried again so soon after a failure")
-            self._open_until = now + self._pause
+            self._open_until = moment + self._pause
         try:
-            async with asyncio.timeout(self._timeout):
+            async with self._limit():
                 result = await _cancellable(call)
         except TimeoutError as error:
             raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
@@ -97,6 +102,9 @@ class RedisBackend:
             self.logger.info(self.recovered_message)
             self._open_until = None
         return result
+
+    def _limit(self) -> TimeLimit:
+        return TimeLimit(self._deadlines, now() + self._timeout)
 
     def _failure(self, operation: str, why: object) -> Exception:
         self._errors.labels(operation, "failed").inc()
@@ -108,7 +116,8 @@ class RedisBackend:
     async def close(self) -> None:
         for client in (self._client, *self._others):
             try:
-                await client.aclose()
+                async with self._limit():
+                    await client.aclose()
             except (RedisError, OSError) as error:
                 self.logger.debug("closing Redis: %s", error)
 
@@ -116,8 +125,9 @@ class RedisBackend:
 async def _cancellable(call: Callable[[], Awaitable[T]]) -> T:
     """Return the result of `call`; end with CancelledError if the task was cancelled meanwhile.
 
-    redis-py sends with asyncio.wait_for, which in Python 3.11 ignores a cancellation that arrives
-    when the bytes have just been sent. The task would go on, and a shutdown wait for ever.
+    With a socket_timeout in the URL, redis-py sends with asyncio.wait_for, which in Python 3.11
+    ignores a cancellation that arrives when the bytes have just been sent. The task would go on,
+    and a shutdown wait for ever.
     """
     task = asyncio.current_task()
     cancellations = task.cancelling() if task else 0
@@ -128,16 +138,14 @@ async def _cancellable(call: Callable[[], Awaitable[T]]) -> T:
             raise asyncio.CancelledError
 
 
-def create_redis_clients(url: str, password: str | None, timeout: float) -> RedisClients:
-    """Return clients, not connected yet. `timeout` is for each step, in seconds.
-
-    Raises ValueError for an invalid URL.
-    """
+def create_redis_clients(url: str, password: str | None) -> RedisClients:
+    """Return clients, not connected yet. They have no timeouts, so that the caller's deadline is
+    the only one. Raises ValueError for an invalid URL."""
     scheme, _, rest = url.partition("://")
     transport, _, topology = scheme.partition("+")
     options: dict[str, Any] = {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
         "retry": Retry(NoBackoff(), 0),
     }
     if password is not None:
@@ -148,7 +156,7 @@ def create_redis_clients(url: str, password: str | None, timeout: float) -> Redi
     if topology == "cluster":
         return RedisClients(RedisCluster.from_url(plain, **options))
     pool = BlockingConnectionPool.from_url(
-        plain, max_connections=MAX_CONNECTIONS, timeout=timeout, **options
+        plain, max_connections=MAX_CONNECTIONS, timeout=None, **options
     )
     return RedisClients(Redis.from_pool(pool))
 

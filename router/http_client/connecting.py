@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
-from router.http_client.answer_limits import Deadlines
+from router.common.deadlines import Deadlines, TimeLimit
 from router.http_client.errors import (
     ConnectError,
     ConnectRefusedError,
@@ -91,9 +91,7 @@ class ConnectAttempt:
             self._tls_options = {"ssl": tls.context, "server_hostname": tls.name or host}
         latest = now() + timeout_s
         self._is_deadline_first = deadline <= latest
-        self.deadline = min(deadline, latest)
-        self._deadlines = deadlines
-        self._limit = asyncio.timeout(None)
+        self._limit = TimeLimit(deadlines, min(deadline, latest))
         self._is_resolved = False
         self._failure: UpstreamError | None = None
 
@@ -101,16 +99,10 @@ class ConnectAttempt:
         """End the attempt at once, or the connection it has just made. `run` then raises
         ConnectError with the text of `error`, since nothing was sent."""
         self._failure = ConnectError(self._describe(error))
-        self.expire()
-
-    def expire(self) -> None:
-        """End the attempt because its time is over."""
-        if not self._limit.expired():
-            self._limit.reschedule(0.0)
+        self._limit.expire()
 
     async def run(self, loop: asyncio.AbstractEventLoop, factory: Callable[[], P]) -> P:
         """Return the connected protocol. Raises ConnectError, LocalError, SilenceError."""
-        self._deadlines.watch(self)
         try:
             async with self._limit:
                 hosts = await self._resolve(loop)
@@ -118,8 +110,6 @@ class ConnectAttempt:
                 transport, protocol = await self._connect_to_any(loop, factory, hosts)
         except (OSError, UnicodeError) as error:
             raise self._classify(error) from error
-        finally:
-            self._deadlines.drop(self)
         if self._failure is not None:
             transport.abort()
             raise self._failure
@@ -145,7 +135,7 @@ class ConnectAttempt:
     def _classify(self, error: OSError | UnicodeError) -> UpstreamError:
         if self._failure is not None:
             return self._failure
-        if self._limit.expired():
+        if self._limit.has_expired:
             if not self._is_resolved:
                 return UnresolvedError(self._describe("not resolved in time"))
             if self._is_deadline_first:

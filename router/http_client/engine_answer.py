@@ -22,7 +22,8 @@ from collections.abc import Callable
 from time import monotonic as now
 from typing import Protocol
 
-from router.http_client.answer_limits import Deadlines, MemoryBudget, Reservation
+from router.common.deadlines import Deadlines
+from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.errors import (
     AnswersFullError,
     AnswerTimeoutError,

@@ -22,7 +22,8 @@ from typing import NamedTuple, Protocol, cast
 
 import httptools
 
-from router.http_client.answer_limits import Deadlines, MemoryBudget
+from router.common.deadlines import Deadlines
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.connecting import ConnectAttempt, EngineTls
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
@@ -35,8 +36,9 @@ from router.http_client.head_cache import HeadCache, Header, Headers
 
 NO_BODY_STATUSES = frozenset((204, 304))
 # If a reused connection is lost within this time after a request was sent, the engine had closed it
-# before: its FIN needs one way through the network, and this process a moment to read it. If the
-# connection is lost later, the engine may have worked on the request.
+# before: its FIN needs one way through the network, and this process a moment to read it. A time in
+# which this process stood still does not count. If the connection is lost later, the engine may
+# have worked on the request.
 STALE_WITHIN_S = 0.25
 LENGTH = b"content-length"
 
@@ -184,7 +186,6 @@ class EnginePool:
 
     async def _connect(self, deadline: float) -> EngineConnection:
         loop, limits = asyncio.get_running_loop(), self._limits
-        self.deadlines.start(loop)
         attempt = ConnectAttempt(
             self._host, self._port, deadline, limits.connect_timeout_s, self.deadlines, self._tls
         )
@@ -233,6 +234,7 @@ class ConnectionOwner(Protocol):
     """The pool that a connection reports to. `reads` counts the reads on all its connections."""
 
     reads: int
+    deadlines: Deadlines
 
     def released(self, connection: EngineConnection) -> None: ...
     def lost(self, connection: EngineConnection) -> None: ...
@@ -403,7 +405,8 @@ class EngineConnection(asyncio.Protocol):
             transport.abort()
 
     def _no_answer_error(self, exc: Exception | None) -> DisconnectedError:
-        is_stale = self.idle_since and now() - self.sent_at < STALE_WITHIN_S
+        seconds = self._owner.deadlines.seconds_since(self.sent_at)
+        is_stale = self.idle_since and seconds < STALE_WITHIN_S
         kind = StaleConnectionError if is_stale else DisconnectedError
         return kind(f"the connection was lost: {exc or 'closed'}")
 

@@ -17,10 +17,10 @@ from time import monotonic as now
 
 from msgspec.structs import replace
 
+from router.common.deadlines import Deadlines
 from router.conversations.conversations import tenant_of
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet, GroupPool
-from router.http_client.answer_limits import Deadlines
 from router.openai.errors import OverloadError, RequestError, TenantOverloadError
 from router.proxy.exchange import Header
 from router.proxy.request import Request

@@ -15,6 +15,7 @@ from functools import partial
 from time import monotonic as now
 from typing import Any, NamedTuple, TypeVar
 
+from router.common.deadlines import Deadlines, TimeLimit
 from router.fleet.engine import BOTH, DECODE, HALF_OPEN, PREFILL, Engine, EngineRole, Place
 from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
@@ -497,7 +498,7 @@ async def _error_answer(
         run.answers_held.keep(answer)
         return EngineRejectedError(answer.status, answer.headers, body)
     if answer.status >= 500:
-        body = await _error_body(answer)
+        body = await _error_body(answer, engine.pool.deadlines)
         failure = failure_in_error(body) if asked is None or loan is not None else None
         if failure is not None:
             if loan is not None:
@@ -525,10 +526,10 @@ async def _error_answer(
     return (EngineUnavailableError if status == 503 else EngineError)(text)
 
 
-async def _error_body(answer: EngineAnswer) -> bytes:
+async def _error_body(answer: EngineAnswer, deadlines: Deadlines) -> bytes:
     """Return the error body of a failed engine, or b"" if it does not arrive soon."""
     try:
-        async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
+        async with TimeLimit(deadlines, now() + ERROR_BODY_TIMEOUT_S):
             return await answer.read(MAX_ERROR_BODY_BYTES)
     except (TimeoutError, UpstreamError):
         return b""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Counter
 
+from router.common.deadlines import Deadlines
 from router.common.redis_backend import RedisBackend
 from router.routing.peers import LoadedEngine, PeerRouters
 from router.telemetry.logs import LogThrottle
@@ -63,9 +64,10 @@ class PeerExchange(RedisBackend):
         password: str | None,
         timeout: float,
         errors: Counter,
+        deadlines: Deadlines,
     ) -> None:
         """`engines` returns the present engines. Raises ValueError for an invalid URL."""
-        super().__init__(url, password, timeout, errors)
+        super().__init__(url, password, timeout, errors, deadlines)
         self._peers, self._engines, self._signer = peers, engines, signer
         self._last_id = b"0"
         self._throttle = LogThrottle(self.logger, LOG_INTERVAL_S)

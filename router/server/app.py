@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from router.auth.api_keys import Keyring, KeysByDigest
 from router.auth.authenticator import Authenticator
+from router.common.deadlines import Deadlines
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import Conversations
@@ -41,7 +42,7 @@ from router.fleet.partners import find_duplicate_ids
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
 from router.fleet.sources.factory import make_sources
-from router.http_client.answer_limits import Deadlines, MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.connecting import EngineTls
 from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
@@ -96,9 +97,9 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     _connect_gauges(metrics, fleet, registry, settings.target_itl)
     metrics.requests.known_models = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
-    store = _conversation_store(settings, metrics)
+    store = _conversation_store(settings, metrics, deadlines)
     tracer = tracer_of(os.environ)
-    authenticator = _authenticator(settings, metrics)
+    authenticator = _authenticator(settings, metrics, deadlines)
     if authenticator is not None:
         watched["api_keys"] = authenticator.keyring.file
     metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
@@ -122,7 +123,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
-    exchange = _peer_exchange(settings, gateway, store, shared)
+    exchange = _peer_exchange(settings, gateway, store, shared, deadlines)
     backends = {"conversation store": store, "key limits": authenticator, "routers": exchange}
     dashboard = None
     if settings.ui:
@@ -199,13 +200,16 @@ def _current_metrics(records: RecordBatches, metrics: Metrics) -> bytes:
     return metrics.exposition()
 
 
-def _authenticator(settings: Settings, metrics: Metrics) -> Authenticator | None:
+def _authenticator(
+    settings: Settings, metrics: Metrics, deadlines: Deadlines
+) -> Authenticator | None:
     """Raises SettingsError."""
     path = settings.api_keys_file
     if path is None:
         return None
     keyring = _keyring(settings, path)
-    shared = None if settings.limits_store == "memory" else _shared_ledger(settings, metrics)
+    is_alone = settings.limits_store == "memory"
+    shared = None if is_alone else _shared_ledger(settings, metrics, deadlines)
     return Authenticator(keyring, settings.tenant_header, shared)
 
 
@@ -242,7 +246,7 @@ def _require_no_limits(keys: KeysByDigest) -> None:
             )
 
 
-def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
+def _shared_ledger(settings: Settings, metrics: Metrics, deadlines: Deadlines) -> RedisQuotaLedger:
     """Raises SettingsError."""
     from router.auth.redis_quota_ledger import RedisQuotaLedger  # slow to import, and seldom needed
 
@@ -252,13 +256,18 @@ def _shared_ledger(settings: Settings, metrics: Metrics) -> RedisQuotaLedger:
             settings.limits_password(),
             settings.conversation_store_timeout,
             metrics.key_limit_errors,
+            deadlines,
         )
     except ValueError as error:
         raise SettingsError([f"--key-limits-store: {error}"]) from error
 
 
 def _peer_exchange(
-    settings: Settings, gateway: Gateway, store: Store | None, shared: Path | None
+    settings: Settings,
+    gateway: Gateway,
+    store: Store | None,
+    shared: Path | None,
+    deadlines: Deadlines,
 ) -> PeerExchange | WorkerExchange | None:
     """Return the exchange of load with other routers that share a Redis, or else with the other
     workers of this router, in the folder `shared`."""
@@ -281,10 +290,11 @@ def _peer_exchange(
         password,
         settings.conversation_store_timeout,
         metrics.peer_exchange_errors,
+        deadlines,
     )
 
 
-def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
+def _conversation_store(settings: Settings, metrics: Metrics, deadlines: Deadlines) -> Store | None:
     """Raises SettingsError."""
     if settings.conversation_store == "off":
         return None
@@ -294,11 +304,16 @@ def _conversation_store(settings: Settings, metrics: Metrics) -> Store | None:
         return memory
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
-    errors = metrics.conversation_store_errors
-    address = settings.conversation_store
     password = read_secret(settings, "conversation_store_password")
+    errors = metrics.conversation_store_errors
     try:
-        redis = RedisStore(address, password, settings.conversation_store_timeout, errors)
+        redis = RedisStore(
+            settings.conversation_store,
+            password,
+            settings.conversation_store_timeout,
+            errors,
+            deadlines,
+        )
     except ValueError as error:
         raise SettingsError([f"--conversation-store: {error}"]) from error
     signer = ValueSigner(with_store_keys(settings).store_keys())

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from router.auth.api_keys import ApiKey
-from router.http_client.answer_limits import NEVER, Deadlines
+from router.common.deadlines import NEVER, Deadlines
 from router.openai.errors import (
     MalformedRequestError,
     OverloadError,

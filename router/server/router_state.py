@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
+from router.common.deadlines import Deadlines
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
 from router.conversations.store import SignedStore
 from router.conversations.stored_responses import ResponseStore
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry
-from router.http_client.answer_limits import Deadlines
 from router.proxy.gateway import Gateway
 from router.ui.hub import DashboardHub
 

@@ -10,12 +10,12 @@ import random
 import time
 from collections.abc import Sequence
 
+from router.common.deadlines import Deadlines
 from router.fleet.engine import EngineRole, EngineSpec, Health
 from router.fleet.fleet import Fleet
 from router.fleet.registry import EngineRegistry
 from router.fleet.sources.factory import StaticSource
 from router.fleet.sources.source import SourceReport
-from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.server.serve import GC_THRESHOLDS
 from router.settings import Address, Settings

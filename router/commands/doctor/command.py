@@ -254,7 +254,7 @@ async def _check_redis(
 
     cure = f"start Redis, or correct --{name.replace(' ', '-')}"
     try:
-        clients = create_redis_clients(url, password(), REDIS_TIMEOUT_S)
+        clients = create_redis_clients(url, password())
     except SettingsError:
         return  # `check_files` reports it
     except ValueError as error:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http_client.answer_limits import NEVER, Deadlines
+from router.common.deadlines import NEVER, Deadlines
 from router.http_client.engine_answer import HIGH_WATER
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.http_client.pool import EngineConnection
@@ -74,6 +74,7 @@ class FakeTransport:
 @dataclass
 class FakePool:
     reads: int = 0
+    deadlines: Deadlines = field(default_factory=Deadlines)
     kept: list[EngineConnection] = field(default_factory=list)
 
     def released(self, connection: EngineConnection) -> None:

@@ -15,6 +15,7 @@ from router.auth.api_keys import ApiKey, Keyring
 from router.auth.authenticator import Authenticator, QuotaPermit
 from router.auth.quota_ledger import LedgerUnavailableError
 from router.auth.redis_quota_ledger import LEASE_S, RedisQuotaLedger
+from router.common.deadlines import Deadlines
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually
@@ -44,7 +45,7 @@ async def ledger_at(
     lease: float = LEASE_S,
 ) -> AsyncIterator[RedisQuotaLedger]:
     url = server.url.replace("redis", scheme, 1)
-    made = RedisQuotaLedger(url, PASSWORD, 2.0, errors or failures())
+    made = RedisQuotaLedger(url, PASSWORD, 2.0, errors or failures(), Deadlines())
     made.lease = lease
     yield made
     await made.close()

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import Counter
 
+from router.common.deadlines import Deadlines
 from router.common.redis_backend import create_redis_clients
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.store import MemoryStore, Store, StoreError
@@ -19,7 +22,7 @@ from tests.redis_server import RedisServer
 
 def redis_store(url: str, password: str | None, timeout: float) -> RedisStore:
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    return RedisStore(url, password, timeout, errors, pause=0)
+    return RedisStore(url, password, timeout, errors, Deadlines(), pause=0)
 
 
 class Clock:
@@ -58,7 +61,7 @@ async def test_what_lies_in_redis_and_is_no_value_is_read_as_none_of_ours(
     redis: RedisServer,
 ) -> None:
     store = redis_store(redis.url, redis.password, 20.0)
-    client = create_redis_clients(redis.url, redis.password, 2.0).main
+    client = create_redis_clients(redis.url, redis.password).main
     await client.rpush(NAMESPACE + "list", "a")
     assert await store.read("list") == b""
     await client.aclose()
@@ -92,7 +95,7 @@ async def test_of_fifty_takers_in_two_clients_one_gets_it(redis: RedisServer) ->
 async def test_redis_forgets_by_itself(redis: RedisServer) -> None:
     store = redis_store(redis.url, redis.password, 2.0)
     await store.put("short", b"x", 7)
-    client = create_redis_clients(redis.url, redis.password, 2.0).main
+    client = create_redis_clients(redis.url, redis.password).main
     assert 0 < await client.pttl(NAMESPACE + "short") <= 7000
     await client.aclose()
     await store.close()
@@ -156,7 +159,7 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
     caplog.set_level(logging.INFO)
     clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, pause=5, clock=clock)
+    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, Deadlines(), pause=5, clock=clock)
     for _ in range(20):
         with pytest.raises(StoreError):
             await store.run("take", command)
@@ -178,7 +181,7 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
 async def test_only_one_call_tries_a_store_that_may_be_back() -> None:
     clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, pause=5, clock=clock)
+    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, Deadlines(), pause=5, clock=clock)
     with pytest.raises(StoreError):
         await store.run("take", command)
     clock.now += 5
@@ -197,6 +200,36 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout() -> None:
             await store.take("k")
         assert asyncio.get_running_loop().time() - started < 2
         await store.close()
+
+
+async def test_answer_that_arrives_while_the_router_stands_still_is_used() -> None:
+    is_asked, is_answered = threading.Event(), threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        with peer:
+            while command := peer.recv(65536):
+                is_ours = b"GETDEL" in command
+                if is_ours:
+                    is_asked.set()
+                    may_answer.wait()
+                peer.sendall(b"$1\r\nx\r\n" if is_ours else b"+OK\r\n" * command.count(b"*"))
+                if is_ours:
+                    is_answered.set()
+
+    timeout, may_answer = 2.0, threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(asyncio.to_thread(serve, listener))
+        address = f"redis://127.0.0.1:{listener.getsockname()[1]}?protocol=2"
+        store = redis_store(address, None, timeout)
+        taking = asyncio.create_task(store.take("k"))
+        await asyncio.to_thread(is_asked.wait)
+        may_answer.set()
+        is_answered.wait()  # nothing of the router runs meanwhile
+        time.sleep(timeout)  # noqa: ASYNC251
+        assert await taking == b"x"
+        await store.close()
+        await serving
 
 
 @pytest.mark.parametrize("timeout", [0.05, 60.0])
@@ -247,14 +280,14 @@ async def test_a_redis_that_is_not_there_or_refuses_is_a_store_error(redis: Redi
     ],
 )
 async def test_every_kind_of_url_makes_a_client(url: str) -> None:
-    clients = create_redis_clients(url, None, 0.1)
+    clients = create_redis_clients(url, None)
     for client in (clients.main, *clients.others):
         await client.aclose()
 
 
 def test_a_sentinel_url_needs_a_master() -> None:
     with pytest.raises(ValueError, match="master"):
-        create_redis_clients("redis+sentinel://host", None, 0.1)
+        create_redis_clients("redis+sentinel://host", None)
 
 
 def test_a_store_that_does_not_wait_is_done_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from router.common.deadlines import Deadlines
 from router.fleet.consistency import (
     INCOMPLETE_GRACE_S,
     ConsistencyLog,
@@ -12,7 +13,6 @@ from router.fleet.consistency import (
 )
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
-from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
 from tests.unit.router.fleet.test_partners import page

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from router.common.deadlines import Deadlines
 from router.fleet import registry as registry_module
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
 from router.fleet.registry import EngineRegistry, OperatorOverrides
 from router.fleet.sources.source import SourceReport
-from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.settings import Address
 from tests.unit.router.harness import eventually

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from router.http_client.answer_limits import Deadlines
+from router.common.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from router.http_client.answer_limits import TICK_S, Deadlines
+from router.common.deadlines import TICK_S, Deadlines
 from router.http_client.connecting import (
     LOCAL_ERRNOS,
     RECEIVE_BUFFER_BYTES,
@@ -221,7 +221,7 @@ async def test_an_engine_that_dies_after_the_time_is_over_changes_nothing(deaf_p
     loop = asyncio.get_running_loop()
     attempt = ConnectAttempt("127.0.0.1", deaf_port, soon(), 0.0, running_deadlines())
     running = asyncio.create_task(attempt.run(loop, asyncio.Protocol))
-    while not attempt._limit.expired():  # noqa: ASYNC110 # its task has yet to hear of it
+    while not attempt._limit.has_expired:  # noqa: ASYNC110 # its task has yet to hear of it
         await asyncio.sleep(0)
     attempt.fail(EngineLostError("gone"))
     with pytest.raises(ConnectError):

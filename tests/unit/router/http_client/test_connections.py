@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -16,7 +17,7 @@ from router.http_client.errors import (
     StaleConnectionError,
     UpstreamError,
 )
-from router.http_client.pool import EngineConnection, EnginePool
+from router.http_client.pool import STALE_WITHIN_S, EngineConnection, EnginePool
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.asking import (
     LIMIT,
@@ -69,6 +70,31 @@ async def test_a_kept_connection_that_is_lost_late_is_not_stale(
     with pytest.raises(DisconnectedError) as caught:
         await ask(pool)
     assert type(caught.value) is DisconnectedError
+
+
+async def test_connection_is_stale_although_the_router_stood_still_after_the_request(
+    start_pool: StartPool,
+) -> None:
+    """It reads the engine's FIN late, whose connection was closed before."""
+
+    def serve_one(listener: socket.socket) -> socket.socket:
+        peer, _ = listener.accept()
+        peer.recv(65536)
+        peer.sendall(WHOLE)
+        return peer
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pool = start_pool(listener.getsockname()[1])
+        serving = asyncio.create_task(asyncio.to_thread(serve_one, listener))
+        await body_of(pool)
+        await eventually(lambda: pool.idle_count == 1)
+        (await serving).close()
+        answer = pool.send_on_idle(REQUEST, soon())
+        assert answer is not None
+        time.sleep(2 * STALE_WITHIN_S)  # noqa: ASYNC251 # nothing of this process runs meanwhile
+        await answer.ready()
+        assert isinstance(answer.error, StaleConnectionError)
+        answer.close()
 
 
 async def test_a_kept_connection_whose_engine_reads_nothing_of_a_body_is_not_stale(

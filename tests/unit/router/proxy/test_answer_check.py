@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.common.deadlines import Deadlines
 from router.fleet.engine import DECODE
-from router.http_client.answer_limits import Deadlines, MemoryBudget
+from router.http_client.answer_limits import MemoryBudget
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.common.deadlines import Deadlines
 from router.fleet.engine import BreakerRules, CircuitBreaker, Engine, EngineRole, EngineSpec, Health
 from router.fleet.fleet import GroupPool, Snapshot, build_snapshot
-from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.routing.admission_queue import (
     MAX_SKIPPED_ROUNDS,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.common.deadlines import Deadlines
 from router.fleet.engine import BreakerRules, CircuitBreaker, Engine, EngineRole, EngineSpec, Health
 from router.fleet.fleet import GroupPool
 from router.fleet.step_model import StepModel
-from router.http_client.answer_limits import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
 from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import RoutingQuery
