@@ -18,7 +18,7 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(fleet: Fleet) -
             right = complete(prefiller, prompt)
             turn = both_legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
-        assert counted(prefiller, "pushes_ok") == len(LENGTHS)
+        wait_for(lambda: counted(prefiller, "pushes_ok") == len(LENGTHS), "all were pushed")
         longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 7500)]
         right = complete(prefiller, longer)
         before = metric(prefiller, COMPUTED)

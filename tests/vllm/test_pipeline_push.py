@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.legs import decode_body, prefill
+from tests.integration.legs import decode_body, prefill, prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric
 from tests.vllm.measures import FETCHED, counted, nothing_left
@@ -17,7 +17,7 @@ from tests.vllm.test_pipeline import (
     engines,
     prompts_are_right,
 )
-from tests.vllm.test_push import both_legs
+from tests.vllm.test_push import both_legs, registered
 from tests.vllm.test_state import pulled
 
 pytestmark = pytest.mark.nightly
@@ -33,11 +33,16 @@ def pushing(fleet: Fleet, stages_mended: dict[str, str]) -> Iterator[Servers]:
 def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: str) -> None:
     """Each stage of P writes its layers to those of D's that have them, while it computes."""
     prefiller, decoder = (pushing[name] for name in pair.split())
-    pushed, early = counted(prefiller, "pushes_ok"), counted(prefiller, "early_blocks")
+    pushed = counted(prefiller, "pushes_ok")
     with nothing_left(prefiller):  # D keeps the turns.
         seed = 20_000 + len(pair) * 1000
         prompts_are_right(prefiller, decoder, pushing["one"], both_legs, seed)
     assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
+    early, prompt = counted(prefiller, "early_blocks"), tokens_of(1500, seed)
+    with registered(prefiller, decoder, prompt) as (request_id, leg):
+        told = prefiller.post("/v1/completions", prefill_body(prompt), request_id)
+        assert told.status_code == 200
+        assert leg.result(timeout=60).status_code == 200
     assert counted(prefiller, "early_blocks") > early
 
 

@@ -2,11 +2,13 @@
 
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.legs import (
@@ -17,11 +19,11 @@ from tests.integration.legs import (
     prefill,
     prefill_body,
 )
-from tests.integration.oracle import Prompt, complete, differences, tokens_of
+from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import (
+    COMPUTED,
     FETCHED,
-    RUNNING,
     counted,
     nothing_left,
     prompts,
@@ -69,6 +71,19 @@ def both_legs(
         return d_leg.result(timeout=60)
 
 
+@contextmanager
+def registered(
+    prefiller: Server, decoder: Server, prompt: Prompt
+) -> Iterator[tuple[str, "Future[httpx.Response]"]]:
+    """A D leg that waits for the prompt before P is asked to compute it, and its request id."""
+    request_id = str(uuid.uuid4())
+    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
+    with ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(decoder.post, "/v1/completions", decode_body(prompt, told), request_id)
+        wait_for(lambda: counted(decoder, "pushes_active") > 0, "D has registered")
+        yield request_id, leg
+
+
 def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: Server) -> None:
     prefiller, decoder = pair
     with ThreadPoolExecutor(3) as pool:
@@ -80,28 +95,38 @@ def test_pushed_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: S
 def test_prompts_are_written_while_they_are_computed(pair: list[Server], alone: Server) -> None:
     prefiller, decoder = pair
     asked = [tokens_of(length, 6600 + length) for length in (1700, 1000, 1400)]
-    early, pushed = counted(prefiller, "early_blocks"), counted(prefiller, "pushes_ok")
+    pushed = counted(prefiller, "pushes_ok")
     for prompt in asked:
-        turn = both_legs(prefiller, decoder, prompt)
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
-    # Of 1700 tokens, six chunks come before the last. What still moves then goes with the last.
-    blocks = sum((len(prompt) - 1) // CHUNK * CHUNK // 32 for prompt in asked)
-    assert blocks / 3 < counted(prefiller, "early_blocks") - early <= blocks
+        early = counted(prefiller, "early_blocks")
+        with registered(prefiller, decoder, prompt) as (request_id, leg):
+            told = prefiller.post("/v1/completions", prefill_body(prompt), request_id)
+            assert told.status_code == 200
+            answer = Answer.in_body(leg.result(timeout=60).json())
+        assert differences([complete(alone, prompt)], [answer]) == []
+        # Of 1700 tokens, six chunks come before the last. What is computed while a part moves goes
+        # with the next part: how many blocks are early depends on the machine.
+        assert 0 < counted(prefiller, "early_blocks") - early <= (len(prompt) - 1) // CHUNK * 8
     wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
 
 
 def test_a_prompt_that_is_given_up_halfway_leaves_no_block(pair: list[Server]) -> None:
     prefiller, decoder = pair
-    request_id, prompt = str(uuid.uuid4()), tokens_of(2000, 6700)
-    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
-    early, missed = counted(prefiller, "early_blocks"), counted(decoder, "pushes_missed")
-    with nothing_left(*pair), ThreadPoolExecutor(1) as legs:
-        d_leg = legs.submit(decoder.post, "/v1/completions", decode_body(prompt, told), request_id)
-        wait_for(lambda: counted(decoder, "pushes_active") == 1, "D has registered")
-        with post_and_leave(prefiller, prefill_body(prompt), request_id):
-            wait_for(lambda: counted(prefiller, "early_blocks") > early, "a part is written")
-        assert d_leg.result(timeout=30).status_code == 500
-        assert counted(decoder, "pushes_missed") == missed + 1
+    numbers = count()
+
+    def is_given_up_halfway() -> bool:
+        """False if P had computed all of the prompt before it noticed that the client has left."""
+        prompt = tokens_of(2000, 6700 + next(numbers))
+        early, missed = counted(prefiller, "early_blocks"), counted(decoder, "pushes_missed")
+        with registered(prefiller, decoder, prompt) as (request_id, leg):
+            with post_and_leave(prefiller, prefill_body(prompt), request_id):
+                wait_for(lambda: counted(prefiller, "early_blocks") > early, "a part is written")
+            status = leg.result(timeout=30).status_code
+        assert status in (200, 500)
+        assert counted(decoder, "pushes_missed") - missed == (status == 500)
+        return status == 500
+
+    with nothing_left(*pair):
+        wait_for(is_given_up_halfway, "P stops in the middle of a prompt", 60, 0)
 
 
 def test_turns_compute_only_what_is_new_and_are_pushed(pair: list[Server], alone: Server) -> None:
@@ -137,17 +162,15 @@ def test_an_engine_that_waits_for_a_prompt_uses_less_than_a_twentieth_of_a_core(
     pair: list[Server], alone: Server
 ) -> None:
     prefiller, decoder = pair
-    prompt, request_id = tokens_of(300, 62), str(uuid.uuid4())
-    told = {"do_remote_prefill": True, "remote_request_id": request_id, **where(prefiller)}
-    with ThreadPoolExecutor(1) as leg:
-        turn = leg.submit(decode, decoder, prompt, told, 12, request_id)
-        wait_for(lambda: counted(decoder, "pushes_active") == 1, "D waits")
+    prompt = tokens_of(300, 62)
+    with registered(prefiller, decoder, prompt) as (request_id, leg):
         # Of two windows, for in one something of an earlier request may still end, with a step.
         rests = any(share_of_a_core(decoder) < 0.05 for _ in range(2))
         assert counted(decoder, "pushes_active") == 1, "it waited all the time"
         said = prefiller.post("/v1/completions", prefill_body(prompt), request_id)
         assert said.status_code == 200
-        assert differences([complete(alone, prompt)], [turn.result(timeout=60).answer]) == []
+        answer = Answer.in_body(leg.result(timeout=60).json())
+    assert differences([complete(alone, prompt)], [answer]) == []
     assert rests
 
 
@@ -215,12 +238,13 @@ def test_routed_pushes_are_those_of_one_vllm_alone(
 def test_clients_that_leave_a_routed_push_leave_no_block(
     router: Server, pair: list[Server], second: Server
 ) -> None:
+    computed = metric(pair[0], COMPUTED)
     with nothing_left(*pair, second), ExitStack() as clients:
         for number in range(6):
             body = {"model": "tiny", "prompt": tokens_of(1500, 6300 + number), "max_tokens": 300}
             body |= {"stream": number % 2 == 0, "ignore_eos": True}
             clients.enter_context(post_and_leave(router, body))
-        wait_for(lambda: metric(pair[0], RUNNING) > 0, "the first is being prefilled")
+        wait_for(lambda: metric(pair[0], COMPUTED) > computed, "the first is prefilled", 60)
 
 
 def test_several_answers_are_those_of_one_vllm_and_are_written_once(
@@ -239,6 +263,6 @@ def test_engines_that_die_in_mid_transfer_are_survived(
         right, before = [complete(alone, prompt) for prompt in asked], counted(victim, counter)
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(complete, router, prompt) for prompt in asked]
-            wait_for(lambda: counted(victim, counter) > before, "one was pushed")  # noqa: B023 - now
+            wait_for(lambda: counted(victim, counter) > before, "one was pushed", 60)  # noqa: B023 - now
             victim.kill()
             assert differences(right, [answer.result(timeout=180) for answer in answers]) == []
