@@ -195,7 +195,13 @@ class StepFit:
         present = [term for term in (BASE, TOKEN, TOKEN_CONTEXT, CONTEXT) if matrix[term][term]]
         if _spread(matrix, TOKEN, PROMPT) >= MIN_SPREAD:
             present.append(PROMPT)
-        self._draft = draft = _costs_of(_non_negative_solution(matrix, moment, present))
+        found = _non_negative_solution(matrix, moment, present)
+        is_alike = _spread(matrix, TOKEN_CONTEXT, TOKEN) < MIN_SPREAD
+        if TOKEN in present and not found[TOKEN] and is_alike:
+            # Prompts of about one length do not show which of the two takes the time.
+            present.remove(TOKEN_CONTEXT)
+            found = _non_negative_solution(matrix, moment, present)
+        self._draft = draft = _costs_of(found)
         decodes = self._decodes.num_steps
         is_known = (
             decodes >= MIN_STEPS

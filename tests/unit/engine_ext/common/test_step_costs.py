@@ -98,6 +98,25 @@ def test_an_hour_of_decoding_keeps_what_is_known_of_prompts() -> None:
     assert errors(fit, H200, rng)[380] < 0.05
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_costs_are_known_from_prompts_of_about_one_length_on_a_machine_that_stalls(
+    seed: int,
+) -> None:
+    """A decode engine loads all but a token of some prompts, and computes others as trials."""
+    rng, fit = random.Random(seed), StepFit(BUDGET)
+    costs = StepCosts(10.0, 600.0, 20.0, 5_000.0)
+    for number in range(30):
+        length = 450 - 5 * (number % 10)
+        works = [StepWork.of([(1, 29)], 0), StepWork.of([(length, 0)], 0)]
+        works += [StepWork(0, 0.0, before + n) for before in (30, length) for n in range(23)]
+        for work in works:
+            stalled = rng.uniform(50, 400) if rng.random() < 0.1 else 0.0
+            fit.add(work, measured(costs, work, rng, 0.6) + stalled)
+    assert fit.costs is not None
+    work = StepWork.of([(430, 0)], 0)
+    assert fit.costs.milliseconds(work) == pytest.approx(costs.milliseconds(work), rel=0.5)
+
+
 class Traffic:
     """Steps of an H200. `overlap`: computing prompts hides a part of reading the weights, as there;
     else the times add up, and a decoding request takes 20 us more in each step."""
