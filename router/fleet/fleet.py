@@ -150,7 +150,7 @@ class Fleet:
         self.free_groups: Set[str] = frozenset()
         """The groups where each engine computes prompts and answers, by cost."""
         self.form_reasons: Mapping[str, str] = {}
-        """By group with engines of both roles, why they work by cost or not, without figures."""
+        """By group with engines of both roles, why they work by cost or not: one of a few texts."""
         self.role_changes: Counter[str] = Counter()
         """By group, how often an engine of both roles began to prefer another role."""
         self.report = NOTHING_FOUND

@@ -57,8 +57,12 @@ STEP = 1 / 8
 # prompts; with more than the second, one more does.
 BUSY_QUEUE_S = 0.5
 LONG_QUEUE_S = 1.0
+# The reasons for a form: a metric label, so none names an engine or has a figure.
 CHEAP = "mixing prompts and answers costs little"
 EXPENSIVE = "mixing prompts and answers costs too much"
+UNMEASURED = "no engine has measured the mixing penalty yet"
+ONE_ROLE = "an engine has only one role"
+NO_STEP_BUDGET = "an engine has no step budget in time"
 
 
 class EngineState(NamedTuple):
@@ -108,8 +112,9 @@ class Balance(NamedTuple):
     is_free: bool
     roles: dict[str, EngineRole]
     form_reason: str
-    """Why this form holds, without figures."""
+    """Why this form holds, one of a few texts."""
     reason: str
+    """The same with figures and names."""
 
 
 class RoleBalancer:
@@ -135,9 +140,8 @@ class RoleBalancer:
         if not movable or len(engines) < 2:
             return None
         self._measure_work(engines, moment)
-        form_reason = why = self._choose_form(engines)
-        if form_reason in (CHEAP, EXPENSIVE):
-            why += f": {self._mixing:.2f} weight reads per step"
+        form_reason, detail = self._choose_form(engines)
+        why = f"{form_reason}: {detail}" if detail else form_reason
         if self._is_free:
             return Balance(True, dict.fromkeys(movable, BOTH), form_reason, why)
         need = self._need(engines)
@@ -222,23 +226,24 @@ class RoleBalancer:
             steps = median(costs)
         return max(room, steps)
 
-    def _choose_form(self, engines: Sequence[EngineState]) -> str:
-        """Set `_is_free`, and return the reason. The median of the engines' mixing penalties
-        counts, or the last one while no engine knows its own: one that prefers prompts has no steps
-        that show it."""
+    def _choose_form(self, engines: Sequence[EngineState]) -> tuple[str, str]:
+        """Set `_is_free`, and return the reason with its figure or its engine. The median of the
+        engines' mixing penalties counts, or the last one while no engine knows its own: one that
+        prefers prompts has no steps that show it."""
         was_free, self._is_free = self._is_free, False
         for one in engines:
             if one.role is not BOTH:
-                return f"{one.name} has only one role"
+                return ONE_ROLE, one.name
             if not one.has_step_limit:
-                return f"{one.name} has no step budget in time"
+                return NO_STEP_BUDGET, one.name
         models = [one.model for one in engines if one.model is not None]
         known = [model.mixing for model in models if model.mixing is not None]
         self._mixing = median(known) if known else self._mixing
         if self._mixing is None:
-            return "no engine has measured the mixing penalty yet"
+            return UNMEASURED, ""
         self._is_free = self._mixing < MAX_MIXING + (MIXING_MARGIN if was_free else 0.0)
-        return CHEAP if self._is_free else EXPENSIVE
+        figure = f"{self._mixing:.2f} weight reads per step"
+        return CHEAP if self._is_free else EXPENSIVE, figure
 
 
 def _number(engines: float) -> str:

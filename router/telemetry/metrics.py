@@ -70,8 +70,8 @@ class Metrics:
         self.engine_preferred_role = made.callback_gauge(
             "engine_preferred_role{group,engine,preferred,reason}",
             "1 for each available engine of both roles, by the legs that it gets now: prefill, "
-            "decode, or both where each request goes where it costs least, and by the reason why "
-            "the group works by cost or not. Absent if there is no choice.",
+            "decode, or both where each request goes where it costs least. The reason is one of "
+            "five texts: why the group works by cost or not. Absent if there is no choice.",
         )
         self.role_changes = made.callback_counter(
             "role_changes{group}",

@@ -310,11 +310,12 @@ def test_the_reason_of_a_boundary_is_why_requests_are_not_placed_by_cost() -> No
     fixed.engines = [one._replace(model=replace(QWEN, mixing=0.0)) for one in fixed.engines]
     costly = "mixing prompts and answers costs too much"
     figure = f"{costly}: 1.00 weight reads per step"
+    no_budget, one_role = "an engine has no step budget in time", "an engine has only one role"
     for balance, form_reason, reason in (
         (mixed([0.0, 1.0, 1.0]), costly, figure),
         (mixed([None, None]), "no engine has measured the mixing penalty yet", ""),
-        (mixed([0.0] * 3, has_step_limit=False), "e0 has no step budget in time", ""),
-        (fixed.update(), "e2 has only one role", ""),
+        (mixed([0.0] * 3, has_step_limit=False), no_budget, f"{no_budget}: e0"),
+        (fixed.update(), one_role, f"{one_role}: e2"),
     ):
         assert (balance.is_free, balance.form_reason) == (False, form_reason)
         assert balance.reason.endswith(f"; boundary, since {reason or form_reason}")
