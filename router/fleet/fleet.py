@@ -262,7 +262,7 @@ class Fleet:
         """Give engines of both roles a preferred role with its reason, by name, from now on: their
         running legs go on. In the groups `free`, requests choose by cost."""
         is_new_form, self.free_groups = free != self.free_groups, free
-        changed: set[Engine] = set()
+        has_changed = False
         for name, (role, reason) in roles.items():
             engine = self._engines.get(name)
             if engine is None or engine.role is not EngineRole.BOTH:
@@ -272,10 +272,9 @@ class Fleet:
                 logger.info("engine %s now prefers %s legs: %s", name, role, why)
                 # Without a reason, the engine had no preference before.
                 self.role_changes[engine.group] += bool(engine.role_reason)
-                changed.add(engine)
+                has_changed = True
             engine.preferred_role, engine.role_reason = role, reason
-        if changed or is_new_form:
-            self._tuples.forget(changed)
+        if has_changed or is_new_form:
             self._refresh()
 
     def set_group_weights(self, weights: Mapping[str, float]) -> None:
@@ -353,8 +352,10 @@ class Fleet:
             self._refresh_soon()
 
     def note_ranks(self, engine: Engine, facts: Sequence[RankFacts]) -> None:
-        """The engine has these data-parallel ranks, in the order of the header's values; without
-        `facts` the known ones stay. One rank is as good as none."""
+        """The engine's pages were read: it has these data-parallel ranks, in the order of the
+        header's values; without `facts` the known ones stay. One rank is as good as none."""
+        if not self._tuples.is_current(engine):
+            self._refresh_soon()
         known, several = engine.ranks, facts if len(facts) > 1 else ()
         if known is None or (
             facts and [(r.number, r.cache_tokens) for r in known] != [tuple(r) for r in several]
@@ -462,8 +463,7 @@ class Fleet:
         for engine in self.engines:
             engine.update_availability()
         removed, self._removed = self._removed, set()
-        if removed:
-            self._tuples.forget(removed)
+        self._tuples.renew(self.engines)
         self.snapshot = build_snapshot(
             self.engines, self._tuples, self.group_weights, self.free_groups
         )
@@ -521,11 +521,12 @@ def _group_names(values: Set[str]) -> Mapping[str, str]:
 
 class EngineTuples:
     """Returns the same tuple object for the same engines, in the pools of all models and later on,
-    so that policies can recognize a set of engines by the identity of the tuple. After a change of
-    an engine's preferred role, its tuples are new, so that policies look at the role again."""
+    so that policies can recognize a set of engines by the identity of the tuple, and look at each
+    engine's preferred role and cache only once. If one of these changes, the tuples are new."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._facts: dict[Engine, tuple[EngineRole, int]] = {}
 
     def get(self, engines: Iterable[P]) -> tuple[P, ...]:
         made = tuple(engines)
@@ -535,10 +536,16 @@ class EngineTuples:
             del self._known[next(iter(self._known))]
         return known
 
-    def forget(self, engines: Set[Engine]) -> None:
-        for known in [
-            known for known in self._known if not engines.isdisjoint(map(engine_of, known))
-        ]:
+    def is_current(self, engine: Engine) -> bool:
+        """Return False if the engine's tuples would be new after `renew`."""
+        return self._facts.get(engine) == (engine.preferred_role, engine.cache_tokens)
+
+    def renew(self, engines: Sequence[Engine]) -> None:
+        """Forget the tuples with engines that are gone, or that prefer another role or report
+        another size of their cache than at the last call. There are these `engines` now."""
+        old = self._facts.keys() - {one for one in engines if self.is_current(one)}
+        self._facts = {one: (one.preferred_role, one.cache_tokens) for one in engines}
+        for known in [known for known in self._known if not old.isdisjoint(map(engine_of, known))]:
             del self._known[known]
 
 

@@ -109,8 +109,9 @@ def test_groups_are_separate_and_weigh_as_much_as_their_decoders() -> None:
 
 def test_no_tuple_keeps_a_removed_engine() -> None:
     members, one, other = EngineTuples(), engine(1, EngineRole.DECODE), engine(2, EngineRole.DECODE)
+    members.renew([one, other])
     both, alone = members.get([one, other]), members.get([other])
-    members.forget({one})
+    members.renew([other])
     assert members.get([one, other]) is not both
     assert members.get([other]) is alone
 

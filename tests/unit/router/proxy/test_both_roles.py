@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +23,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
-from tests.unit.router.harness import Router
+from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
     PARAMS,
     MockEngine,
@@ -347,6 +348,36 @@ async def test_prefix_index_follows_an_engine_that_moves_back_and_forth(
             assert index.longest([chunk], index.bit(engines[1].name)).depth == 1
             await divide(1)  # its own cache soon loses what it computed
             assert index.longest([chunk], index.bit(engines[1].name)).depth == 0
+
+
+async def test_the_prefix_index_learns_the_cache_of_an_engine_whose_role_the_operator_changes(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    """Its pages are read again after the change; until then its cache has an assumed size."""
+    p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
+    async with running_engine(either) as d, running_engine(either) as e:
+        d.identity = e.identity = p.identity
+        policies = {"prefill_policy": "prefix", "decode_policy": "prefix"}
+        router = await start_router(ps=[p, d, e], ds=[p, d, e], **policies)
+        await router.knows_its_engines()
+        engine, index = router.engine(d), router.gateway.routes.index
+        d.identity = {"capabilities": []}
+        spec = replace(engine.spec, role=DECODE)
+        router.gateway.fleet.change_spec(engine, spec)
+        await router.knows_its_engines()
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+        assert (engine.cache_tokens, index.bit(engine.name) > 0) == (0, True)
+        d.identity = p.identity
+
+        def is_reported() -> bool:
+            engine.capabilities.is_identity_known &= engine.cache_tokens > 0
+            return engine.capabilities.is_identity_known
+
+        await eventually(is_reported)
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+        for chunk in range(2500):  # more than of the assumed size, and less than of its own
+            index.add(engine.name, [chunk])
+        assert index.longest([0], index.bit(engine.name)).depth == 1
 
 
 async def test_an_engine_that_prefers_prompts_by_now_ends_its_conversations(both: Both) -> None:
