@@ -79,6 +79,10 @@ class _Generations:
         """Begin a new generation."""
         self.old, self.young, self.added = self.young, {}, 0
 
+    def fullness(self) -> float:
+        """Return how many generations it would fill; 0 only without chunks."""
+        return (len(self.young) + len(self.old)) / self.most
+
     def holders(self, chunk: int) -> int:
         return self.young.get(chunk, 0) | self.old.get(chunk, 0)
 
@@ -95,7 +99,7 @@ class ChunkIndex:
         self._host_tokens = host_tokens
         self.on_sent: Callable[[str, Sequence[int]], None] = lambda name, chunks: None
         """Called for each prompt that this router has sent to an engine."""
-        self._max_young = max(1, memory // BYTES_PER_CHUNK // 2)
+        self._max_chunks = max(2, memory // BYTES_PER_CHUNK)
         self.era = 0
         self._clear()
 
@@ -148,9 +152,10 @@ class ChunkIndex:
             role.cache_tokens += tokens
         total = sum(role.cache_tokens for role in self._roles.values()) // TOKENS_PER_CHUNK // 2
         self._stride = 1
-        while total > self._stride * self._max_young and self._stride < MAX_CHUNKS:
+        max_young = self._max_chunks // 2
+        while total > self._stride * max_young and self._stride < MAX_CHUNKS:
             self._stride *= 2
-        kept = min(2 * total // self._stride, self._max_young)
+        kept = min(2 * total // self._stride, max_young)
         for name, role in self._roles.items():
             most = kept * role.cache_tokens // max(1, 2 * total * TOKENS_PER_CHUNK)
             role.most = max(1, most // 2 if name == DECODE else most)
@@ -168,6 +173,8 @@ class ChunkIndex:
             for role in self._roles.values():
                 if not role.cache_tokens:  # no engine has it now, so none replaces these chunks
                     role.begin()
+        while len(self) > self._max_chunks:  # some had larger shares before engines changed roles
+            max(self._roles.values(), key=_Generations.fullness).begin()
 
     def longest(self, chunks: Sequence[int], among: int, most: int | None = None) -> ChunkMatch:
         """Return the longest beginning, of at most `most` chunks, that one of the engines `among`

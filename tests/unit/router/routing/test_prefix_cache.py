@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -278,6 +279,29 @@ def test_chunks_of_a_role_that_no_engine_has_any_more_are_forgotten_as_others_ar
         index.add("pd"[number % 2], [number])
     assert index.longest([298], p | d).depth == index.longest([299], p | d).depth == 0
     assert len(index) <= 1000
+
+
+@given(
+    st.integers(0, 300),
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.sampled_from(["prefill", "decode", "both", ""]),
+            st.integers(0, 200),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_the_index_keeps_its_bound_however_engines_change_their_roles(
+    most: int, changes: list[tuple[str, str, int]]
+) -> None:
+    index, chunk = ChunkIndex(memory=most * BYTES_PER_CHUNK), count()
+    for name, role, added in changes:
+        index.register([name], [100 * TOKENS_PER_CHUNK], [role])
+        for _ in range(added):
+            index.add(name, [next(chunk)])
+            assert len(index) <= max(2, most)
 
 
 def test_chunk_that_an_engine_lacks_is_dropped_whatever_role_it_had_when_it_was_added() -> None:
