@@ -53,6 +53,9 @@ SEQS_SHARE = 0.75
 # The boundary moves if it is so many engines off.
 LEAST_CHANGE = 0.7
 STEP = 1 / 8
+# If the work needs no more than this part of all engines, and each role has twice the engines that
+# it needs, the boundary stays where it is.
+IDLE_SHARE = 0.2
 # Seconds of queued prompts per prefill engine: with more than the first, no engine stops computing
 # prompts; with more than the second, one more does.
 BUSY_QUEUE_S = 0.5
@@ -170,8 +173,13 @@ class RoleBalancer:
         may_take = max(answers, need.lasting_answers, need.crowd) <= decoders - 1
         if queue_s > LONG_QUEUE_S and may_take:
             return count + 1
-        if not prompts + answers:
-            return count
+        busy = max(answers, need.crowd)
+        if (
+            prompts + busy <= IDLE_SHARE * total
+            and 2 * prompts <= prefillers
+            and 2 * busy <= decoders
+        ):
+            return count  # the ratio of small needs shows little, and a move costs cached prefixes
         change = total * prompts / (prompts + answers) - prefillers
         if change > LEAST_CHANGE and may_take:
             return count + max(1, int(min(change * STEP, decoders - answers)))

@@ -186,6 +186,19 @@ def test_idle_group_keeps_its_boundary() -> None:
     assert {before} >= set(group.settle(times=3))
 
 
+@pytest.mark.parametrize("division", [1, 4, 7])
+def test_almost_idle_group_keeps_its_boundary_whatever_the_little_work_is(division: int) -> None:
+    group = Group(8)
+    work = {1: (0.5, 2_200_000), 4: (0.0, 0), 7: (5.0, 400_000)}[division]
+    assert group.settle(work=work[0], contexts=work[1])[-1] == division
+    few = group.settle(times=60, work=0.01, contexts=20_000)
+    for _ in range(10):
+        few += group.settle(times=5, work=0.1, contexts=0)
+        few += group.settle(times=5, work=0.0, contexts=50_000)
+    assert set(few) == {division}
+    assert group.settle(work=5.0, contexts=400_000)[-1] == 7, "it follows the load again"
+
+
 def test_answers_that_need_their_engines_keep_them() -> None:
     # Four engines decode, and 3.3 are needed, because 20 seconds of prompts need far more.
     assert max(Group(8).settle(work=20.0, contexts=1_500_000)) == 4
@@ -193,9 +206,9 @@ def test_answers_that_need_their_engines_keep_them() -> None:
 
 def test_long_queue_of_prompts_gets_an_engine_although_little_work_is_offered() -> None:
     """Short prompts of chats are little work, and yet no prompt may wait long."""
-    assert Group(8).settle(times=1, contexts=300_000, queued_s=4.5) == [5]
-    assert Group(8).settle(times=1, contexts=300_000, queued_s=3.0) == [4]
-    assert Group(8).settle(times=1, contexts=300_000, queued_s=0.5) == [3]
+    assert Group(8).settle(times=1, contexts=1_000_000, queued_s=4.5) == [5]
+    assert Group(8).settle(times=1, contexts=1_000_000, queued_s=3.0) == [4]
+    assert Group(8).settle(times=1, contexts=1_000_000, queued_s=0.5) == [3]
 
 
 def test_answers_without_room_get_an_engine_although_prompts_wait() -> None:
