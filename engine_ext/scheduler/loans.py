@@ -29,9 +29,9 @@ Bounds
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 from engine_ext.common.types import LOAN_PREFIX, BlockIds, LeaseGrant, LoanAnswer, LoanRequest
@@ -62,13 +62,13 @@ class PrefixCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The blocks of a loan, and the key of the last one."""
+    """The key of a loan's last block, and all blocks by KV-cache group."""
 
-    block_ids: BlockIds
     last_key: bytes
+    block_ids: BlockIds
 
 
-NOTHING = Prefix((), b"")
+NOTHING = Prefix(b"", ())
 
 
 class Loans:
@@ -88,6 +88,8 @@ class Loans:
         """The readers of each of these."""
         self._ending: dict[str, Prefix] = {}
         """The revoked loans whose blocks are still pinned, by id."""
+        self._pins: tuple[Counter[int], ...] = ()
+        """By KV-cache group, how many loans have each pinned block."""
         self._count = 0
         self._run_id = secrets.token_hex(4)
         self._is_stopped = False
@@ -136,9 +138,13 @@ class Loans:
 
     def reported(self, request_id: str) -> None:
         """Note that no engine reads the loan any more, so the host unpins its blocks."""
-        self._lent.pop(request_id, None)
+        prefix = self._lent.pop(request_id, None) or self._ending.pop(request_id, NOTHING)
         self._readers.pop(request_id, None)
-        self._ending.pop(request_id, None)
+        for pins, group in zip(self._pins, prefix.block_ids, strict=False):
+            pins.subtract(group)
+            for block in group:
+                if not pins[block]:
+                    del pins[block]
 
     def _lend(self, request: LoanRequest) -> str:
         """Return the id of a loan for the request, a new one or one that it joins; "" refuses."""
@@ -147,11 +153,11 @@ class Loans:
             return ""
         if cache is None or request.scheme != cache.scheme:
             return ""
-        blocks = self._cut(cache.find(request.keys))
+        blocks = self._cut(cache.find(request.keys[: self._max_blocks]))
         num_found = min(map(len, blocks), default=0)
         if not num_found:
             return ""
-        prefix = Prefix(blocks, request.keys[num_found - 1])
+        prefix = Prefix(request.keys[num_found - 1], blocks)
         for loan_id, lent in self._lent.items():
             if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
                 readers.add(request.reader)
@@ -161,6 +167,9 @@ class Loans:
         self._count += 1
         loan_id = f"{LOAN_PREFIX}{self._run_id}-{self._count:08}"
         cache.pin(loan_id, blocks)
+        self._pins = self._pins or tuple(Counter() for _ in blocks)
+        for pins, group in zip(self._pins, blocks, strict=True):
+            pins.update(group)
         self._lent[loan_id], self._readers[loan_id] = prefix, {request.reader}
         sums = blocks if self._checksums else ()
         self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
@@ -174,6 +183,6 @@ class Loans:
 
     def _num_pinned(self, more: BlockIds) -> int:
         """Return how many blocks are pinned together with these, each counted once."""
-        pinned = [one.block_ids for one in (*self._lent.values(), *self._ending.values())]
-        groups = zip(*pinned, more, strict=True)
-        return sum(len(set(chain.from_iterable(group))) for group in groups)
+        known = self._pins or ({},) * len(more)
+        groups = zip(known, more, strict=True)
+        return sum(len(pins) + sum(one not in pins for one in group) for pins, group in groups)

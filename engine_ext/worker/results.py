@@ -24,7 +24,10 @@ What = Literal["READ", "LOAN", "WRITE"]
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256
 MAX_LOAN_REQUESTS = 64
-"""The most requests for loans that may wait for the engine's next step."""
+"""The most requests for loans that may wait for the engine's steps."""
+MAX_LOAN_KEYS = 2048
+"""The most keys of several requests for loans that one step of the engine looks up, which delays
+its answers: docs/engine-half.md has the time."""
 
 
 class PendingResults:
@@ -80,13 +83,26 @@ class PendingResults:
         if not self:
             return NO_RESULTS
         with self._lock:
-            requests, self._loan_requests = tuple(self._loan_requests), []
+            requests = self._take_loan_requests()
             reports, self._loan_reports = tuple(self._loan_reports), []
             reported, self._ids = self._ids, defaultdict(set)
             problems, self._problems = self._problems, {}
+        if self._loan_requests:
+            self._wake()
         ids: dict[str, Any] = {name: frozenset(names) for name, names in reported.items()}
         loans: dict[str, Any] = {"loan_requests": requests, "loan_reports": reports}
         return TransferResults(**ids, problems=problems, **loans)
+
+    def _take_loan_requests(self) -> tuple[LoanRequest, ...]:
+        """Return those of the next step: at least one, and as many as have few keys together."""
+        waiting, num_keys = self._loan_requests, 0
+        for count, request in enumerate(waiting):
+            num_keys += len(request.keys)
+            if count and num_keys > MAX_LOAN_KEYS:
+                self._loan_requests = waiting[count:]
+                return tuple(waiting[:count])
+        self._loan_requests = []
+        return tuple(waiting)
 
     def _report(self, request_id: str, *fields: str, problem: LoadProblem | None = None) -> None:
         with self._lock:

@@ -40,7 +40,7 @@ from engine_ext.worker.loop import (
     WAIT_SHARE,
     TransferLoop,
 )
-from engine_ext.worker.results import MAX_LOAN_REQUESTS, PendingResults
+from engine_ext.worker.results import MAX_LOAN_KEYS, MAX_LOAN_REQUESTS, PendingResults
 from engine_ext.worker.sealed import sealed
 from tests.unit.engine_ext.scheduler.fakes import (
     FakeAgent,
@@ -769,6 +769,19 @@ def test_requests_for_loans_reach_the_scheduler_half_and_too_many_are_refused() 
     asked = harness.results.take().loan_requests
     assert [one.sequence for one in asked] == list(range(MAX_LOAN_REQUESTS))
     assert asked[0] == LoanRequest("agent-p", 0, "scheme", (b"key",))
+    assert not harness.results.take()
+
+
+def test_a_step_looks_up_few_keys_of_several_requests_for_loans() -> None:
+    """Each key takes the holder's answers some time. What is left wakes an idle engine again."""
+    harness, woken = Harness(geometry=replace(GEOMETRY, lends=True)), []
+    harness.hears(wire.Hello(b"agent-p"))
+    for number, num_keys in enumerate((MAX_LOAN_KEYS + 1, 1, MAX_LOAN_KEYS - 1, 1)):
+        harness.hears(wire.AskLoan(number, "scheme", (b"key",) * num_keys))
+    harness.results.set_wake(lambda: woken.append(bool(harness.results)))
+    steps = [harness.results.take().loan_requests for _ in range(3)]
+    assert [[one.sequence for one in asked] for asked in steps] == [[0], [1, 2], [3]]
+    assert woken == [True, True]
     assert not harness.results.take()
 
 
