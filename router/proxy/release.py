@@ -31,7 +31,7 @@ from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.answers import chunks_in
 from router.proxy.answer_check import PrefillAnswer
-from router.proxy.kv_params import KvParams
+from router.proxy.kv_params import KvParams, with_field
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
 from router.proxy.side_requests import one_token_body, send_side_request
 from router.telemetry.logs import LogThrottle
@@ -154,7 +154,9 @@ class KvReleaser:
         usable = self._fleet.usable_engines(EngineRole.DECODE)
         decoders += [one for one in usable if one is not known and group in (None, one.group)][:1]
         model = request.body.get("model") if is_proven else RELEASE_MODEL
-        body = {**one_token_body(model), KV_PARAMS: params.fragment}
+        # Else engine_ext would retain the KV of this answer for a next turn.
+        unretained = with_field(params, b'"retain":false').fragment
+        body = {**one_token_body(model), KV_PARAMS: unretained}
         outcome = "no_decoder"
         for decoder in decoders:
             status = await self._send(request, decoder, COMPLETIONS, body)

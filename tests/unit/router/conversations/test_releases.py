@@ -91,7 +91,7 @@ async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_
         return
     (release,) = by_decoder
     assert release.path == "/v1/completions"
-    assert release.json["kv_transfer_params"] == {**PARAMS, **proof}
+    assert release.json["kv_transfer_params"] == {**PARAMS, **proof, "retain": False}
     expected = "m" if proof else "disagg-router/released"
     assert release.json["model"] == expected, "without proof: a model that it does not serve"
 
