@@ -136,6 +136,8 @@ class Holder:
 
     address: PeerAddress
     expected_tokens: int
+    index: int = 0
+    """Its place among the holders that the request names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class LoanAnswer:
     num_tokens: int
     last_key: bytes
     """The key of the last block."""
+    may_hold_more: bool = False
+    """The host's cache may hold more of the prefix, but lends no more of it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class LoanReport:
     last_key: bytes = b""
     """The key of the last block."""
     is_refused: bool = True
-    """Without a loan: all holders have answered."""
+    """Without a loan: all holders have answered that they do not hold the prefix."""
 
 
 @dataclass(frozen=True, slots=True)

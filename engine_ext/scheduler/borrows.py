@@ -99,7 +99,9 @@ class Borrow:
     """The time at which an offered loan is given back, if there are no blocks until then."""
     num_tokens: int | None = None
     """The tokens that are being loaded, or were loaded: 0 if the loan has failed, None if the
-    holders have refused or none was asked."""
+    holders do not hold the prefix or none was asked."""
+    lender: int = 0
+    """The place of the engine that has granted a loan among the holders that were named."""
 
 
 class Borrows:
@@ -189,6 +191,8 @@ class Borrows:
                 self._give_back(report.request_id, report.source)
             return
         assert report.source is not None
+        address = report.source.address
+        borrow.lender = next((one.index for one in borrow.holders if one.address == address), 0)
         num_tokens = report.source.num_tokens or 0
         self._loads.offer(report.request_id, report.source, TransferRole.PREFILL, num_tokens, True)
         borrow.state, borrow.give_back_at = BorrowState.OFFERED, self._clock() + OFFER_SECONDS
@@ -241,15 +245,18 @@ class Borrows:
         if borrow is not None and borrow.state is not BorrowState.READING:
             self._end(request_id, borrow)
 
-    def finish(self, request_id: str) -> int | None:
-        """Note that the request has ended. Return the number of tokens that it has borrowed: 0 if
-        its loan has failed, None if the holders have refused or none was asked."""
+    def finish(self, request_id: str) -> dict[str, int]:
+        """Note that the request has ended. Return the fields of its answer about the loan, which
+        docs/wire-protocol.md describes."""
         borrow = self._borrows.pop(request_id, None)
         if borrow is None:
-            return None
-        is_reading = borrow.state is BorrowState.READING
+            return {}
+        num_tokens = 0 if borrow.state is BorrowState.READING else borrow.num_tokens
         self._end(request_id, borrow)
-        return 0 if is_reading else borrow.num_tokens
+        if num_tokens is None:
+            return {}
+        lender = {"lender": borrow.lender} if num_tokens else {}
+        return {"borrowed_tokens": num_tokens, **lender}
 
     def _end(self, request_id: str, borrow: Borrow) -> None:
         if borrow.state is BorrowState.ASKED:

@@ -103,10 +103,12 @@ class Loans:
 
     def ask(self, request: LoanRequest) -> None:
         """Answer a request, by a loan or by a refusal."""
-        loan_id = self._lend(request)
-        prefix = self._lent.get(loan_id, NOTHING)
+        prefix, may_hold_more = self._find(request)
+        loan_id = self._lend(request, prefix) if prefix.block_ids else ""
+        if prefix.block_ids and not loan_id:
+            prefix, may_hold_more = NOTHING, True
         num_tokens = len(prefix.block_ids[0]) * self._block_size if loan_id else 0
-        where = prefix.block_ids, num_tokens, prefix.last_key
+        where = prefix.block_ids, num_tokens, prefix.last_key, may_hold_more
         self._orders.loans.append(LoanAnswer(request.reader, request.sequence, loan_id, *where))
 
     def make_room(self) -> bool:
@@ -146,18 +148,20 @@ class Loans:
                 if not pins[block]:
                     del pins[block]
 
-    def _lend(self, request: LoanRequest) -> str:
-        """Return the id of a loan for the request, a new one or one that it joins; "" refuses."""
+    def _find(self, request: LoanRequest) -> tuple[Prefix, bool]:
+        """Return what may be lent, NOTHING to refuse, and whether the cache may hold more."""
         cache = self._cache
-        if self._is_stopped or self._lacks_room:
-            return ""
-        if cache is None or request.scheme != cache.scheme:
-            return ""
-        blocks = self._cut(cache.find(request.keys[: self._max_blocks]))
-        num_found = min(map(len, blocks), default=0)
-        if not num_found:
-            return ""
-        prefix = Prefix(request.keys[num_found - 1], blocks)
+        if cache is None or self._is_stopped or self._lacks_room or request.scheme != cache.scheme:
+            return NOTHING, True
+        found = cache.find(request.keys[: self._max_blocks])
+        blocks = self._cut(found)
+        num_found, count = (min(map(len, one), default=0) for one in (found, blocks))
+        may_hold_more = count < num_found or num_found == self._max_blocks < len(request.keys)
+        return Prefix(request.keys[count - 1], blocks) if count else NOTHING, may_hold_more
+
+    def _lend(self, request: LoanRequest, prefix: Prefix) -> str:
+        """Return the id of a loan of this prefix, a new one or one that the reader joins. "": there
+        are too many."""
         for loan_id, lent in self._lent.items():
             if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
                 readers.add(request.reader)
@@ -166,7 +170,9 @@ class Loans:
             return ""
         self._count += 1
         loan_id = f"{LOAN_PREFIX}{self._run_id}-{self._count:08}"
-        cache.pin(loan_id, blocks)
+        blocks = prefix.block_ids
+        assert self._cache is not None
+        self._cache.pin(loan_id, blocks)
         self._pins = self._pins or tuple(Counter() for _ in blocks)
         for pins, group in zip(self._pins, blocks, strict=True):
             pins.update(group)
@@ -183,6 +189,6 @@ class Loans:
 
     def _num_pinned(self, more: BlockIds) -> int:
         """Return how many blocks are pinned together with these, each counted once."""
-        known = self._pins or ({},) * len(more)
-        groups = zip(known, more, strict=True)
+        pinned = self._pins or (Counter[int](),) * len(more)
+        groups = zip(pinned, more, strict=True)
         return sum(len(pins) + sum(one not in pins for one in group) for pins, group in groups)

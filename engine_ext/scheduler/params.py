@@ -144,22 +144,26 @@ def _prefill(raw: dict[Any, Any]) -> TransferParams:
 
 
 def _with_holders(params: TransferParams, raw: dict[Any, Any]) -> TransferParams:
-    """Add the holders. If one is malformed, none is asked."""
+    """Add the holders that are well formed."""
     named = raw.get("holders")
     if named is None:
         return params
-    try:
-        if not isinstance(named, list) or len(named) > MAX_HOLDERS:
-            raise _InvalidError(f"holders is not a list of at most {MAX_HOLDERS}")
-        return replace(params, holders=tuple(map(_holder, named)))
-    except _InvalidError as problem:
-        return replace(params, problem=params.problem or str(problem))
+    if not isinstance(named, list) or len(named) > MAX_HOLDERS:
+        problem = f"holders is not a list of at most {MAX_HOLDERS}"
+        return replace(params, problem=params.problem or problem)
+    holders: list[Holder] = []
+    for index, one in enumerate(named):
+        try:
+            holders.append(_holder(one, index))
+        except _InvalidError as malformed:
+            params = replace(params, problem=params.problem or str(malformed))
+    return replace(params, holders=tuple(holders))
 
 
-def _holder(raw: Any) -> Holder:
+def _holder(raw: Any, index: int) -> Holder:
     if not isinstance(raw, dict):
         raise _InvalidError("a holder is not an object")
-    return Holder(_address(raw), _field(raw, "expected_tokens", _integer(0)))
+    return Holder(_address(raw), _field(raw, "expected_tokens", _integer(0)), index)
 
 
 def _source(raw: dict[Any, Any]) -> RemoteSource:

@@ -417,8 +417,8 @@ class SchedulerConnector:
         attempt = self._partial_offers.attempt_of(request.request_id)
         decision = self._held.finish(request, block_ids, has_kv, attempt)
         is_fenced |= self._fence_partial_offer(request.request_id, decision)
-        if (num_borrowed := self._borrows.finish(request.request_id)) is not None:
-            params = {**(decision.kv_transfer_params or {}), "borrowed_tokens": num_borrowed}
+        if borrowed := self._borrows.finish(request.request_id):
+            params = {**(decision.kv_transfer_params or {}), **borrowed}
             decision = decision._replace(kv_transfer_params=params)
         return decision._replace(delay_free=True) if is_fenced else decision
 

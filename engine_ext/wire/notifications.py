@@ -130,6 +130,8 @@ class Loan(msgspec.Struct, frozen=True, tag="loan"):
     last_key: Digest = b""
     """The reader's own key of the last block: the proof that both mean the same tokens."""
     seconds: Seconds = 0.0
+    may_hold_more: bool = False
+    """The source's cache may hold more of the prefix, but the source lends no more of it now."""
 
 
 class PushDone(msgspec.Struct, frozen=True, tag="push_done"):

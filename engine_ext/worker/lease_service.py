@@ -78,10 +78,11 @@ class LeaseService:
         """Grant the reader its horizon on a loan, then answer. If the loan has ended meanwhile,
         refuse."""
         seconds = self._leases.renew(answer.loan_id, answer.reader, now) if answer.loan_id else None
-        loan = Loan(answer.sequence)
+        more = answer.may_hold_more
+        loan = Loan(answer.sequence, may_hold_more=more or bool(answer.loan_id))
         if seconds:
             where = answer.block_ids, answer.num_tokens, answer.last_key
-            loan = Loan(answer.sequence, answer.loan_id, *where, seconds)
+            loan = Loan(answer.sequence, answer.loan_id, *where, seconds, more)
         self._stats.loans_given += bool(seconds)
         self._stats.loans_refused += not seconds
         self._channels.answer(answer.reader, loan)

@@ -57,7 +57,7 @@ class PendingAsk:
     agent: str = ""
     sent_at: float = 0.0
     is_refused: bool = True
-    """All holders before the first one have answered."""
+    """All holders before the first one have answered that they do not hold the prefix."""
 
 
 class LoanAsks:
@@ -116,6 +116,7 @@ class LoanAsks:
         if loan.request_id and not is_used:
             self._notify(sender, Read(loan.request_id))
         if ask is not None:
+            ask.is_refused = ask.is_refused and not loan.may_hold_more
             self._next_holder(ask, now)
 
     def _advance(self, ask: PendingAsk, now: float) -> None:

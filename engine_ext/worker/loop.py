@@ -410,7 +410,7 @@ class TransferLoop:
         if not self._channels.knows(request.reader):
             return
         if not (self._context.geometry.lends and self._results.loan_requested(request)):
-            self._channels.answer(request.reader, Loan(request.sequence))
+            self._channels.answer(request.reader, Loan(request.sequence, may_hold_more=True))
 
     def _ignore(self, notification: Notification) -> None:
         self._stats.notifications_unknown += 1

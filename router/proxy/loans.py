@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from time import monotonic as now
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     from router.proxy.run import Run
 
 BORROWED_KEY = b'"borrowed_tokens"'
-# With the comma behind it or else before it. No text of a model contains the key, since quotes in
-# strings are escaped.
-BORROWED = re.compile(
-    rb"%b\s*:\s*(\d{1,9})\s*,|,?\s*%b\s*:\s*(\d{1,9})(?=\s*\})" % ((BORROWED_KEY,) * 2)
-)
+FIELDS = rb'%b\s*:\s*(\d{1,9})(?:\s*,\s*"lender"\s*:\s*(\d{1,2}))?' % BORROWED_KEY
+# With the comma before it, or else with the one behind it. No text of a model contains the key,
+# since quotes in strings are escaped.
+BORROWED = re.compile(rb"(?:,\s*)?%b(?=\s*\})|%b\s*," % (FIELDS, FIELDS))
+
+
+class BorrowedTokens(NamedTuple):
+    """What an engine reports of a loan. `lender` is the place of the engine that has lent the
+    tokens among the holders of the leg; None: an older engine does not report it."""
+
+    tokens: int
+    lender: int | None
 
 
 class LegLoan:
@@ -38,7 +45,7 @@ class LegLoan:
     def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery) -> None:
         self._run, self._loan, self._query = run, loan, query
         self._began, self._is_over = now(), False
-        self._borrowed: int | None = None
+        self._report: BorrowedTokens | None = None
         self.tokens = loan.tokens
         self.field = b'"holders":' + dumps([holder_entry(*holder) for holder in loan.holders])
 
@@ -51,8 +58,8 @@ class LegLoan:
 
     def read(self, answer: bytes) -> bytes:
         """Read the report from (a part of) an answer, and return the answer without the report."""
-        tokens, answer = take_borrowed_tokens(answer)
-        self._borrowed = self._borrowed if tokens is None else tokens
+        report, answer = take_borrowed_tokens(answer)
+        self._report = report or self._report
         return answer
 
     def end(self, prompt: int | None, completion: int | None, cached: int | None) -> None:
@@ -60,23 +67,27 @@ class LegLoan:
         if self._is_over:
             return
         self._is_over = True
-        record, gateway, tokens = self._run.request.record, self._run.gateway, self._borrowed
-        if tokens is not None and prompt is not None:
+        record, gateway, report = self._run.request.record, self._run.gateway, self._report
+        holders, tokens = self._loan.holders, 0 if report is None else report.tokens
+        if prompt is not None:
             tokens = min(tokens, prompt)
+        lender = None
+        if tokens and report is not None and (report.lender or 0) < len(holders):
+            lender = report.lender
         outcome = "granted"
-        if not tokens and 2 * (cached or 0) >= self._loan.holders[0].tokens:
+        if not tokens and 2 * (cached or 0) >= holders[0].tokens:
             outcome = "cached"
         elif not tokens:
-            outcome = "refused" if tokens is None else "failed"
+            outcome = "refused" if report is None else "failed"
         gateway.metrics.loans.add((outcome,))
         if tokens:
             gateway.metrics.loan_tokens.add((), tokens)
-            holder, reader = engine_of(self._loan.holders[0].place), engine_of(self._loan.reader)
+            holder, reader = engine_of(holders[lender or 0].place), engine_of(self._loan.reader)
             record.borrowed_from, record.borrowed_tokens = holder.name, tokens
             gateway.fleet.unreachable_pairs.record_success(holder.name, reader.name)
         finder = gateway.routes.holders
         if finder is not None and outcome != "failed":
-            finder.note_answer(self._loan, self._query, cached)
+            finder.note_answer(self._loan, self._query, cached, lender)
             if tokens and not completion and prompt is not None and cached is not None:
                 moment, computed = now(), max(0, prompt - cached)
                 finder.note_transfer(self._loan, tokens, computed, moment - self._began, moment)
@@ -98,13 +109,15 @@ class LegLoan:
             self._run.gateway.metrics.loans.add(("failed",))
 
 
-def take_borrowed_tokens(answer: bytes) -> tuple[int | None, bytes]:
-    """Return the borrowed tokens that an answer, or a part of one, reports (None without a report),
-    and the answer without the report."""
+def take_borrowed_tokens(answer: bytes) -> tuple[BorrowedTokens | None, bytes]:
+    """Return the report in an answer, or in a part of one (None without a report), and the answer
+    without it."""
     found = None if answer.find(BORROWED_KEY) < 0 else BORROWED.search(answer)
     if found is None:
         return None, answer
-    return int(found[1] or found[2]), answer[: found.start()] + answer[found.end() :]
+    tokens, lender = found[1] or found[3], found[2] or found[4]
+    report = BorrowedTokens(int(tokens), None if lender is None else int(lender))
+    return report, answer[: found.start()] + answer[found.end() :]
 
 
 def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:

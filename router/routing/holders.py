@@ -128,14 +128,19 @@ class HolderFinder:
         self._free_at[reader.name] = self._free_at[holder.name] = end
 
     def note_answer(
-        self, loan: NamedHolders[E], query: RoutingQuery, cached_tokens: int | None
+        self,
+        loan: NamedHolders[E],
+        query: RoutingQuery,
+        cached_tokens: int | None,
+        lender: int | None = None,
     ) -> None:
         """The reader had `cached_tokens` of the prompt when it began to compute. Holders that were
-        expected to have twice as much have evicted it, or do not lend it."""
+        expected to have twice as much have evicted it. The one at the place `lender` may have more
+        than it has lent, because an engine lends a share of its cache only."""
         if cached_tokens is None:
             return
-        for place, tokens in loan.holders:
-            if 2 * cached_tokens < tokens:
+        for index, (place, tokens) in enumerate(loan.holders):
+            if 2 * cached_tokens < tokens and index != lender:
                 kept = query.marks + cached_tokens // TOKENS_PER_CHUNK
                 self._index.drop(place.name, query.chunks, kept)
 

@@ -123,8 +123,8 @@ class Record:
     reused_from: str = ""
     """The decode engine from which the prefill engine pulled the last turn's KV."""
     borrowed_from: str = ""
-    """The engine from whose prefix cache another has read (the likeliest one, if the leg named
-    several)."""
+    """The engine from whose prefix cache another has read (the likeliest one that the leg named,
+    if an older engine does not report it)."""
     borrowed_tokens: int = 0
     prefill_started: float | None = None
     prefill_done: float | None = None

@@ -92,7 +92,7 @@ def test_a_decode_only_leg_borrows_and_reports_it(
 ) -> None:
     prompt = [*warm(decoder, 10), *tokens_of(50, 13)]
     turn = decode(asker, prompt, {"holders": [named(decoder)]})
-    assert turn.params == {"borrowed_tokens": SHARED}
+    assert turn.params == {"borrowed_tokens": SHARED, "lender": 0}
     assert differences([complete(alone, prompt)], [turn.answer]) == []
     wait_for(lambda: metric(decoder, DELAYED) == 0, "the blocks come back", 5)
 

@@ -119,5 +119,5 @@ def test_borrowed_rows_give_the_answer_of_one_engine_alone(
     ):
         complete(holder, [*system, *tokens_of(20, 52)], 1)
         turn = decode(borrower, prompt, holders(holder, len(system)))
-    assert turn.params == {"borrowed_tokens": len(system)}
+    assert turn.params == {"borrowed_tokens": len(system), "lender": 0}
     assert differences([complete(alone, prompt)], [turn.answer]) == []

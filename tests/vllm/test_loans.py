@@ -121,7 +121,7 @@ def test_time_to_the_first_token(engines: Engines) -> None:
 def test_a_decode_only_leg_borrows(engines: Engines) -> None:
     prompt = [*known_to(engines.holder, 300), *tokens_of(64, 302)]
     answer = decode(engines.decoder, prompt, holders(engines.holder, SYSTEM))
-    assert answer.params == {"borrowed_tokens": SYSTEM}
+    assert answer.params == {"borrowed_tokens": SYSTEM, "lender": 0}
     assert differences([complete(engines.alone, prompt)], [answer.answer]) == []
 
 

@@ -55,7 +55,7 @@ def test_answers_from_borrowed_latents_are_those_of_one_vllm_alone(
                 wait_for(counts, "the rest is computed, and counted")
                 assert metric(prefiller, FETCHED) - fetched == SYSTEM
                 turns = [decode(decoder, prompt, named), decode(holder, prompt, answer)]
-                assert turns[0].params == {"borrowed_tokens": SYSTEM}
+                assert turns[0].params == {"borrowed_tokens": SYSTEM, "lender": 0}
                 assert differences([expected] * 2, [turn.answer for turn in turns]) == []
 
 

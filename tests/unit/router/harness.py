@@ -87,7 +87,11 @@ class Router:
         gateway = self.gateway
         await eventually(lambda: not gateway.tasks.running and not gateway.tasks.background, 10)
         engines = gateway.fleet.engines
-        assert not any(e.in_flight or e.kv_leases or e.local_prefill_tokens for e in engines)
+        # Warm-ups of engines are none of these tasks.
+        await eventually(
+            lambda: not any(e.in_flight or e.kv_leases or e.local_prefill_tokens for e in engines),
+            10,
+        )
 
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from itertools import takewhile
 
@@ -78,6 +79,8 @@ class LendingEngines:
         """The text of answers that are not streamed, instead of the usual one."""
         self.silent = False
         """No holder answers in time."""
+        self.most = sys.maxsize
+        """The most tokens that a holder lends."""
 
     def add(self, engine: MockEngine, name: str) -> None:
         """Make it one of the engines, under this engine id."""
@@ -92,13 +95,16 @@ class LendingEngines:
             own = len(prompt) // 4 if loaded else self._held(name, prompt)
             named = () if self.silent else params.get("holders", ())
             holders = [one["remote_engine_id"] for one in named]
-            borrowed = max(0, max([self._held(one, prompt) for one in holders], default=0) - own)
+            lent = [min(self.most, self._held(one, prompt)) for one in holders]
+            borrowed = max(0, max(lent, default=0) - own)
             self.prompts[name].append(prompt)
             details = {"cached_tokens": own + borrowed}
             usage = {"prompt_tokens": len(prompt) // 4, "prompt_tokens_details": details}
             given = PARAMS | {"remote_engine_id": name}
             if borrowed or self.silent:
                 given["borrowed_tokens"] = borrowed
+            if borrowed:
+                given["lender"] = lent.index(max(lent))
             end = {"usage": usage, "kv_transfer_params": given}
             if body.get("stream"):
                 last = json.dumps({"choices": []} | end).encode()

@@ -133,6 +133,48 @@ async def test_a_refusal_corrects_what_the_router_believes(
     await release(router, p)
 
 
+async def test_a_holder_that_lends_a_part_is_believed_to_hold_the_rest(
+    start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine
+) -> None:
+    """An engine lends an eighth of its cache at most."""
+    router = await start_lending()
+    lending.most = TOKENS // 3
+    await router.complete(prompt=PROMPT)
+    assert loans(router, "granted") == 1
+    router.gateway.fleet.on_lost(router.engine(p2))
+    lending.prompts["p-2"].clear()
+    await router.complete(prompt=PROMPT)
+    assert [one["expected_tokens"] for one in params_of(p2)["holders"]] == [CHUNKED]
+    assert loans(router, "granted") == 2
+    await release(router, p)
+
+
+async def test_the_holder_that_has_lent_is_recorded_and_the_others_are_corrected(
+    start_lending: StartRouter,
+    lending: LendingEngines,
+    p: MockEngine,
+    p2: MockEngine,
+    d: MockEngine,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="disagg_router.access")
+    lending.add(d, "d-1")
+    router = await start_lending(target_itl=0)
+    lending.prompts["p-1"].clear()
+    lending.most = TOKENS // 3
+    await router.complete(prompt=PROMPT)
+    named = [one["remote_engine_id"] for one in params_of(p2)["holders"]]
+    assert sorted(named) == ["d-1", "p-1"]
+    router.gateway.records.flush()
+    lines = [line for one in caplog.records for line in getattr(one, "lines", [])]
+    assert lines[-1].content()["borrowed_from"] == router.engine(d).name
+    router.gateway.fleet.on_lost(router.engine(p2))
+    lending.prompts["p-2"].clear()
+    await router.complete(prompt=PROMPT)
+    assert [one["remote_engine_id"] for one in params_of(p2)["holders"]] == ["d-1"]
+    await release(router, p)
+
+
 async def test_a_holder_that_answers_too_late_is_not_believed_to_have_evicted_the_prompt(
     start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine
 ) -> None:

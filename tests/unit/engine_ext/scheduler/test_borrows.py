@@ -103,7 +103,8 @@ def borrower() -> Borrower:
 def test_a_request_asks_loads_what_it_lacks_and_reports_how_much(
     borrower: Borrower, role: dict[str, Any]
 ) -> None:
-    request = borrower.arrive("r", **role)
+    shorter = {**HOLDER, "remote_engine_id": "s", "expected_tokens": 64}
+    request = borrower.arrive("r", **role, holders=[shorter, HOLDER])
     ask = borrower.ask(request, local=16)
     assert ask.holders == (PeerAddress("h", "10.0.0.2", 5601),)
     assert (ask.scheme, ask.keys) == ("numbers", (b"0", b"1", b"2", b"3", b"4", b"5"))
@@ -119,7 +120,8 @@ def test_a_request_asks_loads_what_it_lacks_and_reports_how_much(
     assert (pull.recomputes, pull.timeout) == (False, 1.0), "a frozen holder costs a second"
     borrower.end_load("r")
     assert borrower.orders().untracks == ("r",)
-    assert borrower.finish(request)["borrowed_tokens"] == 80
+    answer = borrower.finish(request)
+    assert (answer["borrowed_tokens"], answer["lender"]) == (80, 1)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_what_is_not_lent_is_refused_and_pins_nothing(lender: Lender, why: str) 
         lender.half.drain()
     answer = lender.ask(*blocks, scheme="other" if why == "other keys" else "numbers")
     assert (answer.loan_id, answer.num_tokens) == ("", 0)
+    assert answer.may_hold_more == (why in ("other keys", "draining"))
     assert not lender.cache.pinned
     assert not lender.meta.grants
 
@@ -140,7 +141,9 @@ def test_a_prefix_that_is_longer_than_the_share_of_the_cache_is_cut(lender: Lend
     assert first.block_ids == (tuple(range(MOST)),)
     assert (first.num_tokens, first.last_key) == (MOST * BLOCK, b"%d" % (MOST - 1))
     assert second.loan_id == first.loan_id
-    assert not lender.ask(MOST + 50).loan_id, "no room is left"
+    refused = lender.ask(MOST + 50)
+    assert not refused.loan_id, "no room is left"
+    assert all(one.may_hold_more for one in (first, second, refused))
 
 
 def test_revoked_loans_count_until_they_are_reported(lender: Lender) -> None:
@@ -154,7 +157,8 @@ def test_revoked_loans_count_until_they_are_reported(lender: Lender) -> None:
 def test_the_number_of_loans_is_bounded(lender: Lender) -> None:
     lent = [lender.ask(number).loan_id for number in range(MAX_LOANS)]
     assert all(lent)
-    assert not lender.ask(MAX_LOANS).loan_id
+    refused = lender.ask(MAX_LOANS)
+    assert (refused.loan_id, refused.block_ids, refused.may_hold_more) == ("", (), True)
     lender.report(lent[0])
     assert lender.ask(MAX_LOANS).loan_id
 
@@ -172,7 +176,9 @@ def test_a_request_that_lacks_blocks_revokes_all_loans_before_any_turn(lender: L
         revoked += lender.half.build_connector_meta().revokes
         lender.now += 5.0
     assert set(revoked) == lent
-    assert not lender.ask(3).loan_id, "the request waits for these blocks"
+    refused = lender.ask(3)
+    assert not refused.loan_id, "the request waits for these blocks"
+    assert refused.may_hold_more
     lender.half.update_state_after_alloc(waiting, ((3, 4, 5, 6, 7, 8, 9),), 0)
     assert lender.ask(11).loan_id
 

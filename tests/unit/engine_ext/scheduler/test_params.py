@@ -80,6 +80,12 @@ def test_malformed_holders_cost_the_loan_only(holders: Any) -> None:
     assert params.problem is not None
 
 
+def test_a_malformed_holder_costs_no_loan_of_the_others() -> None:
+    params = parse({"holders": [{**HOLDER, "remote_port": 0}, HOLDER]})
+    assert [one.index for one in params.holders] == [1]
+    assert params.problem is not None
+
+
 def test_holders_outside_of_the_allowed_networks_are_not_asked() -> None:
     other = {**HOLDER, "remote_host": "10.9.0.1"}
     params = parse({"holders": [other, HOLDER]}, "pull", parse_networks("peers", ["10.0.0.0/24"]))

@@ -132,6 +132,7 @@ def test_heartbeats_carry_every_id_once_in_bounded_messages(ids: list[str]) -> N
         wire.AskLoan(7, "scheme", (b"a", b"b")),
         wire.Loan(7, "loan-1", ((4, 5),), 32, b"b", 5.0),
         wire.Loan(7),
+        wire.Loan(7, may_hold_more=True),
     ],
 )
 def test_a_message_of_the_extension_survives_the_wire(message: wire.ExtensionMessage) -> None:

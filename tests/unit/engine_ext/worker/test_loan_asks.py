@@ -179,6 +179,15 @@ def test_a_loan_that_does_not_fit_is_given_back(asker: Asker, changes: dict[str,
     assert len(asker.beats) == 0
 
 
+def test_a_holder_that_may_hold_the_prefix_and_lends_nothing_now_has_not_evicted_it(
+    asker: Asker,
+) -> None:
+    asker.start()
+    asker.answer(Loan(asker.asked("agent-h1"), may_hold_more=True))
+    asker.answer(Loan(asker.asked("agent-h2")), "agent-h2")
+    assert asker.reports() == SILENT
+
+
 def test_only_the_agent_that_was_asked_can_answer(asker: Asker) -> None:
     asker.start()
     sequence = asker.asked("agent-h1")

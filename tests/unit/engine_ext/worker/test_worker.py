@@ -756,7 +756,7 @@ def test_only_agents_that_have_introduced_themselves_get_an_answer_about_loans()
     assert not harness.results.take()
     harness.hears(wire.Hello(b"agent-p"))
     harness.hears(ask)
-    assert harness.sent() == [wire.Loan(7)], "this host lends nothing"
+    assert harness.sent() == [wire.Loan(7, may_hold_more=True)], "this host lends nothing"
     assert not harness.results.take()
 
 
@@ -765,7 +765,7 @@ def test_requests_for_loans_reach_the_scheduler_half_and_too_many_are_refused() 
     harness.hears(wire.Hello(b"agent-p"))
     for number in range(MAX_LOAN_REQUESTS + 1):
         harness.hears(wire.AskLoan(number, "scheme", (b"key",)))
-    assert harness.sent() == [wire.Loan(MAX_LOAN_REQUESTS)]
+    assert harness.sent() == [wire.Loan(MAX_LOAN_REQUESTS, may_hold_more=True)]
     asked = harness.results.take().loan_requests
     assert [one.sequence for one in asked] == list(range(MAX_LOAN_REQUESTS))
     assert asked[0] == LoanRequest("agent-p", 0, "scheme", (b"key",))
@@ -795,4 +795,7 @@ def test_a_loan_is_answered_after_its_grant_and_refused_when_it_has_ended() -> N
     harness.hears(wire.Read("loan-1"))
     assert harness.results.take().finished_sending == {"loan-1"}
     harness.apply(StepMetadata(loans=(replace(answer, sequence=4),)))
-    assert harness.sent() == [wire.Loan(4)]
+    assert harness.sent() == [wire.Loan(4, may_hold_more=True)]
+    refused = LoanAnswer("agent-p", 5, "", (), 0, b"")
+    harness.apply(StepMetadata(loans=(refused, replace(refused, may_hold_more=True))))
+    assert harness.sent() == [wire.Loan(5), wire.Loan(5, may_hold_more=True)]

@@ -11,6 +11,9 @@ from router.proxy.loans import take_borrowed_tokens
 OTHER = {"remote_host": "h", "text": 'a "borrowed_tokens": 7 in a text'}
 PLACES: list[dict[str, object]] = [
     {"borrowed_tokens": 4096},
+    {"borrowed_tokens": 4096, "lender": 3},
+    {"borrowed_tokens": 4096, "lender": 3, **OTHER},
+    {**OTHER, "borrowed_tokens": 4096, "lender": 3},
     {"borrowed_tokens": 4096, **OTHER},
     {**OTHER, "borrowed_tokens": 4096},
     {"remote_port": 1, "borrowed_tokens": 4096, **OTHER},
@@ -23,9 +26,9 @@ def test_what_is_left_is_the_answer_without_the_report(
     params: dict[str, object], separators: tuple[str, str]
 ) -> None:
     content = {"id": "x", "kv_transfer_params": params, "usage": None}
-    tokens, rest = take_borrowed_tokens(json.dumps(content, separators=separators).encode())
-    assert tokens == 4096
-    left = {name: value for name, value in params.items() if name != "borrowed_tokens"}
+    report, rest = take_borrowed_tokens(json.dumps(content, separators=separators).encode())
+    assert report == (4096, params.get("lender"))
+    left = {name: params[name] for name in params if name not in ("borrowed_tokens", "lender")}
     assert json.loads(rest) == content | {"kv_transfer_params": left}
 
 
