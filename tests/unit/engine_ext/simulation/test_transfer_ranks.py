@@ -39,6 +39,7 @@ from engine_ext.worker.loop import LEASED_WAIT, TransferLoop
 from engine_ext.worker.results import PendingResults
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
+from tests.unit.engine_ext.wire.waiting import SECONDS
 
 MODEL = Model(layers=1, heads=4, head_bytes=8)
 OK = TransferResults(finished_recving=frozenset(["d-1"]))
@@ -87,7 +88,7 @@ class Rank:
         self.loop.apply(meta, self.now)
 
     def step_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < deadline, "condition not reached"
             self.step()

@@ -1,7 +1,6 @@
 """Host names: looked up aside, each on its own."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from engine_ext.wire.errors import WireError
 from engine_ext.wire.handshake import encode_payload
 from engine_ext.wire.listener import HandshakeServer
 from tests.unit.engine_ext.wire.metadata import METADATA
+from tests.unit.engine_ext.wire.waiting import SECONDS, until
 
 
 class Names:
@@ -25,7 +25,7 @@ class Names:
     def __call__(self, host: str) -> str:
         self.asked.append(host)
         if host != "quick":
-            self.may_answer.wait(10)
+            self.may_answer.wait(SECONDS)
         if host == "nobody":
             raise OSError("no such host")
         return "127.0.0.1"
@@ -55,10 +55,7 @@ def at(engine_id: str, host: str, port: int) -> PeerRank:
 
 
 def answer(handshake: PendingHandshake) -> bool:
-    deadline = time.monotonic() + 5
-    while handshake.receive() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: handshake.receive() is not None)
     handshake.close()
     return True
 

@@ -24,6 +24,7 @@ from engine_ext.wire.notifications import (
     UnknownMessage,
 )
 from tests.unit.engine_ext.wire.metadata import METADATA
+from tests.unit.engine_ext.wire.waiting import SECONDS
 
 PAYLOAD = handshake.encode_payload(METADATA, {"model": "m"})
 
@@ -161,7 +162,7 @@ def context() -> Iterator["zmq.Context[Any]"]:
 
 def ask(context: "zmq.Context[Any]", port: int, message: bytes) -> list[bytes]:
     request: zmq.Socket[bytes] = context.socket(zmq.REQ)
-    request.setsockopt(zmq.RCVTIMEO, 5000)
+    request.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
     request.setsockopt(zmq.LINGER, 0)
     request.connect(f"tcp://127.0.0.1:{port}")
     request.send(message)
@@ -203,7 +204,7 @@ def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
     dealer.connect(f"tcp://127.0.0.1:{server.port}")
     for frames in ([b"x"], [b"", b"a", b"b"], [b"x", b"y"], [b"", b"z" * 100_000]):
         dealer.send_multipart(frames)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert ask(context, server.port, handshake.encode_request((0, 0)))[0] == PAYLOAD
     dealer.close(linger=0)

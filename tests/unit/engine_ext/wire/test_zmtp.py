@@ -18,6 +18,7 @@ from engine_ext.wire.zmtp import (
     MessageLimits,
     ZmtpSession,
 )
+from tests.unit.engine_ext.wire.waiting import SECONDS
 
 LIMITS = MessageLimits(frames=3, num_bytes=1000)
 
@@ -73,7 +74,7 @@ def recorded(context: "zmq.Context[Any]", kind: bytes, peer: bytes) -> bytes:
         theirs.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(5)
+            connection.settimeout(SECONDS)
             connection.sendall(GREETING + ready(peer))
             return exactly(connection, len(said(ZmtpSession(b"ROUTER", LIMITS))) - 6 + len(kind))
 

@@ -1,4 +1,4 @@
-"""Waiting for what sockets do, as long as it takes and no longer than five seconds."""
+"""Waits for sockets and threads, for at most a minute: a machine may stand still for seconds."""
 
 import select
 import time
@@ -10,7 +10,7 @@ from engine_ext.wire.handshake import HandshakePayload
 
 T = TypeVar("T")
 
-SECONDS = 5.0
+SECONDS = 60.0
 
 
 def until(condition: Callable[[], T]) -> T:

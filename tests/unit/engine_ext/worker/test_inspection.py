@@ -208,12 +208,13 @@ def test_any_thread_may_ask_a_running_worker(worker: WorkerConnector) -> None:
     worker.start_load_kv(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(worker.inspect().num_leases)) for _ in range(8)
+        threading.Thread(target=lambda: found.append(worker.inspect(seconds=60).num_leases))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert found == [1] * 8
 
 

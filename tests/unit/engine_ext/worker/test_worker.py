@@ -49,6 +49,7 @@ from tests.unit.engine_ext.scheduler.fakes import (
     regions,
     source,
 )
+from tests.unit.engine_ext.wire.waiting import SECONDS
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 PUSH_ORDERS = {
@@ -129,7 +130,7 @@ class Harness:
 
     def step_until(self, condition: Callable[[], object]) -> None:
         """Real time passes for the sockets, none on the loop's clock."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + SECONDS
         while not condition():
             assert time.monotonic() < deadline, "condition not reached"
             self.step()
