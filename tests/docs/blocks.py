@@ -36,8 +36,8 @@ from typing import Self
 
 from tests.docs.markdown import FENCE, ROOT
 
-BLOCK_TIMEOUT_S = 60
-KILL_TIMEOUT_S = 20
+BLOCK_TIMEOUT_S = 240
+KILL_TIMEOUT_S = 60
 POLL_S = 0.02
 LANGUAGES = ("sh", "bash")
 MARK = re.compile(r"^ *<!-- run(?: until (?P<until>.*?))?(?P<end> -->)?$")
