@@ -70,7 +70,7 @@ test-k8s: $(STAMP)
 	@VENV="$(VENV)" scripts/test tests/k8s -n 2 --dist loadfile --timeout 600 $(ARGS)
 
 test-clients: $(STAMP)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 120 -m "not nightly" $(ARGS)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients -m "not nightly" $(ARGS)
 
 test-agents: $(STAMP)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test_clients --timeout 900 -m nightly $(ARGS)

@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Server, metric, serving, wait_for
+from scripts.benchmarks.common import free_ports
+from tests.integration.processes import BOTH_WAYS, Server, metric, serving, wait_for
 from tests.unit.router.mock_engine import MockEngine, Script, running_engine, usual_prefill
 from tests.unit.router.openai.chats import thinks_and_calls
 
@@ -24,6 +24,8 @@ PYTHON = Path(os.environ.get("DISAGG_ROUTER_PYTHON", ".venv/bin/python")).absolu
 # The folder with node_modules.
 CLIENTS = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere"))
 MODEL = "tiny"
+# Tokens of an answer that lasts for seconds, so that its client leaves before its end.
+LASTING = 7000
 # litellm asks the internet for prices otherwise.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 WRITE_MODEL = (
@@ -58,20 +60,12 @@ class Stack:
 
     def wait_for_one_to_leave(self, before: float) -> None:
         """The router has noticed, and no engine works for it any more."""
-        wait_for(lambda: self.left() > before, "the router has noticed")
-        wait_for(lambda: not self._running(), "its engines are idle")
+        wait_for(lambda: self.left() > before, "the router has noticed", 60)
+        wait_for(lambda: not self._running(), "its engines are idle", 60)
 
     def _running(self) -> float:
         name = "disagg_engine_requests_running.*"
         return metric(self.prefiller, name) + metric(self.decoder, name)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager
@@ -81,7 +75,7 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
         "kv_connector": "DisaggConnector",
         "kv_role": "kv_both",
         "engine_id": f"{name}-{port}",
-        "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+        "kv_connector_extra_config": BOTH_WAYS,
     }
     command = ["engine_ext.reference.cli", "--model", str(model), "--port", str(port)]
     command += ["--num-threads", "1", "--served-model-name", MODEL]
@@ -99,7 +93,7 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
 @contextmanager
 def router(prefiller: int, decoder: int, folder: Path, *options: str) -> Iterator[Server]:
     (port,) = free_ports(1)
-    command = ["router.commands.cli", "--port", str(port), "--health-timeout", "5"]
+    command = ["router.commands.cli", "--port", str(port), "--health-timeout", "10"]
     # KV moves, however quick the tiny engines are.
     command += ["--target-itl", "0"]
     command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefiller)]

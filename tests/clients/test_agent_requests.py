@@ -34,7 +34,7 @@ SCHEMAS: dict[str, Json] = {
 
 @pytest.fixture
 async def client(scripted: Scripted) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=scripted.router.url, timeout=30) as made:
+    async with httpx.AsyncClient(base_url=scripted.router.url, timeout=120) as made:
         yield made
 
 

@@ -48,7 +48,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CLAUDE_CODE = str(EXAMPLES / "claude_code.sh")
 CODEX = str(EXAMPLES / "codex.sh")
 OPENCODE = str(EXAMPLES / "opencode.sh")
-AGENT_TIMEOUT_S = 100
+AGENT_TIMEOUT_S = 250
 
 
 async def scripted_decode(request: Received, peer: Peer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.clients.conftest import MODEL, Acted, Stack
+from tests.clients.conftest import LASTING, MODEL, Acted, Stack
 
 HI = [{"role": "user", "content": "Say something."}]
 # This client knows no temperature any more.
@@ -142,7 +142,7 @@ async def test_errors_are_the_clients_own(client: Any, fields: dict[str, Any], k
 async def test_a_client_that_leaves_ends_its_message(client: Any, stack: Stack) -> None:
     left = stack.left()
     async with client.messages.stream(
-        model=MODEL, max_tokens=400, messages=HI, extra_body={"ignore_eos": True}
+        model=MODEL, max_tokens=LASTING, messages=HI, extra_body={"ignore_eos": True}
     ) as stream:
         async for _ in stream.text_stream:
             break

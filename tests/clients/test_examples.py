@@ -43,7 +43,7 @@ def test_example_prints_an_answer(stack: Stack, name: str) -> None:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.clients.conftest import MODEL, Acted, Stack
+from tests.clients.conftest import LASTING, MODEL, Acted, Stack
 from tests.integration.processes import metric
 
 HI = [{"role": "user", "content": "Say something."}]
@@ -143,7 +143,7 @@ async def test_what_an_engine_lacks_is_its_own_404(client: Any) -> None:
 async def test_a_client_that_leaves_ends_its_request(client: Any, stack: Stack) -> None:
     left = stack.left()
     stream = await client.chat.completions.create(
-        model=MODEL, messages=HI, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL, messages=HI, max_tokens=LASTING, stream=True, extra_body={"ignore_eos": True}
     )
     async for _ in stream:
         break
@@ -283,7 +283,11 @@ async def test_errors_of_a_response(client: Any, fields: dict[str, Any], kind: A
 async def test_a_client_that_leaves_ends_its_response(client: Any, stack: Stack) -> None:
     left = stack.left()
     stream = await client.responses.create(
-        model=MODEL, input="x", max_output_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL,
+        input="x",
+        max_output_tokens=LASTING,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     async for event in stream:
         if event.type == "response.output_text.delta":

@@ -15,7 +15,7 @@ import litellm
 import pytest
 from langchain_openai import ChatOpenAI
 
-from tests.clients.conftest import CLIENTS, MODEL, Acted, Stack
+from tests.clients.conftest import CLIENTS, LASTING, MODEL, Acted, Stack
 
 HI = [{"role": "user", "content": "Say something."}]
 NODE = Path(__file__).parent / "node" / "check.mjs"
@@ -63,7 +63,7 @@ async def test_langchain_chats(stack: Stack, responses: bool) -> None:
 
 async def litellm_pieces(stack: Stack) -> AsyncGenerator[Any]:
     stream = await litellm.acompletion(
-        model=f"openai/{MODEL}", messages=HI, max_tokens=7000, stream=True,
+        model=f"openai/{MODEL}", messages=HI, max_tokens=LASTING, stream=True,
         extra_body={"ignore_eos": True}, api_base=stack.openai, api_key="k",
     )  # fmt: skip
     async for piece in stream:
@@ -72,7 +72,7 @@ async def litellm_pieces(stack: Stack) -> AsyncGenerator[Any]:
 
 async def langchain_pieces(stack: Stack) -> AsyncGenerator[Any]:
     model = ChatOpenAI(
-        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=7000,
+        base_url=stack.openai, api_key="k", model=MODEL, max_tokens=LASTING,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     await model.ainvoke("The first call imports much, and the engine is fast.", max_tokens=8)
@@ -92,7 +92,7 @@ async def test_a_closed_stream_ends_in_the_engines(
             async for _ in stream:
                 break
 
-    await asyncio.wait_for(read_one(), 60)
+    await asyncio.wait_for(read_one(), 250)
     gc.collect()  # some clients close their connection only when the stream is collected
     await asyncio.to_thread(stack.wait_for_one_to_leave, left)
 
@@ -118,7 +118,7 @@ def test_streams_that_javascript_clients_abort_end_in_the_engines(stack: Stack) 
     left = stack.left()
     script = shutil.copy(NODE.parent / "abort.mjs", CLIENTS)
     command = ["node", script, stack.router.url, MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     stack.wait_for_one_to_leave(left + int(done.stdout) - 1)
 
@@ -127,6 +127,6 @@ def test_streams_that_javascript_clients_abort_end_in_the_engines(stack: Stack) 
 def test_node(stack: Stack) -> None:
     script = shutil.copy(NODE, CLIENTS / "check.mjs")  # beside node_modules
     command = ["node", script, stack.openai, MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert "all is well" in done.stdout

@@ -289,6 +289,6 @@ async def test_javascript_clients(scripted: Scripted) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 100)
+    output, _ = await asyncio.wait_for(process.communicate(), 250)
     assert process.returncode == 0, output.decode()
     assert b"all is well" in output

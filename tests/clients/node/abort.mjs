@@ -7,7 +7,8 @@ import OpenAI from "openai";
 
 const [url, model] = process.argv.slice(2);
 const messages = [{ role: "user", content: "Say something." }];
-const long = { model, messages, max_tokens: 400, ignore_eos: true };
+const LASTING = 7000; // seconds of an answer, so that its client leaves before its end
+const long = { model, messages, max_tokens: LASTING, ignore_eos: true };
 
 async function chat() {
   const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "k", maxRetries: 0 });
@@ -17,7 +18,7 @@ async function chat() {
 
 async function responses() {
   const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "k", maxRetries: 0 });
-  const asked = { model, input: "x", max_output_tokens: 400, ignore_eos: true, stream: true };
+  const asked = { model, input: "x", max_output_tokens: LASTING, ignore_eos: true, stream: true };
   for await (const event of await client.responses.create(asked)) if (event.type === "response.output_text.delta") break;
 }
 
@@ -32,7 +33,7 @@ async function aiSdk() {
   const router = createOpenAICompatible({ name: "router", baseURL: `${url}/v1`, apiKey: "k" });
   const leaving = new AbortController();
   const providerOptions = { router: { ignore_eos: true } };
-  const asked = { model: router(model), messages, maxOutputTokens: 400, providerOptions, maxRetries: 0 };
+  const asked = { model: router(model), messages, maxOutputTokens: LASTING, providerOptions, maxRetries: 0 };
   for await (const text of streamText({ ...asked, abortSignal: leaving.signal }).textStream) if (text) leaving.abort();
 }
 
