@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from tests.unit.router.mock_engine import MockEngine
 
+# A loaded machine takes a minute to import a router. Its end has as long.
+START_TIMEOUT_S = 240
+
 
 @dataclass
 class RouterProcess:
@@ -21,7 +24,7 @@ class RouterProcess:
     async def until(self, pattern: str) -> re.Match[str]:
         """Reads its log up to a line that matches."""
         assert self.process.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_TIMEOUT_S):
             while line := (await self.process.stderr.readline()).decode():
                 self.lines.append(line)
                 if found := re.search(pattern, line):
@@ -36,7 +39,7 @@ class RouterProcess:
 
     async def ended(self) -> int:
         assert self.process.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_TIMEOUT_S):
             self.lines += (await self.process.stderr.read()).decode().splitlines()
             return await self.process.wait()
 
