@@ -36,7 +36,7 @@ def helm(
         [program, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={"PATH": os.defpath, "HOME": str(home), "KUBECONFIG": str(known)},
     )
 

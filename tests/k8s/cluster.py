@@ -28,12 +28,12 @@ from tests.conftest import find_free_ports
 from tests.k8s import binaries
 
 Manifest = dict[str, Any]
-START = 90.0
+START = 240.0
 MERGE = {"content-type": "application/merge-patch+json"}
 API_SERVER, CONTROLLERS, ETCD = "kube-apiserver", "kube-controller-manager", "etcd"
 
 
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Raises TimeoutError when the condition does not come to hold."""
     latest = time.monotonic() + seconds
     while not condition():
@@ -154,7 +154,7 @@ class Cluster:
 
     def _etcd(self, path: str, body: Manifest) -> Manifest:
         url = f"http://127.0.0.1:{self._etcd_port}/v3/{path}"
-        content: Manifest = httpx.post(url, json=body, timeout=10).raise_for_status().json()
+        content: Manifest = httpx.post(url, json=body, timeout=60).raise_for_status().json()
         return content
 
     # Processes.
@@ -170,7 +170,7 @@ class Cluster:
             return
         child.process.send_signal(how)
         try:
-            child.process.wait(20)
+            child.process.wait(60)
         finally:
             child.process.kill()
             child.process.wait()
@@ -206,7 +206,7 @@ class Cluster:
                     base_url=self.url,
                     verify=ssl.create_default_context(cafile=str(self.ca)),
                     headers={"authorization": f"Bearer {self.token}"},
-                    timeout=10,
+                    timeout=60,
                 )
             return self._client
 

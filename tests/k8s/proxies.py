@@ -43,7 +43,7 @@ ENVOY_CLUSTER: Fields = {
     },
     "health_checks": [
         {
-            "timeout": "1s",
+            "timeout": "10s",
             "interval": "0.2s",
             "no_traffic_interval": "0.2s",
             "unhealthy_threshold": 1,
@@ -195,7 +195,7 @@ def _running(folder: Path, name: str, *flags: str) -> Iterator[ChildProcess]:
 
 
 async def until_listening(port: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

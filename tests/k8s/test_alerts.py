@@ -20,7 +20,7 @@ def promtool(*arguments: str | Path) -> str:
     program = CACHE / "promtool"
     assert program.exists(), f"{program} is missing: run scripts/install_promtool"
     done = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -17,7 +17,7 @@ from tests.k8s.pods import Pods
 from tests.k8s.releases import Helm, chart_for_old_servers, make_namespace
 
 RELEASE, NAME = "r", "r-disagg-router"
-WAIT = ("--wait", "--timeout", "100s")
+WAIT = ("--wait", "--timeout", "200s")
 QUICK = ("--set", "router.preStop=1,engines.preStop=1")
 FLEET = (*QUICK, "--set", "engines.enabled=true,engines.runtime=reference")
 # What an old API server knows. Disruption budgets, autoscalers and ranges of ports, as the engines'
@@ -73,7 +73,7 @@ def test_it_is_installed_upgraded_rolled_back_and_leaves_nothing(released: Helm)
     history = json.loads(released("history", RELEASE, "-o", "json"))
     assert [one["status"] for one in history] == ["superseded", "superseded", "deployed"]
     released("uninstall", RELEASE, *WAIT)
-    wait_for("nothing is left", lambda: names(released, TRACES) == before, 60)
+    wait_for("nothing is left", lambda: names(released, TRACES) == before)
 
 
 @pytest.mark.timeout(300)

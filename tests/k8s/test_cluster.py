@@ -71,7 +71,7 @@ def _first_event(cluster: Cluster, path: str) -> dict[str, Any]:
     trust = ssl.create_default_context(cafile=str(cluster.ca))
     token = {"authorization": f"Bearer {cluster.token}"}
     with (
-        httpx.Client(base_url=cluster.url, verify=trust, timeout=10) as client,
+        httpx.Client(base_url=cluster.url, verify=trust, timeout=60) as client,
         client.stream("GET", path, headers=token) as answer,
     ):
         event: dict[str, Any] = json.loads(next(answer.iter_lines()))

@@ -93,7 +93,7 @@ def test_the_routers_image_can_be_installed_as_the_recipe_says(tmp_path: Path) -
     for name in ("wheel", "router-install"):
         carry_out(STAGES[name], tmp_path)
     program = tmp_path / "opt/disagg/bin/disagg-router"
-    done = subprocess.run([program, "--help-all"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program, "--help-all"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--liveness-port" in done.stdout
     packages = {path.name for path in (tmp_path / "opt/disagg/lib").glob("*/site-packages/*")}

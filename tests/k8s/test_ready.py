@@ -21,7 +21,7 @@ def chart_settings(name: str, directory: Path, **changes: object) -> Settings:
     # The stores, keys and certificates of an example are not what this is about.
     given = {field: getattr(settings, field) for field in ("without_prefiller", "warm_up")}
     given["without_prefiller_tokens"] = settings.without_prefiller_tokens
-    return load({**given, **changes, "health_interval": 0.05})
+    return load({**given, **changes, "health_interval": 0.05, "health_timeout": 10})
 
 
 @pytest.mark.parametrize("name", SETS)

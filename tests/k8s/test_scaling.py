@@ -84,13 +84,13 @@ class World:
             "router": {
                 "port": self.port,
                 "livenessPort": self.liveness_port,
-                # A Gateway takes over what is new every two seconds.
-                "preStop": 2,
-                "shutdownDelay": 2,
+                # A Gateway takes over what is new every two seconds, or later if it stands still.
+                "preStop": 5,
+                "shutdownDelay": 5,
                 "podAnnotations": annotations,
             },
             # Two cores run all of it.
-            "settings": {"health-timeout": 5, "warm-up": self.kind.warm_up},
+            "settings": {"health-timeout": 10, "warm-up": self.kind.warm_up},
             "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
         }
         return written(self.folder / "router.yaml", values)
@@ -150,7 +150,7 @@ class World:
 
     def finished(self, name: str) -> float:
         """Requests of an engine, those with which it was warmed included."""
-        text = httpx.get(f"http://{self.engine(name)}/metrics", trust_env=False).text
+        text = fetch(f"http://{self.engine(name)}/metrics").text
         return sum(number for line, number in samples(text) if line.startswith(FINISHED))
 
     def all_work(self, group: str) -> bool:
@@ -165,7 +165,7 @@ class World:
         """The router's metrics; the newest one's."""
         router = self.kubelet.tenants[self.living("router")[-1]]
         url = f"http://{router.ip}:{self.liveness_port}/metrics"
-        return dict(samples(httpx.get(url, trust_env=False).text))
+        return dict(samples(fetch(url).text))
 
     def is_amid(self, group: str) -> bool:
         """All of its decode engines are in the midst of answers."""
@@ -176,6 +176,10 @@ class World:
 
     def knows(self, engine: str) -> bool:
         return any(f'engine="{engine}"' in name for name in self.told() if "_healthy" in name)
+
+
+def fetch(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=30, trust_env=False)
 
 
 def samples(text: str) -> Iterator[tuple[str, float]]:
@@ -238,12 +242,12 @@ def publish(world: World) -> None:
     """The router's pod as an endpoint of its Service, once it is ready."""
     wait_for("the router is ready", lambda: world.living("router"), MUCH)
     gateway_api.publish(world.pods, SERVICE, world.port, ROUTERS)
-    wait_for("the Gateway's way", lambda: is_open(world.url), 20)
+    wait_for("the Gateway's way", lambda: is_open(world.url), MUCH)
 
 
 def is_open(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/v1/models", trust_env=False).is_success
+        return fetch(f"{url}/v1/models").is_success
     except httpx.TransportError:
         return False
 

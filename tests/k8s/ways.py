@@ -31,8 +31,10 @@ LABELS = {"app": SERVICE}
 SELECTOR = f"app={SERVICE}"
 ADDRESSES = "127.1.0.{}"
 SERVICE_PORT = 80
-PATIENCE = 5.0
-"""Seconds for an event to reach the client."""
+EVENT_TIMEOUT_S = 30.0
+"""For an event to reach the client."""
+PROBES = ("--health-timeout=10",)
+"""A machine that stands still for a moment takes no engine from a router."""
 LAG = 0.3
 """Seconds until an endpoint's going is known, as in life, where nobody waits for it."""
 
@@ -48,7 +50,7 @@ class Way:
 
     def client(self, **how: Any) -> httpx.AsyncClient:
         url = f"http://127.0.0.1:{self.port}"
-        return httpx.AsyncClient(base_url=url, timeout=40, headers={"host": "llm.test"}, **how)
+        return httpx.AsyncClient(base_url=url, timeout=120, headers={"host": "llm.test"}, **how)
 
     async def delete(self, number: int) -> None:
         """A pod is deleted as in life: told to go, while requests still come to it."""
@@ -75,6 +77,7 @@ async def routers(
                     f"--host={ADDRESSES.format(number)}",
                     f"--port={port}",
                     "--no-access-log",
+                    *PROBES,
                     *flags,
                 )
             )
@@ -150,14 +153,14 @@ def _exists(cluster: Cluster, path: str) -> bool:
 async def until_open(way: Way) -> None:
     """Until routers answer through the gateway."""
     await proxies.until_listening(way.port)
-    async with asyncio.timeout(20), way.client() as client:
+    async with asyncio.timeout(120), way.client() as client:
         while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 # it tells nobody
             await asyncio.sleep(0.02)
 
 
 class OneByOne:
     """A decoder's script: each event goes when the client has the one before. Who holds one back,
-    waiting for more, gets none for PATIENCE seconds, and then the end of the connection."""
+    waiting for more, gets none for EVENT_TIMEOUT_S, and then the end of the connection."""
 
     def __init__(self, count: int = 20) -> None:
         self.count = count
@@ -167,7 +170,7 @@ class OneByOne:
         await peer.send(STREAM_HEAD)
         for number in range(self.count):
             await peer.send(chunk(event(str(number))))
-            await asyncio.wait_for(self.heard.acquire(), PATIENCE)
+            await asyncio.wait_for(self.heard.acquire(), EVENT_TIMEOUT_S)
         await peer.send(chunk(DONE) + b"0\r\n\r\n")
 
 
