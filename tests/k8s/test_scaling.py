@@ -25,7 +25,7 @@ from tests.integration import load
 from tests.integration.accounts import lost_by_decode, lost_by_prefill
 from tests.integration.load import Load
 from tests.integration.models import another_version
-from tests.integration.processes import CONNECTORS, Launcher
+from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher
 from tests.k8s import gateway_api, proxies
 from tests.k8s.cluster import Cluster, wait_for
 from tests.k8s.containers import Containers
@@ -104,6 +104,7 @@ class World:
             "model": MODELS[group],
             "servedModelName": "tiny",
             "connector": self.kind.connector,
+            "connectorExtraConfig": BOTH_WAYS,
             "group": group,
             "port": port,
             "sideChannelPort": side_channel,
