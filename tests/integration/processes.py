@@ -35,7 +35,7 @@ START_POLL = 0.1
 def wait_for(
     condition: Callable[[], T],
     what: str | Callable[[], str],
-    seconds: float = 20,
+    seconds: float = 60,
     poll: float = 0.005,
 ) -> T:
     """The first true value of `condition`, which is asked every `poll` seconds. `what` may be asked

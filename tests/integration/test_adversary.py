@@ -125,7 +125,7 @@ class Stranger:
             state[0] = self.agent.poll(transfer)
             return state[0] is not TransferState.RUNNING
 
-        wait_for(has_ended, f"the {operation} is over", 10)
+        wait_for(has_ended, f"the {operation} is over")
         return state[0]
 
     def polling(self, condition: Callable[[], T]) -> Callable[[], T]:
@@ -174,7 +174,12 @@ def engines(access: Access, mode: Any, ports: list[int]) -> Iterator[Engines]:
             BLOCK_BYTES,
             # The stranger knows the request's id, which is all that he needs.
             ConnectorConfig(
-                engine_id=name, transfer_mode=mode, access=access, trust_request_ids=True
+                engine_id=name,
+                transfer_mode=mode,
+                access=access,
+                trust_request_ids=True,
+                # The validator's process may still be starting.
+                handshake_timeout=60,
             ),
         )
         for name, port in zip(("p", "d"), ports, strict=False)
@@ -219,7 +224,7 @@ def tell(
         agent.get_new_notifs()  # What an agent sends leaves when it polls.
         return has_arrived()
 
-    wait_for(arrived, "the messages have arrived", 10)
+    wait_for(arrived, "the messages have arrived")
 
 
 def has_ignored(engine: Memory, number: int) -> Callable[[], bool]:

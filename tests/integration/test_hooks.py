@@ -18,7 +18,7 @@ from tests.conftest import find_free_ports
 from tests.unit.reference.core.harness import Driver, greedy, make_core, prompt, request
 
 LEASE = 3.0
-PATIENCE = 15.0
+PATIENCE = 60.0
 PROMPT = prompt(100)
 Moment = Literal["before", "after"]
 

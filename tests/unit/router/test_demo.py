@@ -39,7 +39,7 @@ from tests.conftest import find_free_ports
 SCRIPT = Path(__file__).with_name("fake_demo.py")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not reached in time"

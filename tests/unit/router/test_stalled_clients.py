@@ -68,7 +68,7 @@ async def test_a_thousand_stalled_readers_of_endless_answers_fit_in_256_mib(
 
         while len(clients) < STALLED:  # no more at once than an engine's backlog takes
             clients += [await _stalled(port, asked) for _ in range(BATCH)]
-            await eventually(all_asked, 30)
+            await eventually(all_asked, 120)
         await _until_quiet(router.process.pid)
         peak = _peak(router.process.pid)
         router.process.kill()

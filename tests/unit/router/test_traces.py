@@ -262,7 +262,7 @@ async def test_a_collector_that_hangs_holds_up_no_request_and_the_end_not_long(
     began = time.monotonic()
     for _ in range(20):
         assert (await router.complete()).status_code == 200
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9  # one export alone would take 10
     began = time.monotonic()
     await router.gateway.close()
     assert time.monotonic() - began < 2 * tracing.FLUSH_TIMEOUT_S + 5  # it would hang for 20
