@@ -96,7 +96,7 @@ def handshake(params: dict[str, Any]) -> HandshakePayload:
     """As a reader makes it, with the engine that these params name."""
     client = HandshakeClient(params["remote_host"], params["remote_port"], (0, 0))
     try:
-        payload = wait_for(client.receive, "the handshake is answered", 5)
+        payload = wait_for(client.receive, "the handshake is answered")
     finally:
         client.close()
     assert payload is not None

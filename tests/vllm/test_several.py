@@ -32,7 +32,7 @@ def several_are_read_once(fleet: Fleet, prefiller: Server, decoder: Server, alon
             choices_of(router, 20_000 + int(before), n=2, max_tokens=1)
             return metric(decoder, FETCHED) > before
 
-        wait_for(is_shared, "its engines are known", 30)
+        wait_for(is_shared, "its engines are known", 60)
         with nothing_left(prefiller, decoder):
             for seed in range(3):
                 fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)

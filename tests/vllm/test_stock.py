@@ -63,7 +63,7 @@ def test_a_request_that_the_decoder_rejects_frees_the_prefiller(
     pair: tuple[Server, Server],
 ) -> None:
     first, second = pair
-    with nothing_left(first, seconds=2):
+    with nothing_left(first):  # A lease lasts longer.
         params = prefill(first, tokens_of(300, 90))
         body = {"model": "nobody's", "prompt": [1], "max_tokens": 1, "kv_transfer_params": params}
         assert second.post("/v1/completions", body).status_code == 404

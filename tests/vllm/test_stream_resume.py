@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from tests.integration.oracle import all_streamed, complete, differences, text_of
+from tests.integration.oracle import all_streamed, complete_all, differences, text_of
 from tests.integration.processes import Launcher, Server, metric, wait_for
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
-LONG = 150
+LONG = 300
+"""Tokens of an answer: the victim is still streaming when the test has seen that it does."""
 PROMPTS = [text_of(length, 16_000 + length) for length in (40, 200, 64, 333)]
 RUNNING = r"vllm:num_requests_running\{.*\}"
 HEALTHY = r"disagg_router_engine_healthy\{.*\}"
@@ -18,7 +19,7 @@ OFTEN = ("--max-resumes", "6")
 def test_streams_go_on_at_another_decoder(
     fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    right = [complete(alone, prompt, LONG) for prompt in PROMPTS]
+    right = complete_all(alone, PROMPTS, max_tokens=LONG)
     launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     victims = [Kind(name, OURS, SCHEDULER) for name in ("killed", "stopped")]
     with fleet.servers(*victims) as (killed, stopped):
