@@ -40,7 +40,6 @@ class Chats:
     max_tokens: int
     model: str = "tiny"
     gaps: list[float] = field(default_factory=list)
-    num_tokens: int = 0
     answers: dict[int, list[int]] = field(default_factory=dict)
     """The token ids of each, as far as it got."""
 
@@ -51,13 +50,16 @@ class Chats:
         for thread in threads:
             thread.start()
         try:
-            wait_for(lambda: self.num_tokens >= 10 * self.number, "the answers stream", 120)
+            wait_for(self._all_stream, "the answers stream", 120)
             self.gaps.clear()
             yield
         finally:
             over.set()
             for thread in threads:
                 thread.join()
+
+    def _all_stream(self) -> bool:
+        return all(len(self.answers.get(number, ())) >= 10 for number in range(self.number))
 
     def _chat(self, number: int, over: threading.Event) -> None:
         # If a router is there, the prefill engine computes these prompts: they are not judged.
@@ -75,7 +77,7 @@ class Chats:
                 now = time.monotonic()
                 if before:
                     self.gaps.append(now - before)
-                before, self.num_tokens = now, self.num_tokens + 1
+                before = now
                 tokens += json.loads(line[6:])["choices"][0].get("token_ids") or ()
 
 
