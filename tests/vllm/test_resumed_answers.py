@@ -130,18 +130,18 @@ ENDS: dict[str, dict[str, Any]] = {
 def test_what_has_ended_is_not_continued_and_the_prefiller_hears_of_it(
     prefiller: Server, decoder: Server, alone: Server, kind: str, how: str, spoken: int
 ) -> None:
-    body = streamed(body_of(kind, tokens_of(200, 12_050)))
-    params, _ = hand_over(prefiller, kind, body)
-    body |= ENDS[how]
+    plain = streamed(body_of(kind, tokens_of(200, 12_050)))
+    body = plain | ENDS[how]
     if how == "stop string":
         body["stop"] = [ask(alone, kind, {**body, "max_tokens": 4}).text[-2:]]
     right = ask(alone, kind, body)
     assert right.finish_reason == ("length" if how == "max_tokens" else "stop")
-    handed_over = read_resume_payload(params)
-    assert handed_over is not None
-    begun = begun_with(handed_over.prompt_token_ids, right, min(spoken, len(right.tokens)))
     computed = metric(decoder, COMPUTED)
-    with nothing_left(decoder):
+    with nothing_left(prefiller, decoder):
+        params, _ = hand_over(prefiller, kind, plain)
+        handed_over = read_resume_payload(params)
+        assert handed_over is not None
+        begun = begun_with(handed_over.prompt_token_ids, right, min(spoken, len(right.tokens)))
         got = ask(decoder, kind, begin(body, begun, params))
     assert (got.finish_reason, got.stop_reason) == (right.finish_reason, right.stop_reason)
     assert got.usage == right.usage
@@ -151,8 +151,6 @@ def test_what_has_ended_is_not_continued_and_the_prefiller_hears_of_it(
         assert differ(right, got) == []
         assert got.roles == right.roles
     assert metric(decoder, COMPUTED) == computed
-    with nothing_left(prefiller):
-        pass
 
 
 def test_given_tokens_behind_an_end_are_no_part_of_the_answer(
@@ -177,17 +175,18 @@ def test_a_prefiller_goes_on_with_an_answer_and_hands_it_over_again(
     for spoken, source in ((0, {}), (6, {**(turn.params or {}), "remote_port": 1})):
         begun = begun_with(body["prompt"], said, spoken)
         asked = begin({**body, "max_tokens": 1}, begun, {**source, **HAND_OVER})
-        answer = prefiller.post(PATHS["completion"], asked)
-        assert answer.status_code == 200, answer.text
-        (choice,) = answer.json()["choices"]
-        assert tuple(choice["token_ids"]) == right.tokens[spoken:7]
-        params = answer.json()["kv_transfer_params"]
-        assert params["remote_num_tokens"] == len(body["prompt"]) + 6
-        handed_over = read_resume_payload(params)
-        assert handed_over is not None
-        assert (handed_over.output_token_ids, handed_over.num_sent) == (right.tokens[:7], spoken)
-        taken = streamed({**body, "kv_transfer_params": {**params, "retain": False}})
         with nothing_left(prefiller):
+            answer = prefiller.post(PATHS["completion"], asked)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert tuple(choice["token_ids"]) == right.tokens[spoken:7]
+            params = answer.json()["kv_transfer_params"]
+            assert params["remote_num_tokens"] == len(body["prompt"]) + 6
+            handed_over = read_resume_payload(params)
+            assert handed_over is not None
+            assert handed_over.output_token_ids == right.tokens[:7]
+            assert handed_over.num_sent == spoken
+            taken = streamed({**body, "kv_transfer_params": {**params, "retain": False}})
             rest = ask(decoder, "completion", taken)
         assert differ(right.behind(said) if spoken else right, rest) == []
 
