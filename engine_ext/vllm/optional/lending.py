@@ -103,10 +103,15 @@ class CachedBlocks:
         scheduler = self._scheduler
         if scheduler.processed_step_seq >= scheduler.sched_step_seq:
             return requests
+        most = int(LOAN_SHARE * self._pool.num_gpu_blocks)
+        pinned = {block.block_id for fenced in self._fenced for block in fenced.blocks}
         for request in requests:
-            most = int(LOAN_SHARE * self._pool.num_gpu_blocks)
-            most -= sum(len(fenced.blocks) for fenced in self._fenced)
-            blocks = self._touch(self.find(request.keys[: max(0, most // len(self._groups))]))
+            found = self.find(request.keys[: most // len(self._groups)])
+            # Requests for one prefix share its blocks, and what one of them lacks is at its end.
+            excess = len(pinned.union(*found)) - most
+            count = min(map(len, found), default=0) - max(0, -(-excess // len(self._groups)))
+            blocks = self._touch(tuple(group[: max(0, count)] for group in found))
+            pinned.update(block.block_id for block in blocks)
             self._fenced.append(_Fenced(request, scheduler.sched_step_seq, blocks))
         return ()
 

@@ -102,6 +102,18 @@ def blocks_of_later_steps_are_not_lent(model: Path) -> None:
         asked.engine.answer(step)
 
 
+def requests_that_wait_for_a_step_count_shared_blocks_once(model: Path) -> None:
+    asked = Asked(model, ASYNC)
+    first = asked.engine.add("first", 70, max_tokens=2)
+    under_way = asked.scheduler.schedule()
+    num_askers = NUM_BLOCKS // 4 + 1
+    for _ in range(num_askers):
+        asked.ask(first)
+    asked.engine.answer(under_way)
+    answers = asked.answers()
+    assert [answer.num_tokens for answer in answers] == [64] * num_askers
+
+
 def evicted_blocks_are_not_lent_after_a_step(model: Path) -> None:
     """vLLM drops what a failed load has spoilt from its cache, while the request waits."""
     asked = Asked(model, ASYNC)
@@ -171,6 +183,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for one in (
         a_step_under_way_is_waited_for,
         blocks_of_later_steps_are_not_lent,
+        requests_that_wait_for_a_step_count_shared_blocks_once,
         evicted_blocks_are_not_lent_after_a_step,
         what_is_not_lent_has_a_name,
     ):
