@@ -26,8 +26,10 @@ from engine_ext.vllm.connector import find_our_connector
 REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""
 METRICS_SECONDS = 0.1
-"""Steps go on for so long when there is nothing else to do, so that /metrics counts the transfers
-that workers have started."""
+METRICS_LOOKS = 20
+"""Steps go on for so long, and for so many looks, when there is nothing else to do, so that
+/metrics counts the transfers that workers have started. On a machine that stands still the time
+alone would be over before the workers have begun."""
 
 
 class IdleRestPart(Host):
@@ -42,6 +44,8 @@ class IdleRestPart(Host):
         """Whatever is waited for wakes the engine."""
         self._awaits_kv_since = 0.0
         """Since when there is nothing else, or 0."""
+        self._num_looks = 0
+        """How often `has_requests` has found nothing else since then."""
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` ends the sleep of the engine's loop."""
@@ -63,10 +67,12 @@ class IdleRestPart(Host):
         if self._awaits_kv_alone():
             now = time.monotonic()
             self._awaits_kv_since = self._awaits_kv_since or now
-            if now - self._awaits_kv_since > METRICS_SECONDS:
+            self._num_looks += 1
+            is_over = now - self._awaits_kv_since > METRICS_SECONDS
+            if is_over and self._num_looks > METRICS_LOOKS:
                 return self.woken.is_set()
         else:
-            self._awaits_kv_since = 0.0
+            self._awaits_kv_since, self._num_looks = 0.0, 0
         return bool(super().has_requests())
 
     def _awaits_kv_alone(self) -> bool:
