@@ -3,18 +3,26 @@
 import json
 import statistics
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.oracle import complete, tokens_of
-from tests.integration.processes import Server
+from tests.integration.processes import Server, wait_for
 from tests.vllm import forced_async, logged_steps
 from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import CHUNK, CHUNKS, ONE_WAY, UNCACHED, Fleet, Kind
 
-SECONDS = 360.0
+SECONDS = 400.0
+KINDS = {(True, False), (False, True), (True, True)}
+"""Of steps: with prompt tokens, and with decoding requests."""
+MIN_PREDICTED = 20
+MOST = 2.5
+"""The median of predicted and measured times of a kind of steps differ by less than this factor."""
 LENGTHS = (900, 40, 300, 1500, 120, 600)
 
 
@@ -29,6 +37,22 @@ def send_traffic(server: Server, round_number: int) -> None:
             answer.result()
     for place, length in enumerate(LENGTHS, 11):
         complete(server, tokens_of(length // 4, 100 * round_number + place), 1)
+
+
+def ratios_of_times(log: Path) -> dict[tuple[bool, bool], list[float]]:
+    """Return what each predicted step of a kind was to take, in units of the time it took."""
+    ratios = defaultdict(list)
+    for line in log.read_text().splitlines():
+        prompt_tokens, _, contexts, milliseconds, predicted = json.loads(line)
+        if predicted is not None:
+            ratios[prompt_tokens > 0, contexts > 0].append(predicted / milliseconds)
+    return ratios
+
+
+def step_model_of(server: Server) -> Any:
+    """None, too, where the engine is late to answer and had none before."""
+    (rank,) = server.get("/disagg/identity").json()["ranks"]
+    return rank.get("step_model")
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["one step at a time", "asynchronous"])
@@ -48,27 +72,22 @@ def test_identity_page_has_the_times_of_steps_that_the_engine_measures(
         assert "step_model" not in rank
         deadline = time.monotonic() + SECONDS
         number = 0
-        while rank.get("step_model", {}).get("steps", 0) < 400:
-            assert time.monotonic() < deadline, rank
+        # With steps of all kinds the mixing penalty can be found, once they are not too noisy.
+        while any(len(ratios_of_times(log)[kind]) < MIN_PREDICTED for kind in KINDS):
+            assert time.monotonic() < deadline, log.read_text()[-1000:]
             number += 1
             send_traffic(server, number)
-            (rank,) = server.get("/disagg/identity").json()["ranks"]
-    model = rank["step_model"]
+        model = wait_for(partial(step_model_of, server), "the page has the step model")
     print(f"step model: {model}")
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert model["steps"] <= len(steps)
-    # With steps of all kinds the mixing penalty can be found, once they are not too noisy.
-    kinds = {(prompt_tokens > 0, contexts > 0) for prompt_tokens, _, contexts, *_ in steps}
-    assert kinds == {(True, False), (False, True), (True, True)}
     longest = max(milliseconds for *_, milliseconds, _ in steps)
     assert 0 < model["base_ms"] < longest
     assert 0 < model["token_us"] * CHUNK / 1e3 < longest
     assert min(model.values()) >= 0
-    errors = [
-        abs(predicted / milliseconds - 1)
-        for *_, milliseconds, predicted in steps
-        if predicted is not None
-    ]
-    # On a CPU the next step's model runs before this step's output is taken: each step ahead gets
-    # the time of its successor, and the prediction is less exact than on a GPU.
-    assert statistics.median(errors) < (1.0 if is_ahead else 0.7)
+    # A busy machine makes single steps take several times as long, but not the median of a kind. On
+    # a CPU the next step's model runs before this step's output is taken, so each step ahead gets
+    # the time of its successor.
+    medians = {kind: statistics.median(each) for kind, each in ratios_of_times(log).items()}
+    assert min(medians.values()) > 1 / MOST, medians
+    assert max(medians.values()) < MOST, medians
