@@ -128,7 +128,7 @@ def measure_steps(server: Server) -> None:
             complete(server, tokens_of(length, 1_000_000 + next(PROMPTS_BESIDE)))
         return "step_model" in server.get("/disagg/identity").json()["ranks"][0]
 
-    wait_for(is_measured, f"{server.name} knows the times of its steps", 120)
+    wait_for(is_measured, f"{server.name} knows the times of its steps", 300)
 
 
 def settings_for(engines: Sequence[Server], **changes: object) -> Settings:

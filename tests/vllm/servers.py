@@ -57,6 +57,8 @@ PRELOADED = (
     "tests.vllm.inside.forked_workers",
 )
 START_SECONDS = 300
+INSIDE_SECONDS = 500
+"""The longest run of cases inside one process of vLLM's environment."""
 # Ends take a second. A server hangs where vLLM kills its engine core and a process of that, such as
 # our validator, ends meanwhile: kill_process_tree then raises psutil.NoSuchProcess, until 0.33.
 END_SECONDS = 5

@@ -12,7 +12,7 @@ from tests.integration.legs import decode_body, prefill_body
 from tests.integration.oracle import tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.measures import FETCHED, nothing_left
-from tests.vllm.servers import Fleet
+from tests.vllm.servers import INSIDE_SECONDS, Fleet
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def judged(fleet: Fleet) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=INSIDE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -49,7 +49,7 @@ def test_nothing_is_told_of_them(pair: list[Server], table: torch.Tensor) -> Non
     prefiller, _ = pair
     body = prefill_body(tokens_of(300, 9900))
     body |= {"prompt": None, "prompt_embeds": embedded(table, tokens_of(300, 9900))}
-    with nothing_left(prefiller, seconds=2):
+    with nothing_left(prefiller):
         response = prefiller.post("/v1/completions", body)
         assert response.status_code == 200, response.text
         assert response.json().get("kv_transfer_params") is None
@@ -60,7 +60,7 @@ def test_nothing_is_taken_for_them(pair: list[Server], table: torch.Tensor) -> N
     prefiller, decoder = pair
     prompt = tokens_of(300, 9901)
     right, fetched = complete(prefiller, prompt), metric(decoder, FETCHED)
-    with nothing_left(prefiller, seconds=2):
+    with nothing_left(prefiller):
         params = {**prefill(prefiller, prompt), "retain": True}
         turn = asked(decoder, table, prompt, params)
     assert differences([right], [turn.answer]) == []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.vllm.servers import ENVIRONMENT, Fleet
+from tests.vllm.servers import ENVIRONMENT, INSIDE_SECONDS, Fleet
 
 # Tokens that the prompt of tests.vllm.inside.fields leaves of its context.
 LEFT = 95
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 def rows(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     results: Path = tmp_path_factory.mktemp("fields") / "results.json"
     command = [str(fleet.python), "-m", "tests.vllm.inside.fields", str(results)]
-    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=200)
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=INSIDE_SECONDS)
     return [Row(*row) for row in json.loads(results.read_text())]
 
 

@@ -15,7 +15,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server
 from tests.vllm.inside.planted import IDLE, Fault, faults
 from tests.vllm.measures import nothing_left
-from tests.vllm.servers import ENVIRONMENT, OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import ENVIRONMENT, INSIDE_SECONDS, OURS, SCHEDULER, Fleet, Kind
 
 LEASE_SECONDS = 3
 FAULTY = {
@@ -31,7 +31,7 @@ def test_no_fault_in_a_hook_ends_vllms_scheduler(fleet: Fleet, tmp_path: Path) -
     """Hundreds of cases inside one process of vLLM's environment, see inside/cases.py."""
     results = tmp_path / "results.json"
     command = [str(fleet.python), "-m", "tests.vllm.inside.cases", str(fleet.model), str(results)]
-    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=500)
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=INSIDE_SECONDS)
     cases = json.loads(results.read_text())
     assert len(cases) > 200
     assert {name: problem for name, problem in cases.items() if problem} == {}

@@ -12,13 +12,17 @@ import pytest
 
 from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Server
+from tests.integration.processes import BOTH_WAYS, Server
 from tests.vllm.measures import nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
-SHUTDOWN_SECONDS = 40
-PROMPTLY = 15
+LEASE_SECONDS = SHUTDOWN_SECONDS = 200
+PROMPTLY = 90
 """Seconds in which vLLM's processes are gone on a slow machine, far from lease and timeout."""
+LEASING = {
+    **OURS,
+    "kv_connector_extra_config": {**BOTH_WAYS, "kv_lease_duration": LEASE_SECONDS},
+}
 OPTIONS = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
 WITHOUT_PLUGIN = {"VLLM_PLUGINS": ""}
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -28,8 +32,8 @@ NAMES = ("ours", "stock-class")
 @pytest.fixture(scope="module")
 def leaving(fleet: Fleet) -> Iterator[dict[str, Server]]:
     kinds = (
-        Kind("ours", OURS, (*SCHEDULER, *OPTIONS), environment=DEVELOPER),
-        Kind("stock-class", OURS, OPTIONS, environment={**DEVELOPER, **WITHOUT_PLUGIN}),
+        Kind("ours", LEASING, (*SCHEDULER, *OPTIONS), environment=DEVELOPER),
+        Kind("stock-class", LEASING, OPTIONS, environment={**DEVELOPER, **WITHOUT_PLUGIN}),
     )
     with fleet.servers(*kinds) as servers:
         yield dict(zip(NAMES, servers, strict=True))

@@ -84,9 +84,15 @@ def known_to(holder: Server, seed: int) -> list[int]:
 
 def test_identity_pages_tell_who_lends_and_borrows(engines: Engines) -> None:
     for server in engines.connected:
+        wait_for(lambda: lends_and_borrows(server), f"{server.name} lends and borrows")  # noqa: B023
         (rank,) = server.get("/disagg/identity").json()["ranks"]
-        assert (rank["lends"], rank["borrows"]) == (True, True)
         assert rank["num_blocks"] // 8 >= SYSTEM // 32, "the system prompt may be lent"
+
+
+def lends_and_borrows(server: Server) -> bool:
+    """A page that the engine's process is late for lacks what only that process knows."""
+    (rank,) = server.get("/disagg/identity").json()["ranks"]
+    return bool(rank["lends"] and rank["borrows"])
 
 
 def test_a_system_prompt_is_read_from_an_idle_engine(engines: Engines) -> None:
@@ -132,7 +138,7 @@ def test_what_a_step_under_way_computes_is_not_lent(engines: Engines) -> None:
         for prompt in prompts:
             wait_for(lambda: freed(engines.holder), "the holder is idle")
             first = pool.submit(complete, engines.holder, prompt)
-            wait_for(lambda: not freed(engines.holder), "it computes")
+            wait_for(lambda: first.done() or not freed(engines.holder), "it computes")  # noqa: B023
             borrow(engines, [*prompt, *tokens_of(30, 403)], holders(engines.holder, SYSTEM))
             assert differences([complete(engines.alone, prompt)], [first.result()]) == []
 
