@@ -17,7 +17,8 @@ from tests.vllm.inside.planted import IDLE, Fault, faults
 from tests.vllm.measures import nothing_left
 from tests.vllm.servers import ENVIRONMENT, INSIDE_SECONDS, OURS, SCHEDULER, Fleet, Kind
 
-LEASE_SECONDS = 3
+LEASE_SECONDS = 10
+"""Short, as some leases run out here, and long enough for a slow machine to read the others."""
 FAULTY = {
     **OURS,
     "kv_connector_module_path": "tests.vllm.faulty",
