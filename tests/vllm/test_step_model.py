@@ -21,8 +21,9 @@ SECONDS = 400.0
 KINDS = {(True, False), (False, True), (True, True)}
 """Of steps: with prompt tokens, and with decoding requests."""
 MIN_PREDICTED = 20
-MOST = 2.5
-"""The median of predicted and measured times of a kind of steps differ by less than this factor."""
+MOST = 20
+"""At the median of a kind of steps, predicted and measured times differ by less than this factor.
+That the fit is exact is tested on made steps: here the machine may become six times slower."""
 LENGTHS = (900, 40, 300, 1500, 120, 600)
 
 
