@@ -649,6 +649,8 @@ class ConnectorStats:
     """Requests for which other engines were asked for a loan of a prefix."""
     loans_received: int = 0
     """Those that got a loan. The others are computed."""
+    loan_bytes_received: int = 0
+    """The part of `bytes_received` that was lent."""
     loans_given: int = 0
     """Loans to other engines. An engine that joins a loan counts again."""
     loans_refused: int = 0

@@ -443,6 +443,7 @@ class Pulls:
         self._stats.pulls_ok += 1
         self._stats.blocks_received += reading.num_blocks
         self._stats.bytes_received += reading.num_bytes
+        self._stats.loan_bytes_received += reading.num_bytes * reading.order.source.is_loan
         if self._checksums is not None:
             is_verified = all(part.is_verified for part in reading.parts)
             self._stats.loads_verified += is_verified

@@ -38,6 +38,8 @@ FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 DELAYED = "disagg_engine_blocks_delayed"
 REQUESTED = "disagg_engine_kv_loans_requested_total"
 RECEIVED = "disagg_engine_kv_loans_received_total"
+LOAN_BYTES = "disagg_engine_kv_loan_bytes_received_total"
+BYTES = "disagg_engine_kv_bytes_received_total"
 GIVEN = "disagg_engine_kv_loans_given_total"
 SHARED = 640
 PATIENT = {**BOTH_WAYS, "loan_timeout": 60.0, "prefill_load_timeout": 60.0}
@@ -81,8 +83,11 @@ def test_a_prefill_leg_borrows_and_computes_what_is_left(
 ) -> None:
     prompt = [*warm(decoder, 1), *tokens_of(50, 3)]
     computed, fetched = metric(asker, COMPUTED), metric(asker, FETCHED)
+    lent, received = metric(asker, LOAN_BYTES), metric(asker, BYTES)
     answer, borrowed = prefill_and_decode(asker, decoder, prompt, named(decoder))
     assert borrowed == SHARED
+    assert metric(asker, LOAN_BYTES) - lent == metric(asker, BYTES) - received > 0
+    assert metric(decoder, BYTES) > metric(decoder, LOAN_BYTES) == 0
     assert metric(asker, FETCHED) - fetched == SHARED
     assert metric(asker, COMPUTED) - computed == 50
     assert differences([complete(alone, prompt)], [answer]) == []
