@@ -52,8 +52,8 @@ class PrefixCache(Protocol):
         methods are never compared."""
 
     def find(self, keys: Sequence[bytes]) -> BlockIds:
-        """Return the blocks of the longest known prefix, without holes, by KV-cache group. They
-        stay in the cache until the host's next allocation."""
+        """Return the blocks of the longest known prefix, without holes, by KV-cache group, or ()
+        without one. They stay in the cache until the host's next allocation."""
 
     def pin(self, loan_id: str, block_ids: BlockIds) -> None:
         """Keep the blocks that `find` returned until the loan is reported in
@@ -183,8 +183,10 @@ class Loans:
 
     def _cut(self, blocks: BlockIds) -> BlockIds:
         """Return the beginning of these blocks that may be pinned beside the others."""
+        if not blocks:
+            return ()
         excess = max(0, self._num_pinned(blocks) - self._max_blocks)
-        num_blocks = min(map(len, blocks), default=0) - -(-excess // max(1, len(blocks)))
+        num_blocks = min(map(len, blocks)) - -(-excess // len(blocks))
         return tuple(group[: max(0, num_blocks)] for group in blocks)
 
     def _num_pinned(self, more: BlockIds) -> int:

@@ -39,7 +39,7 @@ class FakeCache:
             if int(key) not in self.held:
                 break
             found.append(int(key))
-        return (tuple(found),)
+        return (tuple(found),) if found else ()
 
     def pin(self, loan_id: str, block_ids: BlockIds) -> None:
         assert loan_id not in self.pinned
@@ -109,6 +109,15 @@ def test_what_is_not_lent_is_refused_and_pins_nothing(lender: Lender, why: str) 
     assert answer.may_hold_more == (why in ("other keys", "draining"))
     assert not lender.cache.pinned
     assert not lender.meta.grants
+
+
+def test_a_prefix_that_is_not_cached_is_refused_beside_a_loan_and_after_it(lender: Lender) -> None:
+    lent = lender.ask(1, 2)
+    lender.cache.held -= {3}
+    beside = lender.ask(3)
+    lender.report(lent.loan_id)
+    after = lender.ask(3)
+    assert not any(one.loan_id or one.may_hold_more for one in (beside, after))
 
 
 def test_readers_of_one_prefix_share_a_loan(lender: Lender) -> None:

@@ -200,8 +200,9 @@ class SimEngine:
     scheme = "simulated"
 
     def find(self, keys: Sequence[bytes]) -> BlockIds:
-        found = takewhile(lambda block: block is not None, map(self.memory.cached.get, keys))
-        return (tuple(block for block in found if block is not None),)
+        known = takewhile(lambda block: block is not None, map(self.memory.cached.get, keys))
+        found = tuple(block for block in known if block is not None)
+        return (found,) if found else ()
 
     def pin(self, loan_id: str, block_ids: BlockIds) -> None:
         (blocks,) = block_ids
