@@ -174,11 +174,12 @@ class RoleBalancer:
         if queue_s > LONG_QUEUE_S and may_take:
             return count + 1
         busy = max(answers, need.crowd)
-        if (
+        is_idle = (
             prompts + busy <= IDLE_SHARE * total
             and 2 * prompts <= prefillers
             and 2 * busy <= decoders
-        ):
+        )
+        if is_idle or not prompts + answers:
             return count  # the ratio of small needs shows little, and a move costs cached prefixes
         change = total * prompts / (prompts + answers) - prefillers
         if change > LEAST_CHANGE and may_take:

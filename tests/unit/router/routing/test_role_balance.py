@@ -199,6 +199,11 @@ def test_almost_idle_group_keeps_its_boundary_whatever_the_little_work_is(divisi
     assert group.settle(work=5.0, contexts=400_000)[-1] == 7, "it follows the load again"
 
 
+def test_answers_whose_contexts_have_no_known_cost_move_no_boundary() -> None:
+    group = Group(4, cache_tokens=0, max_num_seqs=16, model=None)
+    assert set(group.settle(contexts=40_000, legs=100)) == {2}
+
+
 def test_answers_that_need_their_engines_keep_them() -> None:
     # Four engines decode, and 3.3 are needed, because 20 seconds of prompts need far more.
     assert max(Group(8).settle(work=20.0, contexts=1_500_000)) == 4
