@@ -3,8 +3,9 @@
     python scripts/bench.py step-budget URL [URL]...
 
 At each URL, an engine or a router, answers stream while prompts come, one after another. Prints the
-gaps between the answers' tokens, the prompt tokens per second and the tokens that differ from those
-of the first URL. Start one engine per budget, and give the one that has none first:
+gaps between the answers' tokens, the prompt tokens per second and how many answers differ from
+those of the first URL. Two tokens that are equally likely, up to float noise, are no difference.
+Start one engine per budget, and give the one that has none first:
 
     vllm serve MODEL --port 8000
     vllm serve MODEL --port 8001 --max-num-batched-tokens 512
@@ -18,17 +19,22 @@ before those that are measured.
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 from scripts.benchmarks.common import Sample, bench_parser, positive, report_progress
-from tests.integration.oracle import body_of, tokens_of
+from tests.integration.oracle import NOISE, body_of, tokens_of
 from tests.integration.processes import wait_for
 
 TIMEOUT_S = 600.0
+CHAT_PROMPT_TOKENS = 40
+
+Generated = list[tuple[int, float]]
+"""The token ids of an answer, as far as it got, and their log-probabilities."""
 
 
 @dataclass
@@ -40,8 +46,7 @@ class Chats:
     max_tokens: int
     model: str = "tiny"
     gaps: list[float] = field(default_factory=list)
-    answers: dict[int, list[int]] = field(default_factory=dict)
-    """The token ids of each, as far as it got."""
+    answers: dict[int, Generated] = field(default_factory=dict)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -64,8 +69,10 @@ class Chats:
     def _chat(self, number: int, over: threading.Event) -> None:
         # If a router is there, the prefill engine computes these prompts: they are not judged.
         fields = {"model": self.model, "stream": True, "max_tokens": self.max_tokens}
-        body = body_of(tokens_of(40, 700 + number), {**fields, "cache_hit_threshold": 0})
-        tokens = self.answers[number] = []
+        prompt = tokens_of(CHAT_PROMPT_TOKENS, 700 + number)
+        body = body_of(prompt, {**fields, "cache_hit_threshold": 0})
+        tokens: Generated = []
+        self.answers[number] = tokens
         url = f"{self.url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as answer:
             before = 0.0
@@ -78,7 +85,7 @@ class Chats:
                 if before:
                     self.gaps.append(now - before)
                 before = now
-                tokens += json.loads(line[6:])["choices"][0].get("token_ids") or ()
+                tokens += generated_in(json.loads(line[6:])["choices"][0])
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,8 @@ class Measured:
     """Seconds between two tokens of an answer."""
     tokens_per_s: float
     """Tokens of prompts that were computed in a second."""
-    answers: dict[int, list[int]]
-    firsts: list[list[int]]
+    answers: dict[int, Generated]
+    firsts: list[Generated]
     """The tokens that follow each prompt."""
 
     def __str__(self) -> str:
@@ -100,7 +107,22 @@ class Measured:
         """Return how many answers differ, as far as both got."""
         pairs = [*zip(self.firsts, other.firsts, strict=True)]
         pairs += [(tokens, other.answers[number]) for number, tokens in self.answers.items()]
-        return sum(any(a != b for a, b in zip(*pair, strict=False)) for pair in pairs)
+        return sum(differ(*pair) for pair in pairs)
+
+
+def generated_in(choice: Mapping[str, Any]) -> Generated:
+    """Return what a choice, or an event of a stream, adds to an answer."""
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+    return list(zip(choice.get("token_ids") or (), logprobs, strict=True))
+
+
+def differ(one: Generated, other: Generated) -> bool:
+    """Return True if the first tokens that differ are not equally likely up to float noise. What
+    follows other tokens cannot be compared."""
+    for (token, logprob), (other_token, other_logprob) in zip(one, other, strict=False):
+        if token != other_token:
+            return abs(logprob - other_logprob) > NOISE
+    return False
 
 
 def measure(
@@ -117,7 +139,7 @@ def measure(
             body = body_of(prompt, {"model": model, "max_tokens": 2})
             answer = client.post(f"{url}/v1/completions", json=body)
             answer.raise_for_status()
-            firsts.append(answer.json()["choices"][0]["token_ids"])
+            firsts.append(generated_in(answer.json()["choices"][0]))
         seconds = time.monotonic() - began
         gaps = Sample(list(running.gaps))
     return Measured(gaps, sum(lengths) / seconds, running.answers, firsts)

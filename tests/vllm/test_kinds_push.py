@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.legs import prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric, wait_for
 from tests.vllm.chunked_model import write_chunked_model
@@ -12,7 +13,7 @@ from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.mla_model import BACKEND, write_mla_model
 from tests.vllm.servers import PUSH, Fleet
-from tests.vllm.test_push import both_legs
+from tests.vllm.test_push import both_legs, registered
 
 LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
 ENDING = (95, 127, 159, 255)
@@ -46,7 +47,12 @@ def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
             right = complete(prefiller, prompt)
             turn = both_legs(prefiller, decoder, prompt)
             assert differences([right], [turn.answer]) == [], length
-        assert counted(prefiller, "pushes_ok") >= len(LENGTHS)
+        prompt = tokens_of(1500, 7650)
+        with registered(prefiller, decoder, prompt) as (request_id, leg):
+            prefiller.post("/v1/completions", prefill_body(prompt), request_id)
+            assert leg.result(timeout=60).status_code == 200
+        # The prompt of one token may have nothing to move.
+        wait_for(lambda: counted(prefiller, "pushes_ok") >= len(lengths), "all were pushed")
         assert (counted(prefiller, "early_blocks") > 0) is is_early
         prompt = tokens_of(300, 7700)
         turn = both_legs(prefiller, decoder, prompt)

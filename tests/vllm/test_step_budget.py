@@ -5,12 +5,13 @@ CI is no place to judge times.
 """
 
 import json
+import statistics
 from pathlib import Path
 
 from engine_ext.common.step_budget import MIN_PROMPT_TOKENS, TARGET_SHARE
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.vllm import logged_steps
-from tests.vllm.gaps import Measured, measure
+from tests.vllm.gaps import CHAT_PROMPT_TOKENS, Measured, measure
 from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
@@ -19,6 +20,7 @@ MODEL = TinyModel(layers=8, hidden=320, heads=10, kv_heads=10, intermediate=1024
 CHATS, MAX_TOKENS = 8, 1900
 PROMPTS = [1500] * 6
 WARM_UP = [300 * (1 + number % 5) for number in range(20)]
+PAIRS_OF_CHATS = CHATS * CHAT_PROMPT_TOKENS**2 / 2
 TARGET_MS = 100
 
 
@@ -49,7 +51,7 @@ def test_steps_that_decode_keep_the_target_and_answers_are_those_of_stock(
         rounds = 0
         while "step_model" not in server.get("/disagg/identity").json()["ranks"][0]:
             rounds += 1
-            assert rounds < 6, "the times of steps are not known"
+            assert rounds < 10, "the times of steps are not known"
             measure(server.url, WARM_UP, CHATS, MAX_TOKENS)
         num_before = len(log.read_text().splitlines())
         found[server.name] = measure(server.url, PROMPTS, CHATS, MAX_TOKENS)
@@ -59,7 +61,13 @@ def test_steps_that_decode_keep_the_target_and_answers_are_those_of_stock(
         print(f"{name}: {measured}, {measured.num_different(found['stock-2048'])} answers differ")
     assert found["target"].num_different(found["stock-2048"]) == 0
     steps = [json.loads(line) for line in log.read_text().splitlines()[num_before:]]
-    cut = [step for step in steps if step[0] > MIN_PROMPT_TOKENS and step[2]]
-    assert len(cut) > 5
+    # Not the prompts of the answers: on a slow machine they wait until the target is given up.
+    mixed = [step for step in steps if step[1] > PAIRS_OF_CHATS and step[2]]
+    assert len(mixed) > 5
+    limit = TARGET_SHARE * TARGET_MS
+    cut = [predicted for tokens, *_, predicted in mixed if tokens > MIN_PROMPT_TOKENS]
     # The times are predicted again when the step has ended, perhaps by a newer fit.
-    assert max(predicted for *_, predicted in cut) < 1.1 * TARGET_SHARE * TARGET_MS
+    assert max(cut, default=0.0) < 1.1 * limit
+    # A machine on which the least chunk takes most of the target computes no other.
+    least = [predicted for tokens, *_, predicted in mixed if tokens == MIN_PROMPT_TOKENS]
+    assert len(cut) > 5 or statistics.median(least) > limit / 2
