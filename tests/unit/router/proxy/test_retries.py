@@ -140,8 +140,9 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
         assert len(asked.legs(asked.other)) == elsewhere
         if role is EngineRole.DECODE:
             assert len(asked.prefills()) == (2 if what is Next.AFRESH else 1)
-            released = what in (Next.AFRESH, Next.GIVE_UP)
-            assert [r.json["kv_transfer_params"] for r in asked.releases()] == [PARAMS] * released
+            releases = [r.json["kv_transfer_params"] for r in asked.releases()]
+            is_released = what in (Next.AFRESH, Next.GIVE_UP)
+            assert releases == [PARAMS | {"retain": False}] * is_released
         else:
             assert len(asked.decodes()) == goes_on
             assert not asked.releases()
