@@ -167,6 +167,8 @@ class LoanRequest:
     scheme: str
     """The name of the method that makes the keys."""
     keys: tuple[bytes, ...]
+    is_cut: bool = False
+    """The host has kept a part of what its cache holds for it, because other requests wait, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,9 @@ class Loans:
         found = cache.find(request.keys[: self._max_blocks])
         blocks = self._cut(found)
         num_found, count = (min(map(len, one), default=0) for one in (found, blocks))
-        may_hold_more = count < num_found or num_found == self._max_blocks < len(request.keys)
-        return Prefix(request.keys[count - 1], blocks) if count else NOTHING, may_hold_more
+        is_cut = count < num_found or num_found == self._max_blocks < len(request.keys)
+        prefix = Prefix(request.keys[count - 1], blocks) if count else NOTHING
+        return prefix, is_cut or request.is_cut
 
     def _lend(self, request: LoanRequest, prefix: Prefix) -> str:
         """Return the id of a loan of this prefix, a new one or one that the reader joins. "": there

@@ -21,6 +21,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm import __version__ as vllm_version
@@ -106,13 +107,17 @@ class CachedBlocks:
         most = int(LOAN_SHARE * self._pool.num_gpu_blocks)
         pinned = {block.block_id for fenced in self._fenced for block in fenced.blocks}
         for request in requests:
-            found = self.find(request.keys[: most // len(self._groups)])
+            keys = request.keys[: most // len(self._groups)]
+            found = self.find(keys)
             # Requests for one prefix share its blocks, and what one of them lacks is at its end.
-            excess = len(pinned.union(*found)) - most
-            count = min(map(len, found), default=0) - max(0, -(-excess // len(self._groups)))
-            blocks = self._touch(tuple(group[: max(0, count)] for group in found))
+            excess = max(0, len(pinned.union(*found)) - most)
+            num_found = min(map(len, found), default=0)
+            count = max(0, num_found - -(-excess // len(self._groups)))
+            is_cut = count < num_found or num_found == len(keys) < len(request.keys)
+            blocks = self._touch(tuple(group[:count] for group in found))
             pinned.update(block.block_id for block in blocks)
-            self._fenced.append(_Fenced(request, scheduler.sched_step_seq, blocks))
+            asked = replace(request, is_cut=is_cut)
+            self._fenced.append(_Fenced(asked, scheduler.sched_step_seq, blocks))
         return ()
 
     def written(self) -> Iterator[LoanRequest]:

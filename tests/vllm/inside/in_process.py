@@ -166,14 +166,21 @@ class Engine:
         return found
 
     def add(
-        self, name: str, num_tokens: int, params: Any = None, max_tokens: int = 4, **extra: Any
+        self,
+        name: str,
+        tokens: int | list[int],
+        params: Any = None,
+        max_tokens: int = 4,
+        **extra: Any,
     ) -> Request:
+        """`tokens`: those of the prompt, or so many of the usual ones."""
         if params is not None:
             extra["kv_transfer_params"] = params
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         sampling.update_from_generation_config({}, 1)
-        prompt = [(7 * position) % 250 for position in range(num_tokens)]
-        request = Request(name, prompt, sampling, None, block_hasher=self.hasher)
+        if isinstance(tokens, int):
+            tokens = [(7 * position) % 250 for position in range(tokens)]
+        request = Request(name, tokens, sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
         return request
 

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from engine_ext.common.types import LoanAnswer, LoanRequest
 from engine_ext.vllm.connector import WorkerReport
 from engine_ext.vllm.optional.lending import CachedBlocks
-from tests.vllm.inside.in_process import NUM_BLOCKS, Engine
+from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
 
 SYNC, ASYNC = (
     f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
@@ -63,6 +63,18 @@ def an_idle_engine_lends_what_it_has_computed(scheduler: str, model: Path) -> No
     asked.engine.read_all()
     asked.engine.step()
     assert asked.engine.is_empty(), "unpinned"
+
+
+def a_prefix_that_is_not_cached_is_refused_beside_a_loan(scheduler: str, model: Path) -> None:
+    asked = Asked(model, scheduler)
+    cached = asked.engine.add("first", 70)
+    asked.engine.run("first")
+    asked.ask(cached)
+    asked.ask(asked.engine.add("other", [5] * 40))
+    lent, refused = asked.answers()
+    assert lent.num_tokens == 64
+    assert not refused.loan_id
+    assert not refused.may_hold_more
 
 
 def other_keys_are_refused(scheduler: str, model: Path) -> None:
@@ -112,6 +124,19 @@ def requests_that_wait_for_a_step_count_shared_blocks_once(model: Path) -> None:
     asked.engine.answer(under_way)
     answers = asked.answers()
     assert [answer.num_tokens for answer in answers] == [64] * num_askers
+
+
+def a_request_that_waits_beside_others_does_not_show_that_its_prefix_is_gone(model: Path) -> None:
+    asked = Asked(model, ASYNC)
+    requests = [asked.engine.add(f"r{i}", [i] * 140, max_tokens=2) for i in range(2)]
+    under_way = asked.scheduler.schedule()
+    for request in requests:
+        asked.ask(request)
+    asked.engine.answer(under_way)
+    lent, refused = asked.answers()
+    assert lent.num_tokens == NUM_BLOCKS // 8 * BLOCK
+    assert not refused.loan_id
+    assert refused.may_hold_more
 
 
 def evicted_blocks_are_not_lent_after_a_step(model: Path) -> None:
@@ -175,6 +200,7 @@ def what_is_not_lent_has_a_name(model: Path) -> None:
 def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for each in (
         an_idle_engine_lends_what_it_has_computed,
+        a_prefix_that_is_not_cached_is_refused_beside_a_loan,
         other_keys_are_refused,
         lent_blocks_outlive_a_full_cache,
     ):
@@ -184,6 +210,7 @@ def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
         a_step_under_way_is_waited_for,
         blocks_of_later_steps_are_not_lent,
         requests_that_wait_for_a_step_count_shared_blocks_once,
+        a_request_that_waits_beside_others_does_not_show_that_its_prefix_is_gone,
         evicted_blocks_are_not_lent_after_a_step,
         what_is_not_lent_has_a_name,
     ):

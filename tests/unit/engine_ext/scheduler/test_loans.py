@@ -59,11 +59,13 @@ class Lender:
         self.half.lend_from(self.cache)
         self.count = 0
 
-    def ask(self, *blocks: int, reader: str = "r", scheme: str = "numbers") -> LoanAnswer:
+    def ask(
+        self, *blocks: int, reader: str = "r", scheme: str = "numbers", is_cut: bool = False
+    ) -> LoanAnswer:
         """The answer that the workers are to send."""
         self.count += 1
         keys = tuple(b"%d" % block for block in blocks)
-        request = LoanRequest(reader, self.count, scheme, keys)
+        request = LoanRequest(reader, self.count, scheme, keys, is_cut)
         self.half.update_connector_output(TransferResults(loan_requests=(request,)))
         self.meta = self.half.build_connector_meta()
         (answer,) = self.meta.loans
@@ -153,6 +155,13 @@ def test_a_prefix_that_is_longer_than_the_share_of_the_cache_is_cut(lender: Lend
     refused = lender.ask(MOST + 50)
     assert not refused.loan_id, "no room is left"
     assert all(one.may_hold_more for one in (first, second, refused))
+
+
+def test_a_prefix_of_which_the_host_offers_a_part_may_be_longer(lender: Lender) -> None:
+    lender.cache.held = {1, 2}
+    for blocks, num_tokens in (((1, 2), 2 * BLOCK), ((3,), 0)):
+        answer = lender.ask(*blocks, is_cut=True)
+        assert (answer.num_tokens, answer.may_hold_more) == (num_tokens, True)
 
 
 def test_revoked_loans_count_until_they_are_reported(lender: Lender) -> None:
