@@ -149,7 +149,7 @@ class Loans:
                     del pins[block]
 
     def _find(self, request: LoanRequest) -> tuple[Prefix, bool]:
-        """Return what may be lent, NOTHING to refuse, and whether the cache may hold more."""
+        """Return the prefix that may be lent, or NOTHING, and True if the cache may hold more."""
         cache = self._cache
         if cache is None or self._is_stopped or self._lacks_room or request.scheme != cache.scheme:
             return NOTHING, True
@@ -161,8 +161,8 @@ class Loans:
         return prefix, is_cut or request.is_cut
 
     def _lend(self, request: LoanRequest, prefix: Prefix) -> str:
-        """Return the id of a loan of this prefix, a new one or one that the reader joins. "": there
-        are too many."""
+        """Return the id of a loan of this prefix, a new one or one that the reader joins, or "" if
+        there are too many loans."""
         for loan_id, lent in self._lent.items():
             if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
                 readers.add(request.reader)

@@ -94,7 +94,8 @@ class PendingResults:
         return TransferResults(**ids, problems=problems, **loans)
 
     def _take_loan_requests(self) -> tuple[LoanRequest, ...]:
-        """Return those of the next step: at least one, and as many as have few keys together."""
+        """Take the requests for the next step: the first one, and those after it that together have
+        at most MAX_LOAN_KEYS keys with it."""
         waiting, num_keys = self._loan_requests, 0
         for count, request in enumerate(waiting):
             num_keys += len(request.keys)

@@ -9,7 +9,7 @@ Every failure is an `UpstreamError` (errors.py), whose subclass identifies the f
 the engine is to blame. Nothing here retries a request of a client: the caller decides that.
 
 connecting.py opens a connection; an `EngineConnection` (pool.py) parses its bytes, but for most
-heads, which head_cache.py knows. `Deadlines` (router.common) serve all timeouts with
-one timer, and a `MemoryBudget` (answer_limits.py) bounds the memory of all answers that are held
-whole. `SseReader` (sse.py) is the router's only reader of server-sent events.
+heads, which head_cache.py knows. `Deadlines` (router.common) serves all timeouts with one timer,
+and a `MemoryBudget` (answer_limits.py) bounds the memory of all answers that are held whole.
+`SseReader` (sse.py) is the router's only reader of server-sent events.
 """

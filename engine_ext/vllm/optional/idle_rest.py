@@ -27,9 +27,9 @@ REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""
 METRICS_SECONDS = 0.1
 METRICS_LOOKS = 20
-"""Steps go on for so long, and for so many looks, when there is nothing else to do, so that
-/metrics counts the transfers that workers have started. On a machine that stands still the time
-alone would be over before the workers have begun."""
+"""Steps continue for this time, and for so many calls of `has_requests`, when there is nothing else
+to do, so that /metrics counts the transfers that workers have started. On a stalling machine the
+time alone would be over before the workers have begun."""
 
 
 class IdleRestPart(Host):

@@ -109,7 +109,7 @@ class CachedBlocks:
         for request in requests:
             keys = request.keys[: most // len(self._groups)]
             found = self.find(keys)
-            # Requests for one prefix share its blocks, and what one of them lacks is at its end.
+            # Requests share the blocks of a common beginning: only last blocks exceed the bound.
             excess = max(0, len(pinned.union(*found)) - most)
             num_found = min(map(len, found), default=0)
             count = max(0, num_found - -(-excess // len(self._groups)))
