@@ -47,8 +47,7 @@ test-changed: $(STAMP)
 test-all: $(STAMP)
 	@scripts/install_redis
 	@scripts/install_browser
-	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration \
-		-n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration -n 2 --dist loadfile $(ARGS)
 
 install-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)

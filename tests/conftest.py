@@ -44,15 +44,6 @@ def find_free_ports(count: int) -> list[int]:
     return list(itertools.islice(_ports, count))
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A run of slow tests imports no file without slow tests, which saves 20 s of CPU time."""
-    is_for_all = collection_path.is_relative_to(Path(__file__).parent / "integration")
-    if not config.option.markexpr.startswith("slow and ") or is_for_all:
-        return None
-    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if is_test and "mark.slow" not in collection_path.read_text() else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All of tests/integration is `slow`: real engines, many of them started for one test."""
     for item in items:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.common.access import Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import (
     CacheGeometry,
@@ -35,9 +34,6 @@ from tests.unit.engine_ext.scheduler.fakes import Request
 LAYERS, BLOCKS, BLOCK_SIZE = 4, 64, 16
 TOKENS = (BLOCKS - 1) * BLOCK_SIZE
 PATIENCE = 60.0
-AUTHENTICATED = Access(SharedSecret.of(b"a secret of the tests"))
-"""For tests that start many engines: no engine needs a process that validates metadata, which takes
-0.4 s of CPU time to start."""
 
 
 def say(**what: Any) -> None:

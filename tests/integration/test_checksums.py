@@ -13,7 +13,7 @@ from engine_ext.common.types import STATE, BlockIds, FinishStatus, TransferResul
 from engine_ext.worker.agent import Transfer, TransferState
 from tests.integration import memory_engine, test_plan_nixl
 from tests.integration.legs import decode, decode_body, prefill
-from tests.integration.memory_engine import AUTHENTICATED, BLOCKS, LAYERS, TOKENS, WatchedAgent
+from tests.integration.memory_engine import BLOCKS, LAYERS, TOKENS, WatchedAgent
 from tests.integration.oracle import Answer, complete, differences, text_of
 from tests.integration.processes import Launcher, Server, metric
 from tests.integration.processes import wait_for as reached
@@ -94,8 +94,7 @@ def start(free_ports: Callable[[int], list[int]]) -> Iterator[Callable[..., Memo
     with ExitStack() as stack:
 
         def started(name: str, block_bytes: int = BLOCK_BYTES, **settings: Any) -> Memory:
-            settings = {"checksums": True, "access": AUTHENTICATED, **settings}
-            config = ConnectorConfig(engine_id=name, **settings)
+            config = ConnectorConfig(engine_id=name, **{"checksums": True, **settings})
             memory = Memory(name, free_ports(1)[0], block_bytes, config)
             stack.callback(memory.connector.shutdown)
             return memory

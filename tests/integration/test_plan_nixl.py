@@ -22,7 +22,6 @@ from engine_ext.common.types import (
 )
 from engine_ext.connector import build_worker
 from engine_ext.scheduler.scheduler import SchedulerConnector
-from tests.integration.memory_engine import AUTHENTICATED
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
 from tests.unit.engine_ext.scheduler.fakes import Request
 
@@ -71,7 +70,6 @@ class Engine:
     mode: Any = "pull"
     permute: bool = False
     checksums: bool = False
-    handshake_timeout: float = 60
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,10 +78,8 @@ class Engine:
             lease_duration=self.lease,
             transfer_mode=self.mode,
             permute_layout=self.permute,
-            registration_timeout=60,
-            handshake_timeout=self.handshake_timeout,
+            registration_timeout=20,
             checksums=self.checksums,
-            access=AUTHENTICATED,
         )
         identity = EngineIdentity(
             self.name, "127.0.0.1", self.port, self.tp_size, compat_factors=FACTORS
@@ -116,7 +112,7 @@ class Engine:
             worker.start_load_kv(meta)
         return meta
 
-    def results(self, seconds: float = 60) -> TransferResults:
+    def results(self, seconds: float = 20) -> TransferResults:
         """The next that all ranks agree on."""
         deadline = time.monotonic() + seconds
         while not (found := self._collect()):
@@ -351,7 +347,7 @@ def test_every_rank_is_kept_alive_while_a_decoder_queues_and_let_go_when_it_leav
 @MODES
 def test_one_rank_that_does_not_answer_fails_the_whole_load(launch: Launch, mode: str) -> None:
     prefiller = launch("p", tp_size=2, lease=3, mode=mode, settings=BLOCKS_OF_16)
-    decoder = launch("d", mode=mode, handshake_timeout=2, settings=BLOCKS_OF_16)
+    decoder = launch("d", mode=mode, settings=BLOCKS_OF_16)
     prefiller.scheduler.shutdown()
     prefiller.scheduler.set_handshake_metadata(
         {(0, 0): prefiller.workers[0].get_handshake_payload()}
