@@ -31,8 +31,8 @@ BORROWED = re.compile(rb"(?:,\s*)?%b(?=\s*\})|%b\s*," % (FIELDS, FIELDS))
 
 
 class BorrowedTokens(NamedTuple):
-    """What an engine reports of a loan. `lender` is the place of the engine that has lent the
-    tokens among the holders of the leg; None: an older engine does not report it."""
+    """The loan that an engine reports in its answer. `lender` is the index of the lending engine in
+    the leg's `holders`, or None if the engine does not report it, as older ones do not."""
 
     tokens: int
     lender: int | None

@@ -117,7 +117,7 @@ class Balance(NamedTuple):
     form_reason: str
     """Why this form holds, one of a few texts."""
     reason: str
-    """The same with figures and names."""
+    """It explains the form and the boundary, with figures and the names of engines."""
 
 
 class RoleBalancer:

@@ -19,7 +19,7 @@ from tests.vllm.servers import CHUNK, CHUNKS, ONE_WAY, UNCACHED, Fleet, Kind
 
 SECONDS = 400.0
 KINDS = {(True, False), (False, True), (True, True)}
-"""Of steps: with prompt tokens, and with decoding requests."""
+"""A kind tells whether a step has prompt tokens, and whether it has decoding requests."""
 MIN_PREDICTED = 20
 MOST = 20
 """At the median of a kind of steps, predicted and measured times differ by less than this factor.
