@@ -50,6 +50,7 @@ from router.conversations.entry import (
     prompt_of,
 )
 from router.conversations.store import Store, StoreError, UnverifiedError
+from router.conversations.token_prefix import TokenPrefix
 from router.fleet.fleet import Fleet
 from router.openai.answers import AnswerChoice, Json
 
@@ -315,11 +316,13 @@ class Conversations:
         params: Json,
         answer: AnswerChoice | None,
         prompt_tokens: int | None,
+        token_ids: Sequence[int] | None = None,
     ) -> KeepOutcome:
         """Store an entry for the next turn.
 
         `decoder` is the name of the decode engine that retains the KV, and `params` its
         `kv_transfer_params`. `answer` is what the client got, None where the router cannot know it.
+        `token_ids` are those of prompt and answer, None if the engine did not report them.
         """
         now, prompt = self._clock(), turn.prompt
         older = () if turn.entry is None else turn.entry.prompts
@@ -334,6 +337,7 @@ class Conversations:
             prompts=prompt.reusable_prefixes(older, prompt_tokens),
             whole=prompt.with_answer(answer),
             inexact=prompt.why_inexact(answer),
+            tokens=_token_prefix(prompt, params, token_ids),
         )
         if entry.expires_at <= now or not (turn.is_named or entry.whole):
             return KeepOutcome(False, [entry])
@@ -368,6 +372,16 @@ class Conversations:
             retained = min(max(retained, 0), MAX_UNIX_TIME_S)
             return min(now + self._ttl, retained - (retained - now) * LEASE_MARGIN_SHARE)
         return now + self._ttl
+
+
+def _token_prefix(
+    prompt: Prompt, params: Json, token_ids: Sequence[int] | None
+) -> TokenPrefix | None:
+    """Return the digests of the tokens that have KV. Tokens do not show what an image is."""
+    held = params.get("remote_num_tokens")
+    if token_ids is None or prompt.has_media or type(held) is not int or held <= 0:
+        return None
+    return TokenPrefix.of(token_ids[:held])
 
 
 def _answer_size(answer: AnswerChoice | None) -> int:

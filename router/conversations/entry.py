@@ -2,9 +2,12 @@
 of its KV the next prompt may use.
 
 Stock engines match KV by position and never compare tokens. A history that was edited, shortened or
-stripped of its reasoning would be answered from KV of other tokens, with status 200. So the router
-compares the messages with those of the last turn (`decide_reuse`). A prompt that does not extend
-them may only use the longest prefix that was a whole prompt before, never tokens that the last turn
+stripped of its reasoning would be answered from KV of other tokens, with status 200. Messages that
+only grow prove nothing, because chat templates move and drop text behind them. So an entry has
+digests of its tokens (`token_prefix`), which `reuse` compares with those of the new prompt.
+`decide_reuse` compares the messages: to recognize a turn, to name what differs, and where the
+operator lets messages decide. A prompt that does not extend the messages of the last turn may then
+only use the longest prefix that was a whole prompt before, never tokens that the last turn
 *generated*.
 
 A chat is counted in messages, a text in characters, a list of token ids in ids. Two prompts of the
@@ -35,6 +38,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from router.common.exact_json import SLOW_LIMIT, dumps, loads, read_number
+from router.conversations.token_prefix import TokenPrefix
 from router.openai.answers import AnswerChoice, Json
 
 VERSION = 1
@@ -199,6 +203,7 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     are the prefixes that were whole prompts of the conversation, oldest first. `whole` is the last
     prompt with its answer. `inexact` is why a chat template may render that answer differently from
     the generated tokens, or empty. `size` is the approximate length of prompt and answer in bytes.
+    `tokens` are digests of the tokens whose KV is retained, None if the router does not know them.
     """
 
     decoder: Text
@@ -211,12 +216,17 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     whole: PromptPrefix | None
     inexact: InexactReason
     size: Count
+    tokens: TokenPrefix | None = None
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
         fields = {"v": VERSION, **asdict(self), "scope": asdict(self.scope)}
         fields["prompts"] = [asdict(one) for one in self.prompts]
         fields["whole"] = None if self.whole is None else asdict(self.whole)
+        if self.tokens is None:
+            del fields["tokens"]  # which routers of an earlier version do not read
+        else:
+            fields["tokens"] = asdict(self.tokens)
         try:
             return orjson.dumps(fields)
         except orjson.JSONEncodeError:  # numbers that only `dumps` writes

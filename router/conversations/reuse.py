@@ -1,10 +1,14 @@
 """Decide which KV of a conversation's last turn a prefill engine may read. No I/O.
 
-How much of it the prompt may use is decided by the messages (`entry.decide_reuse`). What a certain
-prefill engine may read depends on that engine (`TurnReuse.offer`).
+What a prefill engine may read depends on that engine (`TurnReuse.offer`). An engine that verifies
+prefix hashes takes what it finds equal. A stock engine matches KV by position, so it is offered the
+blocks that the *tokens* of both turns prove equal; the caller knows those of the prompt. Only where
+the operator asks for it, the messages decide (`entry.decide_reuse`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -61,8 +65,24 @@ class TurnReuse(Struct, frozen=True):
     """The data-parallel rank of `decoder` that has the last turn in its cache, by its value of the
     header, if the engine has several ranks."""
 
-    def offer(self, prefiller: Engine) -> TurnOffer:
-        """Return what this prefill engine may read of the last turn."""
+    def needs_tokens(self, prefiller: Engine) -> bool:
+        """Return True if the prompt's token ids decide what this prefill engine may read."""
+        entry = self.entry
+        return (
+            self.unproven == "tokens"
+            and entry is not None
+            and entry.tokens is not None
+            and prefiller.group == self.group
+            and prefiller.name != entry.decoder
+            and not (prefiller.capabilities.verifies_prefix and "prefix_proof" in entry.params)
+            and not self.turn.prompt.has_media  # whose tokens are the same for all images
+        )
+
+    def offer(self, prefiller: Engine, prompt_ids: Sequence[int] | None = None) -> TurnOffer:
+        """Return what this prefill engine may read of the last turn.
+
+        `prompt_ids` are the token ids of the prompt, if they are known.
+        """
         entry, decision = self.entry, self.decision
         if entry is None or decision is None:
             return TurnOffer(self.outcome, self.reason)
@@ -81,10 +101,29 @@ class TurnReuse(Struct, frozen=True):
         if is_proven and (is_whole or not self.turn.prompt.has_media):
             match = ReuseMatch.CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
             return _offer_params(match, decision.reason, entry.params)
+        if self.unproven == "tokens":
+            return self._offer_equal_tokens(entry, decision, prompt_ids)
         if is_whole and self.unproven == "whole":
             return _offer_params(decision.match, decision.reason, entry.params)
         params = None if self.unproven == "off" else truncate_params(entry.params, decision.tokens)
         reason = decision.reason or "unproven"
+        if params is None:
+            return TurnOffer(ReuseMatch.MISMATCH, reason)
+        return _offer_params(ReuseMatch.CUT, reason, params)
+
+    def _offer_equal_tokens(
+        self, entry: Entry, decision: ReuseDecision, prompt_ids: Sequence[int] | None
+    ) -> TurnOffer:
+        """Offer the blocks whose tokens are those of the prompt, but not the prompt's last token:
+        the engine must compute one."""
+        if prompt_ids is None or entry.tokens is None or self.turn.prompt.has_media:
+            return TurnOffer(ReuseMatch.MISMATCH, decision.reason or "unproven")
+        equal = entry.tokens.common(prompt_ids)
+        held = entry.params.get("remote_num_tokens")
+        if equal == held and equal < len(prompt_ids):
+            return _offer_params(ReuseMatch.HIT, "", entry.params)
+        params = truncate_params(entry.params, min(equal, len(prompt_ids) - 1))
+        reason = decision.reason or "rendering"
         if params is None:
             return TurnOffer(ReuseMatch.MISMATCH, reason)
         return _offer_params(ReuseMatch.CUT, reason, params)

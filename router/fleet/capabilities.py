@@ -60,6 +60,8 @@ class EngineCapabilities:
     """It proves which prefix of a prompt its KV covers."""
     streams_kv_params: bool | None = None
     """Its streams end with kv_transfer_params if the request asks for them."""
+    retains_turns: bool | None = None
+    """Its whole answers have kv_transfer_params if the request asks for them."""
     supports_threshold: bool | None = None
     """It knows `cache_hit_threshold` and rejects a request that would compute more."""
     supports_release: bool = False
@@ -118,6 +120,7 @@ class EngineCapabilities:
     """Prompts that the router has sent as trials, with which the engine measures its steps. Each
     page without a step model allows one more."""
     _streams_without_params: int = 0
+    _wholes_without_params: int = 0
     _answers_without_share: int = 0
 
     def note_engine_id(self, params: dict[str, object]) -> None:
@@ -133,6 +136,15 @@ class EngineCapabilities:
             self._streams_without_params += 1
             if self._streams_without_params >= MAX_ANSWERS_WITHOUT_EVIDENCE:
                 self.streams_kv_params = False
+
+    def note_whole_params(self, has_params: bool) -> None:
+        """A whole answer that was to have kv_transfer_params has them, or has none."""
+        if has_params:
+            self.retains_turns, self._wholes_without_params = True, 0
+        elif self.retains_turns is None:
+            self._wholes_without_params += 1
+            if self._wholes_without_params >= MAX_ANSWERS_WITHOUT_EVIDENCE:
+                self.retains_turns = False
 
     def note_threshold_rejected(self) -> None:
         """The engine rejected a request because of its cache_hit_threshold."""

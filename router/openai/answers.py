@@ -178,10 +178,16 @@ def _dicts(value: object) -> list[Json]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _ids(value: object) -> tuple[int, ...] | None:
+def ids_in(value: object) -> list[int] | None:
+    """Return a list of token ids, None for anything else and for an empty list."""
     if not isinstance(value, list) or not value or any(type(item) is not int for item in value):
         return None
-    return tuple(value)
+    return value
+
+
+def _ids(value: object) -> tuple[int, ...] | None:
+    ids = ids_in(value)
+    return None if ids is None else tuple(ids)
 
 
 def can_stream(content: Json) -> bool:

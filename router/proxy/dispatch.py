@@ -32,6 +32,7 @@ from router.proxy.request import (
 )
 from router.proxy.resume import ResumeState
 from router.proxy.run import AnswersHeld, Run
+from router.proxy.turn_tokens import wants_token_ids
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
 
@@ -95,6 +96,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         run = Run(request, bodies, plan, gateway, plan.route, resume, held, slot)
         if plan.reuse is not None:
             run.take_turn(plan.reuse.turn)
+            bodies.returns_ids = wants_token_ids(run)
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:

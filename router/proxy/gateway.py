@@ -20,6 +20,7 @@ from router.conversations.conversations import Conversations
 from router.fleet.engine import Engine, EngineRole
 from router.fleet.fleet import Fleet, GroupPool, Snapshot
 from router.fleet.readiness import Readiness, assess_readiness, describe_lack
+from router.fleet.token_proofs import TokenProofs
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
@@ -351,6 +352,7 @@ class Gateway:
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
         self.budget = RetryBudget()
+        self.token_proofs = TokenProofs()
         self.admission = (
             Admission(settings, fleet, metrics) if has_engine_limits(settings) else None
         )

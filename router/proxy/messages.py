@@ -61,6 +61,7 @@ LEG_FIELDS = frozenset(
 NO_THRESHOLD = b'"cache_hit_threshold":0'
 # The prefill engine computes the prompt and one token.
 ONE_TOKEN = b'"max_tokens":1,"stream":false,' + NO_THRESHOLD
+RETURN_IDS = b'"return_token_ids":true'
 ONE_COMPLETION_TOKEN = b'"max_completion_tokens":1'
 # Sent for a hand-over: the token of the prefill engine must be one that the client would get.
 MIN_ONE_TOKEN = b'"min_tokens":1'
@@ -77,12 +78,16 @@ BodyHalves = tuple[bytes | memoryview, bytes]
 class LegBodies:
     """The bodies of one request's legs.
 
+    `returns_ids`: engines are to report the token ids of prompt and answer. `prompt_ids`: a JSON
+    array of the ids that engines compute instead of the messages, empty for the messages.
+
     Raises BadRequestError for a client's body that cannot be written as JSON.
     """
 
-    __slots__ = ("_comma", "_own", "_start", "_threshold")
+    __slots__ = ("_comma", "_own", "_start", "_threshold", "prompt_ids", "returns_ids")
 
     def __init__(self, body: Body) -> None:
+        self.returns_ids, self.prompt_ids = False, b""
         own = {name: body[name] for name in body if name in LEG_FIELDS}
         if own:
             body = body.copy()
@@ -118,6 +123,8 @@ class LegBodies:
             fields.append(MIN_ONE_TOKEN)
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
+        if self.returns_ids:
+            fields.append(RETURN_IDS)
         if last_turn is None and not transfer_id and not hands_over:
             fields.append(KEEP_BLOCKS)
         else:
@@ -128,6 +135,8 @@ class LegBodies:
             fields.append(b'"kv_transfer_params":' + encode_body({**params, **named}))
         if holders:
             fields[-1] = b"%s,%s}" % (fields[-1][:-1], holders)
+        if self.prompt_ids:
+            fields[-1] = b'%s,"prompt_token_ids":%s}' % (fields[-1][:-1], self.prompt_ids)
         return self._with(fields)
 
     def _resume_fields(self, buffer: ResumeBuffer) -> list[bytes]:
@@ -166,8 +175,12 @@ class LegBodies:
         else:  # an int stays an int if the client wrote one
             asked = self._threshold if self._threshold == threshold else threshold
             fields.append(b'"cache_hit_threshold":' + dumps(asked))
+        if self.returns_ids:
+            fields.append(RETURN_IDS)
         if has_params:
             start = b"{" if params is None or params.raw == b"{}" else params.raw[:-1] + b","
+            if self.prompt_ids:
+                start += b'"prompt_token_ids":%s,' % self.prompt_ids
             retained = b'"retain":true}' if retains else b'"retain":false}'
             fields.append(b'"kv_transfer_params":%b%b' % (start, retained))
         return self._with(fields)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from time import monotonic as now
@@ -53,6 +53,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.request import KV_PARAMS, PASSED, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
+from router.proxy.token_ids import RETURN_TOKEN_IDS, StreamedIds, take_token_ids
 from router.telemetry.logs import LogThrottle
 from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import USAGE_SEARCH_BYTES, usage_in
@@ -168,12 +169,14 @@ async def deliver_turn(
     if not is_checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
     params = content.pop(KV_PARAMS, None)
-    if params is not None:
-        try:
-            raw = dumps(content)
-        except orjson.JSONEncodeError as error:
-            raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
-    await _finish(gateway, keep(params, read_choice(content)))
+    token_ids: Sequence[int] | None = None
+    if run.bodies.returns_ids:
+        token_ids = take_token_ids(content, bool(request.body.get(RETURN_TOKEN_IDS)))
+    if params is not None or run.bodies.returns_ids:
+        raw = _written(content)
+    if run.retains_turn:
+        engine.capabilities.note_whole_params(params is not None)
+    await _finish(gateway, keep(params, read_choice(content), token_ids))
     if request.exact_stream and request.body.get("stream") and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
     passed = messages.to_client(given, record.request_id)
@@ -193,6 +196,8 @@ async def _relay_turn(
     passed = messages.to_client(answer.headers, request.record.request_id)
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
+    if run.bodies.returns_ids:
+        tail.ids = StreamedIds(bool(request.body.get(RETURN_TOKEN_IDS)))
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
@@ -205,7 +210,7 @@ async def _relay_turn(
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
         if tail.params is not None:  # the answer is complete, though its client left
-            gateway.tasks.spawn(keep(tail.params, tail.choice()))
+            gateway.tasks.spawn(keep(tail.params, tail.choice(), tail.token_ids))
         elif (
             isinstance(error, asyncio.CancelledError)
             and answer.is_delivered
@@ -223,7 +228,7 @@ async def _relay_turn(
         _note_stream(request, gateway.throttle, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
-    await _finish(gateway, keep(tail.params, tail.choice()))
+    await _finish(gateway, keep(tail.params, tail.choice(), tail.token_ids))
     await exchange.finish(tail.last)
 
 
@@ -244,6 +249,7 @@ async def _keep(
     prompt_tokens: int | None,
     params: object,
     choice: AnswerChoice | None,
+    token_ids: Sequence[int] | None,
 ) -> None:
     """Store `params` for the next turn, if they name retained KV."""
     conversations, kept = gateway.conversations, "not_offered" if turn.retains else "not_kept"
@@ -252,7 +258,7 @@ async def _keep(
             engine.capabilities.note_engine_id(params)
         if prompt_tokens is None and choice is not None:
             prompt_tokens = choice.prompt_tokens
-        left = await conversations.keep(turn, engine.name, params, choice, prompt_tokens)
+        left = await conversations.keep(turn, engine.name, params, choice, prompt_tokens, token_ids)
         kept = "kept" if left.is_kept else "not_kept"
         for entry in left.unreachable:
             gateway.releaser.release_turn(request, entry)
@@ -358,12 +364,15 @@ class TurnTail:
 
     def __init__(self, reservation: Reservation | None = None) -> None:
         self._reservation = reservation
+        self.ids: StreamedIds | None = None
         self.params: Json | None = None
         self.last = b""
         self._copy: list[bytes] = []
         self._size = 0
 
     def passing(self, block: bytes, last: bool) -> bytes:
+        if self.ids is not None:
+            block = self.ids.passing(block)
         if block.find(PARAMS_KEY) >= 0:
             block = self._without_params(block)
         self._size += len(block)
@@ -375,6 +384,11 @@ class TurnTail:
         if self.params is not None:
             block, self.last = self.last, block
         return block
+
+    @property
+    def token_ids(self) -> Sequence[int] | None:
+        """The ids of prompt and answer, None if the engine did not report them."""
+        return None if self.ids is None else self.ids.all
 
     @property
     def end(self) -> bytes:

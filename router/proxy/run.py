@@ -99,6 +99,8 @@ class Run(Struct, eq=False):
     # The decode engine is to retain the answer's KV, because the next turn can find it.
     retains_turn: bool = False
     offer: TurnOffer = SPENT_TURN
+    # The token ids of the prompt, if they decide what of the last turn may be read.
+    prompt_ids: Sequence[int] | None = None
 
     def take_turn(self, turn: Turn) -> None:
         """Take what the last turn of the conversation has left."""
@@ -154,7 +156,9 @@ class Run(Struct, eq=False):
         """Return the params of the last turn's KV, if the prefill engine may read it."""
         if self.plan.reuse is None:
             return None
-        self.offer = SPENT_TURN if self.is_turn_spent else self.plan.reuse.offer(prefiller)
+        self.offer = self.plan.reuse.offer(prefiller, self.prompt_ids)
+        if self.is_turn_spent:
+            self.offer = SPENT_TURN
         return self.offer.params
 
     def note_prefilled(self, prefiller: Engine, params: KvParams | None) -> None:
@@ -332,6 +336,7 @@ REASONS = {
     "trial": "the decode engine measures the time of its steps with the prompt",
     "sooner": "it computes the prompt sooner than a prefill engine would",
     "prompt_embeds": "engines cannot share a prompt of embeddings",
+    "tokens_differ": "the prefill engine computed other tokens than it had reported",
 }
 
 

@@ -22,9 +22,15 @@ MAX_ANSWER_BYTES = 1024 * 1024
 
 
 async def send_side_request(
-    request: Request, engine: Engine, path: str, body: Body, purpose: str
+    request: Request,
+    engine: Engine,
+    path: str,
+    body: Body,
+    purpose: str,
+    max_bytes: int = MAX_ANSWER_BYTES,
 ) -> CompleteAnswer:
-    """Send a JSON body to an engine and return the answer. Raises UpstreamError.
+    """Send a JSON body to an engine and return the answer of at most `max_bytes`. Raises
+    UpstreamError.
 
     The X-Request-Id is that of a leg of `request`, with `purpose` at its end.
     """
@@ -33,7 +39,7 @@ async def send_side_request(
     message = messages.leg_message(
         path, engine.name, leg_id, request.shared_headers, (content, b"")
     )
-    return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, MAX_ANSWER_BYTES)
+    return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, max_bytes)
 
 
 def one_token_body(model: object) -> Body:

@@ -60,6 +60,7 @@ from router.proxy.run import (
     select_decoder,
     select_prefiller,
 )
+from router.proxy.turn_tokens import check_prompt_ids, find_prompt_ids
 
 # Seconds that a prefill engine may take to end a push leg after its KV was read.
 PUSH_LEG_END_TIMEOUT_S = 5.0
@@ -144,6 +145,8 @@ async def pull(run: Run) -> None:
         hands_over = prefiller.capabilities.supports_hand_over and run.resume.hands_over(
             prefiller, select_decoder(run, prefiller)
         )
+        if run.plan.reuse is not None:
+            await find_prompt_ids(run, prefiller)
         last_turn = None if run.plan.reuse is None else run.offer_last_turn(prefiller)
         prefilled = await prefill_leg(run, prefiller, None, last_turn, hands_over)
         if not isinstance(prefilled, PrefillAnswer):
@@ -152,7 +155,14 @@ async def pull(run: Run) -> None:
             elif not run.resume.restart_answer():
                 raise prefilled.error
             continue
+        is_right = check_prompt_ids(run, prefiller, prefilled)
         run.note_prefilled(prefiller, prefilled.params)
+        if not is_right:  # it has computed on with KV of other tokens
+            run.stop_holding()
+            run.release_unread(prefilled.params)
+            run.bodies.prompt_ids = b""
+            require_short_prompt(run)
+            return await decode_only(run, "tokens_differ")
         run.prefiller = prefiller
         if hands_over:
             run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))

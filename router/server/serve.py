@@ -36,7 +36,7 @@ from router.server.app import build
 from router.server.client_connection import RouterProtocol
 from router.server.router_state import RouterState, state_of
 from router.server.tls_handshake import TlsHandshake
-from router.settings import Address, Settings, is_loopback
+from router.settings import UNSAFE_REUSE, Address, Settings, is_loopback
 from router.telemetry.metrics_server import (
     LivenessServer,
     collect_worker_metrics,
@@ -339,6 +339,12 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     scheme = "http" if settings.tls_certfile is None else "https"
     sources = ", and those of ".join(known)
     logger.info("disagg-router on %s://%s with %s", scheme, address, sources)
+    if settings.conversation_unproven in UNSAFE_REUSE:
+        logger.warning(
+            "--conversation-unproven %s: engines without prefix hashes may answer turns from KV of "
+            "other tokens, because chat templates change earlier text; tokens is safe",
+            settings.conversation_unproven,
+        )
     if settings.ui:
         host = settings.host
         if listeners.dashboard is not None:

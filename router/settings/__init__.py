@@ -35,6 +35,7 @@ from router.settings.model import (
     metavar_of,
     unknown_variables,
 )
+from router.settings.routing import UNSAFE_REUSE
 from router.settings.secret import read_secret
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "RENAMED",
     "SECRET_NAMES",
     "TLS_SCHEME",
+    "UNSAFE_REUSE",
     "Address",
     "BrokenFileError",
     "Settings",

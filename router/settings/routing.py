@@ -27,6 +27,9 @@ DEFAULT_CONVERSATION_IDS = (
     "verified-prefix",
 )
 
+# Values of conversation_unproven with which a stock engine may answer from KV of other tokens.
+UNSAFE_REUSE = ("whole", "prompt")
+
 
 class AdmissionSettings(SettingsGroup):
     """Admission
@@ -173,8 +176,9 @@ class ConversationSettings(SettingsGroup):
         without streaming, and make the stream from the whole answer. A request can set
         conversation_stream itself.
     conversation_unproven: The KV that is reused if engines send no prefix hashes (stock vLLM).
+        tokens: the blocks whose tokens the next prompt begins with, as the engines report them.
+        off: no KV. Unsafe, because chat templates change earlier text and engines do not notice.
         whole: the last turn with its answer, if the messages extend it. prompt: at most its prompt.
-        off: no KV.
     tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.
     affinity_load_factor: Ignore affinity (turn, session, prefix) if the preferred engine has more
         than this multiple of the mean in-flight legs.
@@ -195,7 +199,7 @@ class ConversationSettings(SettingsGroup):
     conversation_ids: fields.IdNames = DEFAULT_CONVERSATION_IDS
     changing_prompt_lines: fields.LinePatterns = ("x-anthropic-billing-header*",)
     conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
-    conversation_unproven: Annotated[Literal["whole", "prompt", "off"], Lower] = "whole"
+    conversation_unproven: Annotated[Literal["tokens", "whole", "prompt", "off"], Lower] = "tokens"
     tenant_header: fields.Name = "authorization"
     affinity_load_factor: fields.Factor = 1.5
     affinity_load_floor: fields.Count = 8

@@ -39,7 +39,7 @@ from router.commands.doctor.router_checks import RouterChecker
 from router.commands.router_client import API_KEY, key_headers, router_url
 from router.common.tls import TlsContext
 from router.fleet.sources.file import address_of
-from router.settings import Settings, SettingsError, flag_of, load, read_secret
+from router.settings import UNSAFE_REUSE, Settings, SettingsError, flag_of, load, read_secret
 
 DESCRIPTION = f"""\
 Checks a fleet and prints a line for each check, with what to do if it fails: names, ports, /health,
@@ -184,8 +184,11 @@ def lines(checks: Sequence[Check], painted: Paint = no_paint) -> Iterator[str]:
 
 
 def check_files(settings: Settings) -> list[Check]:
-    """Check the files that the settings name."""
+    """Check the files that the settings name, and settings that are unsafe."""
     found = Findings("settings")
+    if settings.conversation_unproven in UNSAFE_REUSE:
+        text = f"{settings.conversation_unproven}: stock engines may answer from KV of other tokens"
+        found.fail(flag_of("conversation_unproven"), text, "leave the option out, or set tokens")
     if (path := settings.api_keys_file) is not None:
         try:
             keyring = Keyring(path)

@@ -38,6 +38,8 @@ def settings_for(*, p: list[MockEngine], d: list[MockEngine], **changes: Any) ->
         "without_prefiller": "refuse",
         "prefill_policy": "round_robin",
         "decode_policy": "round_robin",
+        # Most mock engines report no token ids: see conversations/test_token_proofs.py.
+        "conversation_unproven": "whole",
     }
     return Settings(
         prefiller_hosts=("127.0.0.1",) * len(p),

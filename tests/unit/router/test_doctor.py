@@ -20,7 +20,7 @@ from router.commands.doctor.checks import Check, Findings, State, check_clock
 from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
 from router.routing.role_balance import RoleKeeper
-from router.settings import Settings
+from router.settings import UNSAFE_REUSE, Settings
 from router.ui.engine_reports import hash_request_id
 from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
@@ -349,6 +349,13 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     )
     names = {one.name for one in check_files(settings) if one.state is State.FAIL}
     assert names == {"API keys", "TLS", "TLS to engines", "--engine-api-key"}
+
+
+@pytest.mark.parametrize("unproven", ["tokens", "off", "whole", "prompt"])
+def test_reuse_by_messages_is_reported_as_unsafe(unproven: Any) -> None:
+    settings = Settings(prefill=("h:1",), decode=("h:2",), conversation_unproven=unproven)
+    found = [one.name for one in check_files(settings) if one.state is State.FAIL]
+    assert found == ["--conversation-unproven"] * (unproven in UNSAFE_REUSE)
 
 
 async def test_redis_that_does_not_answer_is_named() -> None:

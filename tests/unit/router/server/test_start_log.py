@@ -30,3 +30,13 @@ def test_the_start_line_counts_an_engine_of_both_roles_once(
     with bind_at("127.0.0.1", 0) as listener:
         announce(load(engines), Listeners(listener, None))
     assert caplog.messages[0].endswith(f" with {counted}")
+
+
+@pytest.mark.parametrize(("value", "warns"), [("tokens", False), ("whole", True), ("prompt", True)])
+def test_reuse_by_messages_is_warned_of_at_start(
+    value: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bind_at("127.0.0.1", 0) as listener:
+        settings = load({"prefill": [A], "decode": [B], "conversation_unproven": value})
+        announce(settings, Listeners(listener, None))
+    assert any("--conversation-unproven" in line for line in caplog.messages) is warns

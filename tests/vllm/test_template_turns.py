@@ -1,0 +1,83 @@
+"""Turns of chats on stock vLLM with templates that change earlier text: every answer is that of one
+vLLM alone, streamed or whole, and the KV of equal tokens is reused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import Launcher, Server
+from tests.integration.talk import turns
+from tests.moving_templates import TEMPLATES
+from tests.vllm.releases import BUILD, RELEASES, of_next
+from tests.vllm.servers import STOCK, UNCACHED, Fleet, Kind
+
+TRUSTS = ("--trust-request-chat-template",)
+PLAIN = {"VLLM_PLUGINS": "none"}
+"""Our plugin would add kv_transfer_params to the streams of 0.32."""
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+QUESTION = "What does a prefill engine do, and why? " * 6
+OFFERED = "disagg_router_conversation_tokens_offered_total"
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def three(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    """A stock prefill engine, a stock decode engine, and one vLLM alone."""
+    engines = fleet if request.param == BUILD else of_next(fleet)
+    with engines.servers(
+        Kind("template-p", STOCK, (UNCACHED, *TRUSTS), environment=PLAIN),
+        Kind("template-d", STOCK, TRUSTS, environment=PLAIN),
+        Kind("template-alone", None, (UNCACHED, *TRUSTS), environment=PLAIN),
+    ) as servers:
+        yield servers
+
+
+@pytest.fixture
+def router(fleet: Fleet, three: list[Server]) -> Iterator[Server]:
+    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
+    with launcher.router([three[0]], [three[1]]) as router:
+        yield router
+
+
+def ask(server: Server, messages: list[Any], stream: bool, **fields: Any) -> dict[str, Any]:
+    """Return the answer's message, read from a stream or whole."""
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 40}
+    response = server.post("/v1/chat/completions", {**body, "stream": stream, **fields})
+    assert response.status_code == 200, response.text
+    assert 'token_ids":[' not in response.text
+    if not stream:
+        return {"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]}
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line[:7] == "data: {"]
+    text = "".join(
+        one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"]
+    )
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "date"])
+def test_turns_are_those_of_one_vllm_whatever_a_template_moves(
+    router: Server, three: list[Server], name: str, stream: bool
+) -> None:
+    fields: dict[str, Any] = {"chat_template": TEMPLATES[name]}
+    if name == "tools move":
+        fields |= {"tools": [TOOL], "tool_choice": "none"}
+    _, decoder, alone = three
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    for number in range(4):
+        answer = ask(router, messages, stream, **fields, conversation_id=f"{name} {stream}")
+        assert answer == ask(alone, messages, stream=False, **fields), number
+        messages.append(answer)
+        if number == 1:  # a step of a tool loop, which its client tells as one
+            messages[-1] = {"role": "assistant", "content": answer["content"], "tool_calls": [CALL]}
+            messages.append({"role": "tool", "tool_call_id": "c1", "content": "found"})
+        else:
+            messages.append({"role": "user", "content": "And what does a decode engine do?"})
+    reused = router.metrics().get(OFFERED, 0)
+    if stream and "0.32" in decoder.get("/version").json()["version"]:
+        assert reused == 0, "0.32 streams no kv_transfer_params"
+    else:
+        assert reused > 0, router.metrics()
+    assert turns(router, "failed") == 0
