@@ -106,7 +106,7 @@ async def answer(run: Run) -> None:
     if plan.skips_threshold:
         metrics.decode_first.add(("skipped",))
     feedback = run.route.decode_feedback
-    if feedback is not None and not plan.hedged_decoders:
+    if feedback is not None and run.route.decoders and not plan.hedged_decoders:
         # The policy learns of the engine now: the next request with this prompt may be here
         # before the leg is sent.
         feedback.sent(place_of_leg(run, run.route.decoders[0], DECODE).name)
