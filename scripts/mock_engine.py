@@ -251,6 +251,9 @@ class MockEngine:
     """Every POST."""
     identity: dict[str, Any] | bytes | None = None
     models: list[str] = field(default_factory=lambda: ["m", "other"])
+    """The names of its model."""
+    listing: Script | None = None
+    """Answers GET /v1/models instead of the usual answer."""
     adapters: list[str] = field(default_factory=list)
     """LoRA adapters of the first model."""
     contexts: dict[str, int] = field(default_factory=dict)
@@ -304,9 +307,16 @@ class MockEngine:
         elif request.path == "/health":
             self.probes += 1
             await peer.answer(b"", 200 if self.healthy else 503)
+        elif request.path == "/v1/models" and self.listing is not None:
+            await self.listing(request, peer)
         elif request.path == "/v1/models":
             data = [
-                {"id": name, "object": "model", "max_model_len": self.contexts.get(name)}
+                {
+                    "id": name,
+                    "object": "model",
+                    "root": "/mnt/models",
+                    "max_model_len": self.contexts.get(name),
+                }
                 for name in self.models
             ]
             data += [{"id": name, "parent": self.models[0]} for name in self.adapters]

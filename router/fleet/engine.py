@@ -306,7 +306,8 @@ class Engine(EngineLoad):
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     health: Health = Health.UNKNOWN
     is_usable: bool = field(init=False)
-    """Serving and not unhealthy: requests may go there if no available engine is left."""
+    """Serving, not unhealthy and not unread: requests may go there if no available engine is
+    left."""
     is_available: bool = field(init=False)
     """Healthy, serving, and neither cold, cooling down nor behind an open circuit."""
     is_cold: bool = False
@@ -335,7 +336,15 @@ class Engine(EngineLoad):
     ranks: Sequence[EngineRank] | None = None
     """The data-parallel ranks of its process; empty if it has only one, None if unknown."""
     models: frozenset[str] | None = None
-    """None if unknown: the engine then counts as serving every model."""
+    """None if unknown: the engine then may serve any model, unless it `is_unread`."""
+    base_models: tuple[str, ...] = ()
+    """The names of the model that a request without a model's name gets; empty if the engine's
+    models are unknown, or if it serves several beside LoRA adapters."""
+    models_problem: str = "/v1/models was not read yet"
+    """Why its models are unknown."""
+    is_unread: bool = False
+    """Its models are unknown, but those of other engines of its group are known: it gets no legs,
+    because it may serve another model than they do."""
     adapters: frozenset[str] = frozenset()
     """The models that the engine reports as LoRA adapters."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
@@ -361,7 +370,8 @@ class Engine(EngineLoad):
     intent: Intent = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name, self.models = self.spec.name, self.spec.models or None
+        self.name = self.spec.name
+        self.take_models(self.spec.models or None)
         self.preferred_role = self.spec.role
         self.update_spec(self.spec)
 
@@ -380,11 +390,27 @@ class Engine(EngineLoad):
     def update_spec(self, spec: EngineSpec) -> None:
         """Replace the description of the engine at this address."""
         if spec.models != self.spec.models:
-            self.models = spec.models or None  # models that it reported itself may be outdated
+            self.take_models(spec.models or None)  # what it reported itself may be outdated
         if spec.role is not self.spec.role:
             self.preferred_role, self.role_reason = spec.role, ""
         self.spec, self.role, self.group, self.intent = spec, spec.role, spec.group, spec.intent
         self.update_availability()
+
+    def take_models(
+        self,
+        models: frozenset[str] | None,
+        context_lengths: Mapping[str, int] | None = None,
+        adapters: frozenset[str] = frozenset(),
+        base_models: tuple[str, ...] = (),
+    ) -> bool:
+        """Replace what is known of its models. Return False if all of that was known."""
+        own = (models or frozenset()) - adapters
+        base_models = base_models or (tuple(own) if len(own) == 1 else ())
+        taken = (models, context_lengths or {}, adapters, base_models)
+        if taken == (self.models, self.context_lengths, self.adapters, self.base_models):
+            return False
+        self.models, self.context_lengths, self.adapters, self.base_models = taken
+        return True
 
     async def get(
         self, path: str, deadline: float, limit: int, credential: str = ""
@@ -404,7 +430,11 @@ class Engine(EngineLoad):
 
     def update_availability(self) -> None:
         """Recompute `is_usable` and `is_available`: to be called after each change of the state."""
-        self.is_usable = self.health is not Health.UNHEALTHY and self.intent is Intent.SERVING
+        self.is_usable = (
+            self.health is not Health.UNHEALTHY
+            and self.intent is Intent.SERVING
+            and not self.is_unread
+        )
         self.is_available = (
             self.is_usable
             and self.health is Health.HEALTHY

@@ -39,7 +39,7 @@ from router.fleet.engine import (
     PrefillRate,
     engine_of,
 )
-from router.fleet.kv_facts import RankFacts
+from router.fleet.kv_facts import RankFacts, short_text
 from router.fleet.partners import (
     NOTHING_FOUND,
     EngineFacts,
@@ -88,13 +88,17 @@ class Snapshot:
 
     by_model: Mapping[str, Sequence[GroupPool]]
     any_model: Sequence[GroupPool]
-    """For a request without a model."""
+    """All of them."""
     unknown_models: Sequence[GroupPool]
-    """Engines whose models are unknown: they may serve models that no other engine serves."""
+    """Groups of engines whose models are all unknown: they may serve models that no other engine
+    serves, and requests without a model if no engine's models are known."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
     """By model, the longest context of its decode engines in tokens, if all have reported it."""
     adapters: frozenset[str] = frozenset()
     """Models that are LoRA adapters."""
+    default_model: str | None = None
+    """The name of the only model that engines serve beside adapters; empty if there are several,
+    and None if the models of no engine are known."""
     has_turns: bool = False
     """A prefill engine may pull what a decode engine retains, and verifies what it pulls."""
     lenders: Sequence[Place] = ()
@@ -102,9 +106,8 @@ class Snapshot:
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Return the pools for a request's model; empty if no usable engine serves it."""
-        if not isinstance(model, str) or not model:
-            return self.any_model
-        return self.by_model.get(model, self.unknown_models)
+        found = self.by_model.get(model) if isinstance(model, str) else None
+        return self.unknown_models if found is None else found
 
 
 class Fleet:
@@ -114,7 +117,8 @@ class Fleet:
     each change `snapshot`, `engines` and `groups` are replaced as a whole, so that other threads
     may read them.
 
-    Callbacks: `on_lost` is called with an engine that became unhealthy, was removed, or plays
+    Callbacks: `on_stale_models` is called with an engine whose models should be read again at once;
+    `on_lost` is called with an engine that became unhealthy, was removed, or plays
     another role or belongs to another group now, so that KV it held is gone; `on_new_snapshot`
     after each change; `on_new_groups` when `groups` has changed.
 
@@ -137,6 +141,7 @@ class Fleet:
         self._removed: set[Engine] = set()
         self._in_batch = self._is_refresh_due = False
         self.unreachable_pairs = UnreachablePairs()
+        self.on_stale_models: Callable[[Engine], None] = lambda engine: None
         self.on_lost: Callable[[Engine], None] = lambda engine: None
         self.on_new_snapshot: Callable[[], None] = lambda: None
         self.on_new_groups: Callable[[], None] = lambda: None
@@ -193,7 +198,7 @@ class Fleet:
         """Map each role without a healthy engine to the reasons."""
         able = {role: [e for e in self.engines if e.role.plays(role)] for role in LEGS}
         return {
-            role: ", ".join(f"{e.name}: {e.reason or e.intent}" for e in engines) or "none known"
+            role: ", ".join(f"{e.name}: {_why_unusable(e)}" for e in engines) or "none known"
             for role, engines in able.items()
             if not any(e.health is Health.HEALTHY and e.is_usable for e in engines)
         }
@@ -202,7 +207,11 @@ class Fleet:
         """Compare the healthy engines, unless nothing has changed, and return the report."""
         if not self._is_compared:
             self._is_compared = True
-            healthy = [e for e in self.engines if e.is_usable and e.health is Health.HEALTHY]
+            healthy = [
+                e
+                for e in self.engines
+                if (e.is_usable or e.is_unread) and e.health is Health.HEALTHY
+            ]
             shared = find_duplicate_ids(healthy)
             self.report = compare_engines(map(facts_of, healthy), shared)
         return self.report
@@ -322,14 +331,37 @@ class Fleet:
         models: frozenset[str],
         context_lengths: Mapping[str, int],
         adapters: frozenset[str] = frozenset(),
+        base_models: tuple[str, ...] = (),
     ) -> None:
-        """Take the models that the engine reports, unless its source names its models."""
-        reported = (models, context_lengths, adapters)
-        is_known = (engine.models, engine.context_lengths, engine.adapters) == reported
-        if not engine.spec.models and not is_known:
-            engine.models, engine.context_lengths, engine.adapters = reported
+        """Take the models that the engine reports, unless its source names its models. See
+        Engine.base_models."""
+        if not engine.spec.models and engine.take_models(
+            models, context_lengths, adapters, base_models
+        ):
             self._is_compared = False
             self._refresh_soon()
+
+    def note_no_models(self, engine: Engine, reason: str) -> None:
+        """The engine's models are unknown, unless its source names them."""
+        if not engine.spec.models and (engine.models_problem != reason or engine.models):
+            engine.models_problem = reason
+            engine.take_models(None)
+            self._is_compared = False
+            self._refresh()
+
+    def note_model_rejected(self, engine: Engine, model: str) -> None:
+        """The engine has answered that it does not serve a model: if it had listed the model, its
+        list is outdated, and it gets no requests for this model until the list was read again."""
+        if engine.spec.models or model not in (engine.models or ()):
+            return
+        if left := (engine.models or frozenset()) - {model}:
+            base = tuple([name for name in engine.base_models if name != model])
+            engine.take_models(left, engine.context_lengths, engine.adapters - {model}, base)
+            self._is_compared = False
+            self._refresh()
+        else:
+            self.note_no_models(engine, f"it no longer serves {short_text(model)}")
+        self.on_stale_models(engine)
 
     def note_warm(self, engine: Engine) -> None:
         """The engine is warmed up and may be used like any other."""
@@ -459,6 +491,7 @@ class Fleet:
             return
         self.engines = tuple(self._engines.values())
         assign_groups(self.engines)
+        find_unread(self.engines)
         before, self.groups = self.groups, frozenset([engine.group for engine in self.engines])
         for engine in self.engines:
             engine.update_availability()
@@ -478,10 +511,22 @@ def _call_later(seconds: float, call: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(seconds, call)
 
 
+def _why_unusable(engine: Engine) -> str:
+    unread = f"its models are unknown: {engine.models_problem}" if engine.is_unread else ""
+    return engine.reason or unread or str(engine.intent)
+
+
 def facts_of(engine: Engine) -> EngineFacts:
     group, models = engine.spec.group, engine.models
-    kv = engine.capabilities.kv
-    return EngineFacts(engine.name, engine.role, group, engine.group, models, kv)
+    kv, unread = engine.capabilities.kv, engine.models_problem if engine.is_unread else ""
+    return EngineFacts(engine.name, engine.role, group, engine.group, models, kv, unread)
+
+
+def find_unread(engines: Sequence[Engine]) -> None:
+    """Set `is_unread` of each engine."""
+    known = {engine.group for engine in engines if engine.models is not None}
+    for engine in engines:
+        engine.is_unread = engine.models is None and engine.group in known
 
 
 def assign_groups(engines: Iterable[Engine]) -> None:
@@ -557,7 +602,7 @@ def build_snapshot(
 ) -> Snapshot:
     """Make a snapshot. `weights` of groups take precedence over the weights of their engines. In
     the groups `free`, requests choose engines by cost."""
-    tuples, weights = tuples or EngineTuples(), weights or {}
+    tuples, weights, engines = tuples or EngineTuples(), weights or {}, tuple(engines)
     usable = [engine for engine in engines if engine.is_usable]
     unknown = [engine for engine in usable if engine.models is None]
     serving: dict[str, list[Engine]] = {}
@@ -565,14 +610,12 @@ def build_snapshot(
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
     return Snapshot(
-        {
-            model: _pools([*named, *unknown], tuples, weights, free)
-            for model, named in serving.items()
-        },
+        {model: _pools(named, tuples, weights, free) for model, named in serving.items()},
         _pools(usable, tuples, weights, free),
         _pools(unknown, tuples, weights, free),
-        {} if unknown else _context_lengths(serving),
+        _context_lengths(serving),
         frozenset().union(*[engine.adapters for engine in usable]),
+        _default_model(engines),
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
         tuples.get(
             place
@@ -581,6 +624,16 @@ def build_snapshot(
             for place in engine.ranks or (engine,)
         ),
     )
+
+
+def _default_model(engines: Iterable[Engine]) -> str | None:
+    """Return the first name that all engines have for their only model: see Snapshot. An engine
+    that is lost for now counts, because it may return with another model."""
+    known = [one for one in engines if one.models is not None and one.intent is Intent.SERVING]
+    if not known:
+        return None
+    first = known[0].base_models
+    return next((name for name in first if all(name in one.base_models for one in known)), "")
 
 
 def _any_has_turns(engines: Iterable[Engine], role: EngineRole) -> bool:

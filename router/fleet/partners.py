@@ -22,7 +22,8 @@ MAX_KINDS = 64
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """One healthy engine of a fleet. `source_group` is the group that its source names, and
-    `group` the one that it belongs to. `models` is None if they are unknown."""
+    `group` the one that it belongs to. `models` is None if they are unknown; `unread` is why, if
+    the engine gets no requests for that reason."""
 
     name: str
     role: EngineRole
@@ -30,6 +31,7 @@ class EngineFacts:
     group: str
     models: frozenset[str] | None
     kv: KvFacts
+    unread: str = ""
 
 
 class FindingKind(StrEnum):
@@ -37,6 +39,8 @@ class FindingKind(StrEnum):
     """Engines that cannot exchange KV with any engine of the other role."""
     SHARED_ID = "shared_id"
     LEASES_DIFFER = "leases_differ"
+    UNKNOWN_MODELS = "unknown_models"
+    """Engines that get no requests, because it is unknown which models they serve."""
 
 
 class Finding(NamedTuple):
@@ -116,9 +120,10 @@ def compare_engines(
     `shared_ids` maps engines to another engine with the same engine_id, and that id (see
     `find_duplicate_ids`). A role without any engine is not reported here.
     """
-    kinds = _kinds_by_role(engines)
+    engines = list(engines)
+    kinds = _kinds_by_role(one for one in engines if not one.unread)
     reasons: dict[str, str] = {}
-    findings: list[Finding] = []
+    findings = [*_unread(engines, reasons)]
     if max(map(len, kinds.values())) <= MAX_KINDS:
         differences = {
             (i, j): find_difference(p.sample, d.sample)
@@ -130,6 +135,24 @@ def compare_engines(
         findings += _leases(kinds, differences)
     findings += _shared_ids(shared_ids or {}, reasons)
     return FleetReport(tuple(findings), reasons)
+
+
+def _unread(engines: Iterable[EngineFacts], reasons: dict[str, str]) -> Iterable[Finding]:
+    """Yield a finding for each reason why models are unknown. Sets `reasons`."""
+    names: dict[str, list[str]] = {}
+    for one in engines:
+        if one.unread:
+            names.setdefault(one.unread, []).append(one.name)
+            reasons[one.name] = f"its models are unknown: {one.unread}"
+    for why, found in names.items():
+        text = f"it is unknown which models {_listed(found)} serve{'s' if len(found) == 1 else ''}"
+        yield Finding(
+            FindingKind.UNKNOWN_MODELS,
+            tuple(found),
+            f"{text}, so no requests go there: {why}",
+            "set --engine-api-key-file if it requires a key, or name its models where it is listed",
+            why,
+        )
 
 
 def _kinds_by_role(engines: Iterable[EngineFacts]) -> dict[EngineRole, list[_EngineKind]]:

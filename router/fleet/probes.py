@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -45,6 +45,8 @@ MAX_ANSWER_BYTES = 1024 * 1024
 # may go unnoticed.
 REFETCH_AFTER_S = 10.0
 MAX_MODELS = 10_000
+# An engine that lists its models slowly gets no requests until then, and is probed meanwhile.
+MODELS_TIMEOUT_S = 30.0
 # An engine may refuse connections and send nothing for this long before its legs fail. A draining
 # engine answers its last legs within this time; one whose core died, as vLLM's may on SIGTERM,
 # never does.
@@ -69,6 +71,7 @@ class EngineProbe:
     identity_at: float = -math.inf
     models_at: float = -math.inf
     task: asyncio.Task[None] | None = None
+    models_task: asyncio.Task[None] | None = None
 
 
 class Prober:
@@ -85,6 +88,7 @@ class Prober:
         # The router's own errors, by the engine that it could not probe.
         self._throttles: dict[Engine, LogThrottle] = {}
         self._failure = ""
+        fleet.on_stale_models = self._read_models
 
     async def run(self) -> None:
         """Probe all engines until cancelled."""
@@ -136,9 +140,14 @@ class Prober:
             self._refusing.pop(engine, None)
             if _is_success(answer):
                 if engine.health is not Health.HEALTHY:
+                    # Its group and models must be known before its first leg. Those of the process
+                    # that was at the address before may not be those of this one.
                     with contextlib.suppress(UpstreamError):
-                        # Its group must be known before its first leg.
                         await self.fetch_identity(engine)
+                    try:
+                        await self.fetch_models(engine, self._timeout)
+                    except UpstreamError as error:
+                        self._fleet.note_no_models(engine, f"/v1/models: {error}")
                 self._fleet.note_probe_passed(engine)
             else:
                 self._fleet.note_probe_failed(engine, f"/health returned {answer.status}")
@@ -182,15 +191,19 @@ class Prober:
                     capabilities.cache_tokens = capabilities.cache_tokens or tokens
         self._fleet.note_ranks(engine, ranks)
 
-    async def fetch_models(self, engine: Engine) -> None:
-        """Fetch the models that the engine serves; they stay unknown if it rejects the request, as
-        one with an API key of its own does. Raises UpstreamError if there was no answer."""
-        models = models_in(json_of(await self._get(engine, "/v1/models")))
-        if models:
-            models = models[:MAX_MODELS]
-            names = frozenset([model["id"] for model in models])
-            adapters = frozenset([m["id"] for m in models if isinstance(m.get("parent"), str)])
-            self._fleet.note_models(engine, names, context_lengths_in(models), adapters)
+    async def fetch_models(self, engine: Engine, timeout: float = MODELS_TIMEOUT_S) -> None:
+        """Fetch the models that the engine serves. What is known stays if it rejects the request,
+        as one with an API key of its own does. Raises UpstreamError if there was no answer within
+        `timeout` seconds."""
+        if engine.spec.models:
+            return
+        answer = await engine.get("/v1/models", now() + timeout, MAX_ANSWER_BYTES)
+        if models := models_in(json_of(answer)):
+            self._fleet.note_models(engine, *model_facts_in(models[:MAX_MODELS]))
+        elif engine.models is None or engine.health is not Health.HEALTHY:
+            self._fleet.note_no_models(engine, f"/v1/models returned {answer.status}")
+        elif _is_success(answer):
+            self._fleet.note_no_models(engine, "/v1/models lists no models")
 
     def _supervise(self) -> None:
         engines = self._fleet.engines
@@ -205,8 +218,10 @@ class Prober:
     def _stop(self, engine: Engine) -> None:
         self._refusing.pop(engine, None)
         self._throttles.pop(engine, None)
-        if (task := self._probes.pop(engine).task) is not None:
-            task.cancel()
+        probe = self._probes.pop(engine)
+        for task in (probe.task, probe.models_task):
+            if task is not None:
+                task.cancel()
 
     async def _probe_repeatedly(self, engine: Engine, probe: EngineProbe) -> None:
         while True:
@@ -234,10 +249,26 @@ class Prober:
             with contextlib.suppress(UpstreamError):
                 await self.fetch_identity(engine)
                 probe.identity_at = now()
-        if not engine.spec.models and now() - probe.models_at > REFETCH_AFTER_S:
-            with contextlib.suppress(UpstreamError):
+        if engine.is_unread or now() - probe.models_at > REFETCH_AFTER_S:
+            self._read_models(engine)
+
+    def _read_models(self, engine: Engine) -> None:
+        """Read the engine's models in the background: a slow answer delays no probe."""
+        probe = self._probes.get(engine)
+        if probe is None or (probe.models_task is not None and not probe.models_task.done()):
+            return
+
+        async def read() -> None:
+            try:
                 await self.fetch_models(engine)
-                probe.models_at = now()
+            except UpstreamError as error:
+                if engine.models is None:
+                    self._fleet.note_no_models(engine, f"/v1/models: {error}")
+            except Exception:
+                logger.exception("the models of engine %s cannot be read", engine.name)
+            probe.models_at = now()
+
+        probe.models_task = asyncio.create_task(read())
 
     async def _get(self, engine: Engine, path: str) -> CompleteAnswer:
         """Raises UpstreamError."""
@@ -256,10 +287,28 @@ def json_of(answer: CompleteAnswer) -> object:
         return None
 
 
-def context_lengths_in(models: list[Model]) -> dict[str, int]:
-    """Return the longest context in tokens of the models that report it, as vLLM's do."""
+class ModelFacts(NamedTuple):
+    """What `Fleet.note_models` takes of a list of models."""
+
+    names: frozenset[str]
+    context_lengths: dict[str, int]
+    adapters: frozenset[str]
+    base_models: tuple[str, ...]
+
+
+def model_facts_in(models: list[Model]) -> ModelFacts:
+    """Return the facts of a list. vLLM names the base model of an adapter as its `parent`, and
+    where a model comes from as its `root`, which is equal for all names of one model."""
+    adapters = frozenset([m["id"] for m in models if isinstance(m.get("parent"), str)])
+    base = [model for model in models if model["id"] not in adapters]
+    roots = {str(model.get("root") or model["id"]) for model in base}
     lengths = [(model["id"], model.get("max_model_len")) for model in models]
-    return {name: tokens for name, tokens in lengths if type(tokens) is int and tokens > 0}
+    return ModelFacts(
+        frozenset([model["id"] for model in models]),
+        {name: tokens for name, tokens in lengths if type(tokens) is int and tokens > 0},
+        adapters,
+        tuple([model["id"] for model in base]) if len(roots) == 1 else (),
+    )
 
 
 def models_in(content: object) -> list[Model] | None:

@@ -73,12 +73,14 @@ def describe_lack(fleet: Fleet, model: object, role: EngineRole, names_models: b
     is_named = isinstance(model, str) and bool(model)
     for_model = f" for the model `{str(model)[:128]}`" if is_named else ""
     engines = [engine for engine in fleet.engines if engine.role.plays(role)]
-    healthy = [one for one in engines if one.health is Health.HEALTHY and one.is_usable]
+    healthy = [
+        one for one in engines if one.health is Health.HEALTHY and (one.is_usable or one.is_unread)
+    ]
     if not engines:
         return f"no {role} engine is known{for_model}"
     if not healthy:
         return f"no {role} engine is healthy{for_model}: {_listed(engines, _state_of)}"
-    serving = [one for one in healthy if not one.models or not is_named or model in one.models]
+    serving = [one for one in healthy if _may_serve(one, model if is_named else None)]
     if not serving:
         there = f": {_listed(healthy, _models_of)}" if names_models else ""
         return f"no {role} engine serves the model `{str(model)[:128]}`{there}"
@@ -87,6 +89,12 @@ def describe_lack(fleet: Fleet, model: object, role: EngineRole, names_models: b
     shown = _listed(known, lambda one: f"{one.name}: {reasons[one.name]}")
     there = f": {shown}" if known and names_models else ""
     return f"no {role} engine can exchange KV{for_model}{there}"
+
+
+def _may_serve(engine: Engine, model: object) -> bool:
+    if engine.models is None or model is None:
+        return not engine.is_unread
+    return model in engine.models
 
 
 def _state_of(engine: Engine) -> str:
@@ -100,6 +108,8 @@ def _state_of(engine: Engine) -> str:
 
 
 def _models_of(engine: Engine) -> str:
+    if engine.is_unread:
+        return f"the models of {engine.name} are unknown"
     return f"{engine.name} serves {_listed(sorted(engine.models or ()), str, ', ')}"
 
 

@@ -16,12 +16,14 @@ RequestError
 ├── RateLimitError              a limit of the API key is exceeded
 ├── NoEngineError               no engine of a role is usable
 ├── UnknownModelError           no engine serves the model
+├── NoModelError                the request names no model, and engines serve several
 ├── ForbiddenModelError         the API key may not use the model
 ├── EngineCredentialError       an engine rejected the router's own credential
 ├── UnsupportedFinishError      a dialect cannot express how the answer ended
 ├── EngineError                 an engine answered 5xx
 │   ├── EngineUnavailableError      503
 │   ├── EngineOverloadedError       503 or 429, with the time to retry after
+│   ├── UnservedModelError          an engine does not serve the model, by its 404
 │   ├── LoadFailedError             a decode engine could not load the prompt's KV blocks
 │   ├── PreemptedError              a decode engine returned an answer for lack of KV blocks
 │   ├── RejectedMidStreamError      an engine reported an invalid request in mid-stream
@@ -141,6 +143,15 @@ class UnknownModelError(RequestError):
         super().__init__(text + _list_models("Models that are served", served))
 
 
+class NoModelError(RequestError):
+    shape = ErrorShape(400, "BadRequestError")
+    param = "model"
+
+    def __init__(self, served: Collection[str]) -> None:
+        text = "The request must name a model, because several are served."
+        super().__init__(text + _list_models("Models that are served", served))
+
+
 class UnauthorizedError(RequestError):
     """The message is OpenAI's; it does not repeat the credential. `reason` is "missing" or
     "incorrect"."""
@@ -230,6 +241,19 @@ class EngineOverloadedError(EngineError):
     ) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.rejected = rejected
+
+
+class UnservedModelError(EngineError):
+    """The engine does not serve the model. `rejected` is its answer, for the client if no other
+    engine can be asked."""
+
+    shape = ErrorShape(404, "NotFoundError")
+    kind = "unserved_model"
+    phrase = "does not serve a model"
+
+    def __init__(self, message: str, rejected: EngineRejectedError) -> None:
+        super().__init__(message)
         self.rejected = rejected
 
 

@@ -179,6 +179,11 @@ class PrefillAnswer:
         self.raw = answer
         self.is_whole_answer = False
 
+    @property
+    def model(self) -> object:
+        """The name of the model that has answered."""
+        return (parse_object(self.raw) or {}).get("model")
+
     def prepare_hand_over(self) -> str:
         """Prepare the hand-over of the token that the engine has sampled.
 

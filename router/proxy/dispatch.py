@@ -69,6 +69,9 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             check_fields(request, gateway.fleet.snapshot.context_lengths)
         else:
             await reading(request, gateway)
+        if not request.model and gateway.routes.is_model_ambiguous():
+            # The last turn may be of another model.
+            request.turn, request.names_conversation = None, False
         if key is not None and authenticator is not None:
             permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
         if limits.stream_heartbeat and request.body.get("stream"):
@@ -212,7 +215,7 @@ async def _respond_error(request: Request, gateway: Gateway, error: Exception) -
 
 def _rejected_in(error: Exception) -> errors.EngineRejectedError | None:
     """An engine's 4xx, which the client gets as it is."""
-    if isinstance(error, errors.EngineOverloadedError):
+    if isinstance(error, errors.EngineOverloadedError | errors.UnservedModelError):
         return error.rejected
     return error if isinstance(error, errors.EngineRejectedError) else None
 

@@ -59,8 +59,8 @@ class RouteFinder:
         self,
         settings: Settings,
         fleet: Fleet,
+        aliases: ModelAliases,
         names_models: bool = True,
-        aliases: ModelAliases | None = None,
     ) -> None:
         self._names_models = names_models
         self._aliases = aliases
@@ -101,14 +101,16 @@ class RouteFinder:
     ) -> Route:
         """Return the engines that may serve the request, best first.
 
-        The decode engine `home` comes before others. Groups in `but` are left out. `pools` are the
-        groups that serve the model, if the caller has looked. Raises UnknownModelError,
-        NoEngineError.
+        The decode engine `home` comes before others, if it serves the model. Groups in `but` are
+        left out. `pools` are the groups that serve the model, if the caller has looked. Raises
+        UnknownModelError, NoEngineError.
         """
         if pools is None:
             pools = self.pools(request)
         if but:
             pools = [pool for pool in pools if pool.group not in but]
+        if home is not None and not _serves(home, request.model):
+            home = None
         session = "" if request.turn is None else request.turn.session
         is_long = request.tokens >= TOKENS_PER_CHUNK
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
@@ -146,20 +148,19 @@ class RouteFinder:
             return pools
         if self._fleet.may_serve(request.model):
             raise self.lack_of(EngineRole.DECODE, request.model)
-        caller = request.exchange.caller
-        served = [
-            model
-            for model in self._fleet.snapshot.by_model
-            if caller is None or caller.allows_model(model)
-        ]
-        if self._aliases is not None:
-            served += [alias for alias, _ in self._aliases.names_for({*served})]
+        served = self._aliases.served(request.exchange.caller)
         raise UnknownModelError(request.requested_model, served)
 
     def lack_of(self, role: EngineRole, model: object, addition: str = "") -> NoEngineError:
         """Return the error for a request whose model has no engine of a role that could serve."""
         lack = describe_lack(self._fleet, model, role, self._names_models)
         return NoEngineError(f"{lack}{addition}")
+
+    def is_model_ambiguous(self) -> bool:
+        """Return True if a request without a model may reach engines of several models: no engine's
+        models are known, and there is a choice of engines."""
+        pools = self._fleet.snapshot.unknown_models
+        return any(len(pool.prefillers) > 1 or len(pool.decoders) > 1 for pool in pools)
 
     def shares_kv_loads(self, model: object) -> bool:
         """Return True if each decode engine of a model loads KV once for several answers."""
@@ -204,6 +205,10 @@ class RouteFinder:
     def _forget_old_groups(self) -> None:
         for policies in self._policies():
             policies.keep_only(self._fleet.groups)
+
+
+def _serves(engine: Engine, model: object) -> bool:
+    return engine.models is None or model in engine.models
 
 
 # Seconds for tasks to end by themselves when the router stops.
@@ -345,10 +350,8 @@ class Gateway:
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         # What other dialects than chat completions cannot translate and leave out.
         self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))
-        self.aliases = ModelAliases(settings.model_alias, fleet) if settings.model_alias else None
-        self.routes = RouteFinder(
-            settings, fleet, names_models=authenticator is None, aliases=self.aliases
-        )
+        self.aliases = ModelAliases(settings.model_alias, fleet)
+        self.routes = RouteFinder(settings, fleet, self.aliases, authenticator is None)
         if authenticator is not None:
             authenticator.spawn = self.tasks.spawn
         self.budget = RetryBudget()

@@ -20,13 +20,14 @@ from router.fleet.engine import BOTH, DECODE, HALF_OPEN, PREFILL, Engine, Engine
 from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
-from router.openai.answers import Json, is_rejection, parse_object
+from router.openai.answers import Json, error_in, is_rejection, parse_object
 from router.openai.errors import (
     EngineError,
     EngineOverloadedError,
     EngineRejectedError,
     EngineUnavailableError,
     LoadFailedError,
+    UnservedModelError,
 )
 from router.openai.request_fields import restate_prompt_limit
 from router.proxy import messages
@@ -496,7 +497,8 @@ async def _error_answer(
         # An endpoint that the engine lacks does not count against it.
         body = await answer.read(run.gateway.limits.max_answer_size)
         run.answers_held.keep(answer)
-        return EngineRejectedError(answer.status, answer.headers, body)
+        passed = EngineRejectedError(answer.status, answer.headers, body)
+        return _unserved_model(run, engine, passed) or passed
     if answer.status >= 500:
         body = await _error_body(answer, engine.pool.deadlines)
         failure = failure_in_error(body) if asked is None or loan is not None else None
@@ -522,8 +524,29 @@ async def _error_answer(
     if seconds is not None:
         return EngineOverloadedError(text, seconds, rejected)
     if rejected is not None:
-        return rejected
+        return _unserved_model(run, engine, rejected) or rejected
     return (EngineUnavailableError if status == 503 else EngineError)(text)
+
+
+def _unserved_model(
+    run: Run, engine: Engine, rejected: EngineRejectedError
+) -> UnservedModelError | None:
+    """Return the error for a 404 that says that the engine does not serve the request's model; None
+    for any other answer. A 404 may be about an endpoint, too."""
+    model = run.request.model
+    if rejected.status != 404 or not isinstance(model, str):
+        return None
+    error = error_in(parse_object(rejected.body) or {})
+    if not isinstance(error, dict):
+        return None
+    message = error.get("message")
+    if (
+        error.get("param") == "model"
+        or error.get("code") == "model_not_found"
+        or (isinstance(message, str) and message.startswith(f"The model `{model}` does not exist"))
+    ):
+        return UnservedModelError(f"{engine.name} does not serve {model[:128]}", rejected)
+    return None
 
 
 async def _error_body(answer: EngineAnswer, deadlines: Deadlines) -> bytes:

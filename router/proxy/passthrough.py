@@ -39,13 +39,14 @@ MAX_FIELD_HEAD_BYTES = 4096
 
 
 async def read_json(request: Request, gateway: Gateway) -> None:
-    """Read the JSON body of a passed request. Raises BadRequestError, UnsupportedTypeError."""
+    """Read the JSON body of a passed request. Raises BadRequestError, NoModelError,
+    UnsupportedTypeError."""
     read_request(request, gateway.limits, None, gateway.aliases)
     request.decode_only_reason, request.threshold = PASSED, 0.0
 
 
 async def read_form(request: Request, gateway: Gateway) -> None:
-    """Read the model from a form. Raises BadRequestError, UnsupportedTypeError."""
+    """Read the model from a form. Raises BadRequestError, NoModelError, UnsupportedTypeError."""
     exchange = request.exchange
     check_form(exchange.headers)
     kind = dict(exchange.headers)[b"content-type"]
@@ -54,14 +55,14 @@ async def read_form(request: Request, gateway: Gateway) -> None:
         raise BadRequestError("multipart/form-data without a boundary, or with several")
     form = exchange.body
     span = find_model_in_form(form, found[1] or found[2])
-    if span is not None:
-        start, end = span
-        model = form[start:end].decode("utf-8", "replace")
-        target = None if gateway.aliases is None else gateway.aliases.target_of(model)
-        if target is not None:
-            form, request.alias, model = form[:start] + target.encode() + form[end:], model, target
-        request.body, request.model = {"model": model}, model
-        request.record.model = model
+    start, end = span or (0, 0)
+    given = {} if span is None else {"model": form[start:end].decode("utf-8", "replace")}
+    request.body = gateway.aliases.resolve(given, exchange.caller)
+    if span is not None and request.body is not given:
+        request.alias = given["model"]
+        form = form[:start] + request.body["model"].encode() + form[end:]
+    if "model" in request.body:
+        request.model = request.record.model = request.body["model"]
     request.decode_only_reason, request.form, request.form_body = PASSED, kind, form
 
 

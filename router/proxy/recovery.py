@@ -31,6 +31,7 @@ from router.openai.errors import (
     PreemptedError,
     RejectedMidStreamError,
     RepeatedCrashError,
+    UnservedModelError,
 )
 from router.proxy.legs import LegFailure
 from router.proxy.retry import RULES, Mark, Next, Situation, decide
@@ -177,6 +178,8 @@ def _blame(run: Run, failed: LegFailure, blames_engine: bool) -> None:
         fleet.note_unreachable(engine, str(error))
     elif isinstance(error, EngineOverloadedError):
         fleet.cool_down(engine, error.retry_after or 1)
+    elif isinstance(error, UnservedModelError):
+        fleet.note_model_rejected(engine, str(run.request.model))
     elif blames_engine and not isinstance(error, RejectedMidStreamError):
         fleet.note_leg_failed(engine, str(error))
 

@@ -144,9 +144,9 @@ def read_request(
     request: Request,
     limits: RequestLimits,
     conversations: Conversations | None,
-    aliases: ModelAliases | None,
+    aliases: ModelAliases,
 ) -> None:
-    """Read the request's JSON body. Raises BadRequestError, UnsupportedTypeError."""
+    """Read the request's JSON body. Raises BadRequestError, NoModelError, UnsupportedTypeError."""
     check_json(request.exchange.headers)
     take_body(request, parse_body(request.exchange.body), limits, conversations, aliases)
 
@@ -156,17 +156,17 @@ def take_body(
     body: Body,
     limits: RequestLimits,
     conversations: Conversations | None,
-    aliases: ModelAliases | None,
+    aliases: ModelAliases,
     previous_response: str = "",
 ) -> None:
-    """Fill the request in from a parsed body. Raises BadRequestError.
+    """Fill the request in from a parsed body. Raises BadRequestError, NoModelError.
 
     `previous_response` identifies the conversation if nothing else does.
     """
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
     if request.tokens > MANY_TOKENS and has_media(body):
         request.tokens = min(request.tokens, estimate_tokens(body))
-    if aliases is not None and (resolved := aliases.resolve(body)) is not body:
+    if (resolved := aliases.resolve(body, request.exchange.caller)) is not body:
         request.alias, body = body.get("model"), resolved
     model = request.model = body.get("model")
     if type(model) is str and len(model) <= MAX_MODEL_CHARS:

@@ -84,6 +84,8 @@ RULES = {
     "status_5xx": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     # The two engines do not reach each other, or P's blocks were gone: neither is at fault.
     "kv_load": Rule(Next.ELSEWHERE, Next.AFRESH, False),
+    # Nothing was computed or read. Its list of models is outdated, or was never known.
+    "unserved_model": Rule(Next.ELSEWHERE, Next.ELSEWHERE, False, is_free=True),
     # The engine reported an overload. The router avoids it for its Retry-After.
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # The router allowed the engine to return the answer instead of preempting it: no failure.

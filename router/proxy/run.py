@@ -172,6 +172,14 @@ class Run(Struct, eq=False):
             self.hold(prefiller)
             self.request.record.without_transfer = ""
 
+    def take_model(self, model: object) -> None:
+        """Ask the other engines for the model of the prefill engine that has answered. The client
+        named none, and the engines' models are unknown: another one may be of another model."""
+        if isinstance(model, str) and model:
+            self.request.model = model
+            self.request.body = {**self.request.body, "model": model}
+            self.bodies = LegBodies(self.request.body)
+
     def release_unread_turn(self) -> None:
         """Release the retained KV of the last turn if no prefill engine has read it."""
         if self.unread_turn is not None:

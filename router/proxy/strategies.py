@@ -164,6 +164,8 @@ async def pull(run: Run) -> None:
             require_short_prompt(run)
             return await decode_only(run, "tokens_differ")
         run.prefiller = prefiller
+        if not run.request.model:
+            run.take_model(prefilled.model)
         if hands_over:
             run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))
             if prefilled.is_whole_answer:  # the one token of the prefill engine is the whole answer

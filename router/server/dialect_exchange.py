@@ -197,9 +197,8 @@ def _log_left_out(gateway: Gateway, path: str, left_out: set[str]) -> None:
 def _lower_max_tokens(chat: Json, gateway: Gateway) -> None:
     """Lower max_tokens to the context length. Clients of Anthropic's API ask for as many tokens as
     its models allow, and do not know the engines' context."""
-    model, asked = chat.get("model"), chat.get(MAX_TOKENS)
-    if gateway.aliases is not None:
-        model = gateway.aliases.target_of(model) or model
+    model, asked = chat.get("model") or gateway.fleet.snapshot.default_model, chat.get(MAX_TOKENS)
+    model = gateway.aliases.target_of(model) or model
     context = gateway.fleet.snapshot.context_lengths.get(model) if type(model) is str else None
     if context is not None and type(asked) is int and asked > context:
         chat[MAX_TOKENS] = context

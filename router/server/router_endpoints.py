@@ -79,7 +79,7 @@ async def one_model(name: str, request: Request) -> Response:
         return found
     aliases = state_of(request.app).gateway.aliases
     by_name = {model["id"]: model for model in found}
-    target = name if aliases is None else aliases.target_of(name) or name
+    target = aliases.target_of(name) or name
     if target not in by_name:
         raise UnknownModelError(name, by_name)
     return _json({**by_name[target], "id": name})
@@ -111,9 +111,9 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
     raise NoEngineError(f"no engine answers /v1/models: {states or 'none is known'}")
 
 
-def _listed_aliases(served: Sequence[Model], aliases: ModelAliases | None) -> Iterator[Model]:
+def _listed_aliases(served: Sequence[Model], aliases: ModelAliases) -> Iterator[Model]:
     by_name = {model["id"]: model for model in served}
-    for alias, target in () if aliases is None else aliases.names_for(by_name.keys()):
+    for alias, target in aliases.names_for(by_name.keys()):
         yield {**by_name[target], "id": alias}
 
 

@@ -30,6 +30,7 @@ FINDING_NAMES = {
     FindingKind.NO_PARTNER: "KV transfer",
     FindingKind.SHARED_ID: "engine ids",
     FindingKind.LEASES_DIFFER: "KV leases",
+    FindingKind.UNKNOWN_MODELS: "models",
 }
 
 

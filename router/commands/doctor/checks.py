@@ -21,7 +21,7 @@ from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
-from router.fleet.probes import MAX_ANSWER_BYTES, context_lengths_in, json_of, models_in
+from router.fleet.probes import MAX_ANSWER_BYTES, json_of, model_facts_in, models_in
 from router.http_client.errors import ConnectError, TlsError, UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
@@ -33,6 +33,7 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_SKEW_S = 5.0
 MAX_SHOWN = 3
 # The checks that depend on where the doctor runs, and on what it may ask.
+NO_REQUESTS = ", so it gets no requests beside engines that list theirs"
 REACH = ("name", "port", "answers", "health", "models")
 T = TypeVar("T")
 
@@ -188,17 +189,21 @@ class EngineChecker:
         answer = await self._get("/v1/models")
         models = models_in(json_of(answer))
         if models:
-            names = frozenset(model["id"] for model in models)
-            self._fleet.note_models(self._engine, names, context_lengths_in(models))
-            self.found.ok("models", f"serves {_listed(sorted(names))}")
+            facts = model_facts_in(models)
+            self._fleet.note_models(self._engine, *facts)
+            self.found.ok("models", f"serves {_listed(sorted(facts.names))}")
+            return True
+        if self._engine.spec.models:
+            self.found.skip("models", "named where the engine is listed, not by its /v1/models")
             return True
         self._fleet.note_probe_failed(self._engine, f"/v1/models returned {answer.status}")
         if answer.status in (401, 403):
             cure = "set --engine-api-key-file to the engine's --api-key"
-            self.found.fail("models", f"/v1/models answers {answer.status}", cure)
+            self.found.fail("models", f"/v1/models answers {answer.status}{NO_REQUESTS}", cure)
         else:
             cure = "is this an OpenAI-compatible engine?"
-            self.found.fail("models", f"/v1/models answers {answer.status} without models", cure)
+            text = f"/v1/models answers {answer.status} without models{NO_REQUESTS}"
+            self.found.fail("models", text, cure)
         return False
 
     async def _check_identity(self) -> None:

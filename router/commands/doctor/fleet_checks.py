@@ -62,6 +62,8 @@ QUIET = {
     "tls_keyfile": None,
     "tls_client_ca": None,
 }
+# Findings that the checks of single engines and of pairs do not report.
+FINDING_NAMES = {FindingKind.SHARED_ID: "engine ids", FindingKind.LEASES_DIFFER: "leases"}
 Progress = Callable[[str], None]
 
 
@@ -178,8 +180,8 @@ def check_shared_facts(gateway: Gateway) -> list[Check]:
     found, fleet = Findings("fleet"), gateway.fleet
     report = fleet.compare()
     for finding in report.findings:
-        if finding.kind is not FindingKind.NO_PARTNER:
-            name = "engine ids" if finding.kind is FindingKind.SHARED_ID else "leases"
+        name = FINDING_NAMES.get(finding.kind)
+        if name is not None:
             found.fail(name, finding.text, finding.cure)
     pages = {one.name: one.capabilities.kv for one in fleet.engines if one.capabilities.kv.modes}
     leases = {kv.lease_seconds for kv in pages.values()} - {None}

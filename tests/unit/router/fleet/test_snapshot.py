@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from router.fleet.engine import (
     Health,
     Intent,
 )
-from router.fleet.fleet import EngineTuples, build_snapshot
+from router.fleet.fleet import EngineTuples, build_snapshot, find_unread
 from router.http_client.pool import EnginePool
 from router.settings import Address
 
@@ -63,10 +64,15 @@ def test_a_role_is_empty_only_without_any_usable_engine(
     engines: list[Engine], model: object
 ) -> None:
     """Neither circuits nor a word of "too much" leave nobody to ask."""
+    find_unread(engines)
+    for one in engines:
+        one.update_availability()
     snapshot = build_snapshot(engines)
     pools = {pool.group: pool for pool in snapshot.pools(model)}
-    is_named = isinstance(model, str) and bool(model)
-    serving = [e for e in engines if not is_named or e.models is None or model in e.models]
+    serving = [e for e in engines if model in (e.models or ())]
+    if model not in snapshot.by_model:
+        groups = {e.group for e in engines if e.models is not None}
+        serving = [e for e in engines if e.group not in groups]
     wanted = [e for e in serving if e.health is not Health.UNHEALTHY and e.intent is Intent.SERVING]
     assert pools.keys() == {e.group for e in wanted}
     for group, pool in pools.items():
@@ -79,14 +85,45 @@ def test_a_role_is_empty_only_without_any_usable_engine(
             assert set(members) == set(asked or healthy or able)
 
 
-def test_engines_with_unknown_models_serve_any_model() -> None:
-    silent = engine(1, EngineRole.DECODE)
+def test_group_of_unknown_models_serves_any_model_that_no_other_group_serves() -> None:
+    silent = engine(1, EngineRole.DECODE, group="h")
     named = engine(2, EngineRole.DECODE, models=frozenset("a"))
     snapshot = build_snapshot([silent, named])
-    assert snapshot.pools("a")[0].decoders == (named, silent)
+    assert snapshot.pools("a")[0].decoders == (named,)
     assert snapshot.pools("nobody's")[0].decoders == (silent,)
-    assert snapshot.pools(None)[0].decoders == (silent, named)
+    assert build_snapshot([silent]).pools(None)[0].decoders == (silent,)
     assert build_snapshot([named]).pools("nobody's") == ()
+
+
+@pytest.mark.parametrize(
+    ("served", "default"),
+    [
+        (("a", "a"), "a"),
+        (("a", "b"), ""),
+        (("ab", "ba"), "a"),
+        (("ab", "b"), "b"),
+        (("ab", "ac", "c"), ""),
+        ((), None),
+        (("", ""), None),
+        (("", "a"), "a"),
+    ],
+)
+def test_default_model_is_the_first_name_that_all_engines_have(
+    served: tuple[str, ...], default: str | None
+) -> None:
+    engines = [engine(port, EngineRole.BOTH) for port, _ in enumerate(served)]
+    for one, names in zip(engines, served, strict=True):
+        if names:
+            one.take_models(frozenset(names), base_models=tuple(names))
+    assert build_snapshot(engines).default_model == default
+
+
+def test_several_models_of_one_engine_have_no_default_but_adapters_do_not_count() -> None:
+    one = engine(1, EngineRole.BOTH)
+    one.take_models(frozenset("ab"), adapters=frozenset("b"))
+    assert build_snapshot([one]).default_model == "a"
+    one.take_models(frozenset("ab"))
+    assert build_snapshot([one]).default_model == ""
 
 
 def test_a_draining_engine_gets_nothing_new_even_if_it_is_the_last() -> None:
