@@ -561,6 +561,12 @@ class CacheGeometry:
         return STATE in self.group_windows
 
 
+CONFIGURATION = "configuration"
+"""The factor that is a digest of the model's configuration. The compatibility hash leaves it out:
+vLLM's hash is that of stock, and engines of our release before this factor had none. Two engines
+that both report it exchange KV only if it is equal."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
     """How other engines identify and reach this one."""
@@ -574,7 +580,8 @@ class EngineIdentity:
     dcp_size: int = 1
     pcp_size: int = 1
     compat_factors: dict[str, str] = field(default_factory=dict)
-    """Facts that must be equal in both engines. The compatibility hash covers them."""
+    """Facts that must be equal in both engines. The compatibility hash covers all of them but
+    CONFIGURATION."""
     compat_hash: str | None = None
     """The host's own compatibility hash, if its peers compare that one (vLLM)."""
 

@@ -9,13 +9,14 @@ size, its header (names, shapes, offsets) and a sample of its bytes.
 import hashlib
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine_ext.common.short_hash import short_hash
+from engine_ext.common.types import CONFIGURATION
 from engine_ext.reference.tokenizer import Tokenizer, chat_template_source, read_json_object
 
 _ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM", "DeepseekV2ForCausalLM")
@@ -173,6 +174,7 @@ def model_factors(directory: Path, config: ModelConfig) -> dict[str, str]:
         **({"latent": str(config.latent)} if config.latent else {}),
         "rope": f"{config.rope_theta:g} None",
         "weights": _weights_digest(directory),
+        CONFIGURATION: short_hash(repr(replace(config, eos_token_ids=frozenset()))),
     }
 
 

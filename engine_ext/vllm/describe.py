@@ -1,5 +1,6 @@
 """vLLM's configuration and memory as the records of the engine half."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,16 @@ from vllm.v1.kv_cache_interface import (
 
 from engine_ext.common.access import OPEN
 from engine_ext.common.config import CONNECTORS, ConnectorConfig
-from engine_ext.common.types import SHARED, STATE, CacheGeometry, EngineIdentity, Region, chunked
+from engine_ext.common.short_hash import short_hash
+from engine_ext.common.types import (
+    CONFIGURATION,
+    SHARED,
+    STATE,
+    CacheGeometry,
+    EngineIdentity,
+    Region,
+    chunked,
+)
 from engine_ext.http import identity
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.probe import Feature
@@ -360,8 +370,49 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "hybrid_kv_cache_manager": str(not scheduler.disable_hybrid_kv_cache_manager),
         "speculative_decoding": str(_speculation_kind(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
+        CONFIGURATION: _configuration_digest(model),
         **(_factors_of_state(cache) if _has_state(model) else {}),
     }
+
+
+NOT_COMPUTED_WITH = frozenset(("transformers_version", "dtype", "torch_dtype"))
+"""Fields of a Hugging Face configuration that vLLM compares itself, or that change no value."""
+
+
+def _configuration_digest(model: ModelConfig) -> str:
+    """Return a digest of what the KV of equal tokens depends on, beside weights, and beside the
+    other factors: the configuration with its overrides, and the revisions of weights and code."""
+    config = model.hf_config
+    text = getattr(model, "hf_text_config", config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    trained = rope.get("original_max_position_embeddings")
+    is_long = isinstance(trained, int) and model.max_model_len > trained
+    return short_hash(
+        json.dumps(
+            [
+                _plain(config.to_dict()),
+                # The revision may name a branch, whose commit the configuration knows.
+                str(getattr(config, "_commit_hash", None) or model.revision),
+                str(model.code_revision),
+                str(model.quantization),
+                # LongRoPE has other factors if the context is longer than it was trained for.
+                is_long and rope.get("rope_type") == "longrope",
+            ],
+            sort_keys=True,
+        )
+    )
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON that is equal in every process: no addresses, no order of sets."""
+    if isinstance(value, Mapping):
+        own = {str(name): _plain(one) for name, one in value.items()}
+        own = {name: one for name, one in own.items() if not name.startswith("_")}
+        return {name: one for name, one in own.items() if name not in NOT_COMPUTED_WITH}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    is_text = value is None or isinstance(value, str | int | float | torch.dtype)
+    return str(value) if is_text else type(value).__name__
 
 
 def _factors_of_state(cache: CacheConfig) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from engine_ext.common.types import CONFIGURATION
 from engine_ext.wire.errors import MALFORMED, Duration, Rank, Unsigned, WireError
 
 GET_METADATA = b"get_meta_msg"
@@ -154,8 +155,9 @@ class _Preface(msgspec.Struct):
 
 
 def compatibility_hash(factors: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the factors in canonical form, in hex."""
-    canonical = json.dumps(dict(factors), sort_keys=True, separators=(",", ":"))
+    """Return the SHA-256 of the factors in canonical form, in hex, without CONFIGURATION."""
+    hashed = {name: value for name, value in factors.items() if name != CONFIGURATION}
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

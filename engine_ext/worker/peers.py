@@ -19,9 +19,7 @@ import msgspec
 
 from engine_ext.common.inspection import PeerSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import (
-    PeerAddress,
-)
+from engine_ext.common.types import CONFIGURATION, PeerAddress
 from engine_ext.layout.match import match_peer, one_by_one
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import MAX_FACED, RankError, TensorRank
@@ -78,9 +76,11 @@ def compatibility_problem(
     ours: Mapping[str, str], payload: HandshakePayload, our_hash: str | None = None
 ) -> str | None:
     """Return what differs in the peer's model or cache, naming each field; None if nothing."""
-    if payload.effective_hash == (our_hash or compatibility_hash(ours)):
-        return None
     theirs = payload.compat_factors
+    if payload.effective_hash == (our_hash or compatibility_hash(ours)):
+        both = (ours.get(CONFIGURATION), (theirs or {}).get(CONFIGURATION))
+        if None in both or len({*both}) == 1:
+            return None
     if theirs is None:
         return "compatibility hash differs, and the peer does not name the difference"
     keys = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))

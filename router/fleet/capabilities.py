@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct
 
-from router.fleet.kv_facts import KvFacts, cache_tokens_of_ranks, parse_kv_facts, rank_number
+from router.fleet.kv_facts import (
+    CONFIGURATION,
+    KvFacts,
+    cache_tokens_of_ranks,
+    parse_kv_facts,
+    rank_number,
+)
 from router.fleet.step_model import (
     StepModel,
     largest_of_ranks,
@@ -79,8 +85,8 @@ class EngineCapabilities:
     """`lacks_turns` was logged."""
     compatibility: str = ""
     """Engines with equal values can read each other's KV: a hash of the model, the KV layout and
-    the connector's version, plus the version of our extension if the engine has it. Empty if
-    unknown, or if the engine's ranks differ."""
+    the connector's version, plus the version of our extension and the digest of the model's
+    configuration if the engine has them. Empty if unknown, or if the engine's ranks differ."""
     supports_push: bool = False
     supports_hand_over: bool = False
     """It can hand over a first token that it sampled."""
@@ -245,10 +251,16 @@ def _texts_in(given: object) -> dict[str, str]:
 
 
 def _compatibility_of(ranks: list[object], versions: object) -> str:
-    """Engines with different versions of our extension reject each other."""
-    hashes = {rank.get("compatibility_hash") if isinstance(rank, dict) else None for rank in ranks}
+    """Engines with different versions of our extension reject each other, as do engines with
+    different digests of the configuration."""
+    known = [rank if isinstance(rank, dict) else {} for rank in ranks]
+    hashes = [rank.get("compatibility_hash") for rank in known]
+    digests = [_texts_in(rank.get("compatibility_factors")).get(CONFIGURATION) for rank in known]
+    one = hashes[0] if hashes else None
+    if not (isinstance(one, str) and one):
+        return ""
+    if any((hashes[0], digests[0]) != pair for pair in zip(hashes, digests, strict=True)):
+        return ""
     extension = _texts_in(versions).get("extension")
-    match list(hashes):
-        case [str() as one] if one:
-            return one if extension is None else f"{one} extension {extension}"
-    return ""
+    parts = ("extension", extension), (CONFIGURATION, digests[0])
+    return " ".join([one, *(f"{name} {value}" for name, value in parts if value is not None)])

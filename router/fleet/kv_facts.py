@@ -22,6 +22,8 @@ LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 # More data-parallel ranks than this behind one address are not credible.
 MAX_RANKS = 1024
 NO_CONNECTOR = "started without --kv-transfer-config"
+# The factor that is a digest of the model's configuration. The hash does not contain it.
+CONFIGURATION = "configuration"
 SECRET_REQUIRED, SECRET_OPTIONAL, SECRET_NONE = "required", "mixed", "none"
 
 
@@ -43,6 +45,12 @@ class KvFacts:
     secret: str = ""
     """SECRET_REQUIRED, SECRET_OPTIONAL or SECRET_NONE, for the side channel."""
     lease_seconds: float | None = None
+
+    @property
+    def configuration(self) -> str:
+        """The digest of the model's configuration; empty if the page has none, as those of older
+        releases and of other engines do."""
+        return dict(self.factors).get(CONFIGURATION, "")
 
 
 class RankFacts(NamedTuple):
@@ -171,6 +179,11 @@ def find_kv_difference(p: KvFacts, d: KvFacts) -> Difference | None:
     hashes = {p.compatibility_hash, d.compatibility_hash} - {""}
     if len(hashes) > 1:
         return _difference_in_factors(p, d)
+    if p.configuration and d.configuration and p.configuration != d.configuration:
+        return Difference(
+            f"{CONFIGURATION} {p.configuration} and {d.configuration}",
+            "start both engines with the same --revision, --hf-overrides and quantization",
+        )
     if {p.secret, d.secret} == {SECRET_REQUIRED, SECRET_NONE}:
         without = "the prefill engine" if p.secret == SECRET_NONE else "the decode engine"
         return Difference(

@@ -12,11 +12,20 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, Engine, EngineRole
-from router.fleet.kv_facts import NO_CONNECTOR, Difference, KvFacts, find_kv_difference, short_text
+from router.fleet.kv_facts import (
+    CONFIGURATION,
+    NO_CONNECTOR,
+    Difference,
+    KvFacts,
+    find_kv_difference,
+    short_text,
+)
 
 MAX_NAMES = 3
 # Kinds of engines of one role that are compared. Engines beyond count as fitting.
 MAX_KINDS = 64
+# Shown instead of a digest that an engine does not report.
+NONE = "not reported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,12 @@ def find_difference(prefiller: EngineFacts, decoder: EngineFacts) -> Difference 
         )
     if found := find_kv_difference(p.kv, d.kv):
         return found
+    has_both = p.kv.has_page and d.kv.has_page and p.kv.extension
+    if p.group != d.group and has_both and p.kv.configuration != d.kv.configuration:
+        return Difference(
+            f"{CONFIGURATION} {p.kv.configuration or NONE} and {d.kv.configuration or NONE}",
+            "install the same release of disagg-router beside both engines",
+        )
     if p.group != d.group:
         return Difference(
             f"groups {p.group} and {d.group}",

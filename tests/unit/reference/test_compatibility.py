@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_ext.reference.model_config import model_factors, read_model_config, renders
 from engine_ext.reference.tiny_model import write_tiny_model
+from engine_ext.wire.handshake import compatibility_hash
 
 
 @pytest.fixture
@@ -36,6 +37,13 @@ def test_another_dtype_differs_by_name(model: Path) -> None:
     other = model_factors(model, replace(config, dtype=torch.bfloat16))
     assert other["dtype"] == "bfloat16"
     assert model_factors(model, config)["dtype"] == "float32"
+
+
+def test_another_configuration_of_the_same_weights_differs(model: Path) -> None:
+    config = read_model_config(model)
+    before, other = (model_factors(model, one) for one in (config, replace(config, rms_norm_eps=1)))
+    assert {key for key in before if before[key] != other[key]} == {"configuration"}
+    assert compatibility_hash(before) == compatibility_hash(other)
 
 
 def test_what_two_engines_render_with_is_told_apart(model: Path, tmp_path: Path) -> None:

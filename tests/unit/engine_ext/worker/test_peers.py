@@ -7,7 +7,7 @@ import pytest
 
 from engine_ext.common.access import OPEN, Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import CacheGeometry, EngineIdentity, PeerAddress
+from engine_ext.common.types import CONFIGURATION, CacheGeometry, EngineIdentity, PeerAddress
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import (
@@ -18,7 +18,12 @@ from engine_ext.wire.handshake import (
 from engine_ext.worker import peers as peers_module
 from engine_ext.worker.agent import PeerHandle
 from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.peers import MAX_CONNECTING_THERE, PeerError, Peers
+from engine_ext.worker.peers import (
+    MAX_CONNECTING_THERE,
+    PeerError,
+    Peers,
+    compatibility_problem,
+)
 from engine_ext.worker.validator import TRUSTING, Validator
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator, metadata_of, regions
 
@@ -283,3 +288,25 @@ def test_only_metadata_of_a_peer_with_the_secret_is_loaded_without_validation(
     known.peers.connect(PeerAddress("stock", "10.0.0.1", 5600), 0)
     known.peers.step(0)
     assert validator.num_pending == 1
+
+
+@pytest.mark.parametrize("stock_hash", [None, "hash of stock"])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [("c1", "c1", True), ("c1", "c2", False), ("c1", None, True), (None, "c2", True)],
+)
+def test_engines_of_other_configurations_are_incompatible(
+    ours: str | None, theirs: str | None, fits: bool, stock_hash: str | None
+) -> None:
+    """Engines of stock, and of our releases before the digest, have none."""
+    own, other = (
+        FACTORS if digest is None else {**FACTORS, CONFIGURATION: digest}
+        for digest in (ours, theirs)
+    )
+    metadata = metadata_of("p", "agent of p", regions(), disagg_ext=EXTENSION_VERSION)
+    payload = decode_payload(encode_payload(metadata, other, stock_hash))
+    problem = compatibility_problem(own, payload, stock_hash)
+    if fits:
+        assert problem is None
+    else:
+        assert problem == "incompatible engines: configuration (c1 here, c2 there)"

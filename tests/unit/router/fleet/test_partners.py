@@ -33,6 +33,11 @@ def page(factors: dict[str, str] | None = None, **changes: Any) -> dict[str, Any
     return usual | {"side_channel_secret": "none"} | changes | {"ranks": [rank | of_rank]}
 
 
+def configured(digest: str) -> dict[str, Any]:
+    """An identity page with the digest of a configuration, which the hash does not cover."""
+    return page({"configuration": digest}, compatibility_hash="aa11")
+
+
 def engine(name: str, role: EngineRole, found: object = None, **changes: Any) -> EngineFacts:
     kv = KvFacts() if found is None else parse_kv_facts(found)
     usual: dict[str, Any] = {"source_group": DEFAULT_GROUP, "group": DEFAULT_GROUP, "models": None}
@@ -45,6 +50,7 @@ def engine(name: str, role: EngineRole, found: object = None, **changes: Any) ->
         (page(), page({"num_layers": "36"}), "num_layers 28 and 36"),
         (page({"dtype": "float16", "num_layers": "36"}), page(), "dtype float16 and bfloat16"),
         (page(), page({"state": "float32"}), "state not set and float32"),
+        (configured("c1"), configured("c2"), "configuration c1 and c2"),
         (page(), page(compatibility_hash="cc33"), "compatibility hash aa11 and cc33"),
         (page(), page(transfer_modes=["push"]), "transfer modes pull and push"),
         (page(), page(versions={"extension": "3"}), "protocol extension 2 and 3"),
@@ -75,6 +81,7 @@ def test_first_fact_that_differs_is_named(p: Any, d: Any, text: str) -> None:
         (page(side_channel_secret="mixed"), page()),
         (page(side_channel_secret="mixed"), page(side_channel_secret="required")),
         (page(), page(versions={})),
+        (page(), configured("c1")),
         (page(), None),
         (None, NO_CONNECTOR_PAGE),
         (page(), {"capabilities": ["prefix_proof"]}),

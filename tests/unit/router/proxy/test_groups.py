@@ -104,6 +104,25 @@ async def test_two_versions_of_the_extension_are_two_groups(
         assert (sources(d), sources(d2)) == ({"two"}, {"three"})
 
 
+@pytest.mark.parametrize("digests", [("c1", "c2"), ("c1", None)])
+async def test_two_configurations_of_a_model_are_two_groups(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, digests: tuple[str | None, str | None]
+) -> None:
+    """An engine of a release before the digest has none."""
+    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
+        for digest, pair in zip(digests, ((p, d), (p2, d2)), strict=True):
+            factors = {"dtype": "bfloat16", **({"configuration": digest} if digest else {})}
+            for mock in pair:
+                mock.identity = {**identity(BLUE), "versions": {"extension": "2"}}
+                mock.identity["ranks"][0]["compatibility_factors"] = factors
+        p.usual, p2.usual = prefill_of("one"), prefill_of("two")
+        router = await start_router(ps=[p, p2], ds=[d, d2])
+        await eventually(lambda: len(router.gateway.fleet.groups) == 2)
+        for _ in range(30):
+            assert (await router.complete(x=1)).status_code == 200
+        assert (sources(d), sources(d2)) == ({"one"}, {"two"})
+
+
 async def test_the_dead_move_nobody(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
