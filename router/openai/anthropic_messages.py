@@ -26,6 +26,7 @@ from router.openai.dialects import (
     field_error,
     join_text_parts,
     of_type,
+    read_flag,
     require_object,
     require_objects,
     require_text,
@@ -177,7 +178,7 @@ def _choose(chat: Json, choice: Json) -> None:
         chat["tool_choice"] = TOOL_CHOICES[kind]
     else:
         raise unsupported_type("tool_choice", "choices", kind)
-    if choice.get("disable_parallel_tool_use"):
+    if read_flag(choice, "disable_parallel_tool_use", "tool_choice"):
         chat["parallel_tool_calls"] = False
 
 
@@ -189,8 +190,8 @@ def _tool(tool: Json, where: str) -> Json | None:
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     function["parameters"] = require_object(tool, "input_schema", where)
-    if type(tool.get("strict")) is bool:
-        function["strict"] = tool["strict"]
+    if (strict := read_flag(tool, "strict", where)) is not None:
+        function["strict"] = strict
     return {"type": "function", "function": function}
 
 

@@ -22,7 +22,14 @@ import orjson
 from router.common.exact_json import dumps
 from router.openai.answers import Json, choices_of, count_in
 from router.openai.errors import BadRequestError
-from router.openai.request_fields import STREAM, STREAM_OPTIONS, USAGE
+from router.openai.request_fields import (
+    FIELD_TYPES,
+    STREAM,
+    STREAM_OPTIONS,
+    USAGE,
+    field_problem,
+    read_fields,
+)
 
 COMPLETE_FINISH_REASONS = frozenset(
     ("stop", "length", "tool_calls", "function_call", "content_filter")
@@ -69,6 +76,16 @@ def require_text(holder: Json, name: str, where: str = "") -> str:
     return value
 
 
+def read_flag(holder: Json, name: str, where: str = "") -> bool | None:
+    """Return a boolean as vLLM reads it, None if the field is absent or null."""
+    value = holder.get(name)
+    if value is not None and (why := field_problem(value, bool)):
+        raise field_error(_path(where, name), why)
+    flags: Json = read_fields({name: value}, {name: bool})
+    flag: bool | None = flags[name]
+    return flag
+
+
 def require_object(holder: Json, name: str, where: str = "") -> Json:
     if not isinstance(value := holder.get(name), dict):
         raise field_error(_path(where, name), "must be an object")
@@ -100,6 +117,21 @@ class LeftOut(set[str]):
             super().add(phrase)
 
 
+def read_dialect_fields(body: Json) -> Json:
+    """Return the body with the fields that the router acts on as vLLM reads them.
+
+    Raises BadRequestError for other values, and for several answers: the dialects have one.
+    """
+    for name, kind in FIELD_TYPES.items():
+        value = body.get(name)
+        if value is not None and (why := field_problem(value, kind)):
+            raise field_error(name, why)
+    body = read_fields(body)
+    if body.get("n") not in (None, 1):
+        raise field_error("n", "only one answer is supported")
+    return body
+
+
 def start_chat(
     body: Json,
     translated: Container[str],
@@ -120,8 +152,8 @@ def start_chat(
     chat: Json = {
         name: body[name] for name in body if name not in translated and name not in CLIENT_HINTS
     }
-    if body.get("stream"):
-        chat[STREAM], chat[STREAM_OPTIONS] = body["stream"], {**USAGE}
+    if body.get(STREAM):
+        chat[STREAM], chat[STREAM_OPTIONS] = True, {**USAGE}
     if body.get("tools"):
         chat["tools"] = []
         kinds: set[str] = set()

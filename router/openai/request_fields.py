@@ -4,32 +4,80 @@
 router sends a prefill engine its own `max_tokens`, `min_tokens` and `stream` instead of the
 client's, so a prefill engine cannot see what is wrong with these, and a decode engine would refuse
 them only after the whole prefill. All other fields are sent unchanged, and a prefill engine refuses
-them itself. The messages and rules are vLLM's (pydantic's, which accepts "5" and 5.0 as 5). A value
-that some engine might accept or clamp is left to the engine.
+them itself. The messages and rules are vLLM's. A value that some engine might accept or clamp is
+left to the engine.
+
+vLLM reads "5" and 5.0 as 5, and "false", "off" and 0 as False. `read_fields` lets pydantic read the
+fields that the router itself acts on, as vLLM does, for all APIs. Engines get what was read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from router.common.exact_json import dumps, number
-from router.openai.answers import parse_object
+from router.openai.answers import Json, parse_object
 
 MAX_TOKENS, MIN_TOKENS = "max_tokens", "min_tokens"
-MAX_COMPLETION_TOKENS = "max_completion_tokens"
+MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS = "max_completion_tokens", "max_output_tokens"
 STREAM, STREAM_OPTIONS = "stream", "stream_options"
 USAGE = {"include_usage": True}
 OPTIONS = ("include_usage", "continuous_usage_stats")
-BOOLEANS = frozenset(["0", "1", "true", "false", "on", "off", "t", "f", "y", "n", "yes", "no"])
-INTEGER = "Input should be a valid integer"
-BOOLEAN = "Input should be a valid boolean"
+READERS: dict[type, Callable[[object], object]] = {
+    bool: TypeAdapter(bool).validate_python,
+    int: TypeAdapter(int).validate_python,
+}
+# The fields that the router acts on.
+INTEGERS = (
+    "n", "best_of", MAX_TOKENS, MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS, MIN_TOKENS,
+    "prompt_logprobs", "top_logprobs",
+)  # fmt: skip
+BOOLEANS = (
+    STREAM, "background", "echo", "logprobs", "parallel_tool_calls", "store", "use_beam_search",
+)  # fmt: skip
+FIELD_TYPES: dict[str, type] = {**dict.fromkeys(INTEGERS, int), **dict.fromkeys(BOOLEANS, bool)}
+COMPLETION_FIELD_TYPES = {**FIELD_TYPES, "logprobs": int}
 
 
 class InvalidField(NamedTuple):
     field: str
     message: str
+
+
+def read_fields(body: Json, types: Mapping[str, type] = FIELD_TYPES) -> Json:
+    """Return the body with the integers and booleans that vLLM accepts in another type as what they
+    mean. A number like 5.0 stays as it was written, and so does a value that vLLM refuses. A body
+    without such values is returned itself."""
+    read: Json = {}
+    for name, value in body.items():
+        kind = types.get(name)
+        if kind is None or type(value) is kind or value is None:
+            continue
+        if kind is bool or not isinstance(value, float):
+            with suppress(ValidationError):
+                read[name] = READERS[kind](value)
+    options = body.get(STREAM_OPTIONS)
+    if isinstance(options, dict):
+        texts = {name: options[name] for name in OPTIONS if isinstance(options.get(name), str)}
+        if texts:
+            read[STREAM_OPTIONS] = {**options, **read_fields(texts, dict.fromkeys(OPTIONS, bool))}
+    return {**body, **read} if read else body
+
+
+def field_problem(value: object, kind: type) -> str:
+    """Return why pydantic does not accept a value as the type, empty if it does."""
+    if type(value) is kind:
+        return ""
+    try:
+        READERS[kind](value)
+    except ValidationError as error:
+        return error.errors(include_url=False)[0]["msg"]
+    return ""
 
 
 def find_invalid_field(
@@ -49,7 +97,7 @@ def _invalid_value(
     lengths = (MAX_TOKENS, MAX_COMPLETION_TOKENS) if is_chat else (MAX_TOKENS,)
     given = [name for name in lengths if body.get(name) is not None]
     for name in (*given, MIN_TOKENS):
-        if name in body and (why := _integer_problem(body[name])):
+        if name in body and (why := field_problem(body[name], int)):
             return InvalidField(name, why)
     name = given[-1] if given else MAX_TOKENS
     most, least = _integer(body.get(name)), _integer(body.get(MIN_TOKENS))
@@ -77,8 +125,8 @@ def _min_tokens_problem(least: int, room: int) -> InvalidField | None:
 
 def _invalid_stream(body: Mapping[str, object]) -> InvalidField | None:
     stream = body.get(STREAM)
-    if stream is not None and not _is_boolean(stream):
-        return InvalidField(STREAM, f"{STREAM}: {BOOLEAN}")
+    if stream is not None and (why := field_problem(stream, bool)):
+        return InvalidField(STREAM, f"{STREAM}: {why}")
     options = body.get(STREAM_OPTIONS)
     if options is None:
         return None
@@ -89,8 +137,8 @@ def _invalid_stream(body: Mapping[str, object]) -> InvalidField | None:
         return InvalidField(STREAM_OPTIONS, f"{STREAM_OPTIONS}: Input should be a valid dictionary")
     for name in OPTIONS:
         value = number(options.get(name))
-        if value is not None and not _is_boolean(value):
-            return InvalidField(STREAM_OPTIONS, f"{STREAM_OPTIONS}.{name}: {BOOLEAN}")
+        if value is not None and (why := field_problem(value, bool)):
+            return InvalidField(STREAM_OPTIONS, f"{STREAM_OPTIONS}.{name}: {why}")
     return None
 
 
@@ -113,34 +161,9 @@ def _prompt_problem(body: Mapping[str, object], context: int) -> InvalidField | 
     return InvalidField("input_tokens", text)
 
 
-def _integer_problem(value: object) -> str:
-    """Return why pydantic would not accept the value as an integer, empty if it would."""
-    if isinstance(value, int):
-        return ""
-    if isinstance(value, float):
-        return "" if value.is_integer() else f"{INTEGER}, got a number with a fractional part"
-    if not isinstance(value, str):
-        return INTEGER
-    return "" if _is_number(value) else f"{INTEGER}, unable to parse string as an integer"
-
-
 def _integer(value: object) -> int | None:
     """Return the integer, or None for other types; strings are left to the engine."""
     return int(value) if isinstance(value, int | float) else None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_boolean(value: object) -> bool:
-    if isinstance(value, str):
-        return value.lower() in BOOLEANS
-    return isinstance(value, int | float) and value in (0, 1)
 
 
 # Errors of prefill engines about a prompt that is too long. The router asks them for one token, and

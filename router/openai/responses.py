@@ -31,10 +31,9 @@ from router.openai.dialects import (
     unsupported_type,
 )
 from router.openai.message_order import merge_messages
-from router.openai.request_fields import MAX_COMPLETION_TOKENS
+from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS
 
 RESPONSES_PATH = "/v1/responses"
-MAX_OUTPUT_TOKENS = "max_output_tokens"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Fields that are translated or that have no meaning for an engine; all others are forwarded.
 # fmt: off
@@ -350,7 +349,7 @@ class ResponseOutput(DialectOutput):
             "model": self._answer.model or request.get("model") or "",
             "output": [],
             **{name: request.get(name) for name in ECHOED_FIELDS},
-            "parallel_tool_calls": request.get("parallel_tool_calls", True),
+            "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
             "reasoning": request.get("reasoning") or {"effort": None, "summary": None},
             "store": request.get("store") is not False,
             "text": request.get("text") or {"format": {"type": "text"}},

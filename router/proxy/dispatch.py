@@ -74,7 +74,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
             request.turn, request.names_conversation = None, False
         if key is not None and authenticator is not None:
             permit = await key_limits.admit_request(request, key, authenticator, gateway.metrics)
-        if limits.stream_heartbeat and request.body.get("stream"):
+        if limits.stream_heartbeat and request.body.get("stream") is True:
             request.exchange = HeartbeatExchange(request, limits)
         request.shared_headers += messages.header_lines(exchange.headers, gateway.not_to_engine)
         bodies = RawBody(request.form_body) if request.form else LegBodies(request.body)

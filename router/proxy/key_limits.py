@@ -101,7 +101,9 @@ def requested_tokens(request: Request) -> int:
 
 
 def _count(value: object) -> int:
-    return value if type(value) is int and 0 < value <= MAX_REQUESTED_TOKENS else 0
+    if isinstance(value, int | float) and 0 < value <= MAX_REQUESTED_TOKENS:
+        return int(value)
+    return 0
 
 
 def limit_headers(decision: QuotaDecision) -> list[Header]:

@@ -132,7 +132,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     record.answer_end = prefilled.raw[-USAGE_SEARCH_BYTES:]
     if request.turn is not None:
         record.kept = "not_kept"
-    if body.get("stream"):
+    if body.get("stream") is True:
         request.event_stream = record.streamed = True
         raw, kind = stream_events(content, body), EVENT_STREAM
     else:
@@ -177,7 +177,7 @@ async def deliver_turn(
     if run.retains_turn:
         engine.capabilities.note_whole_params(params is not None)
     await _finish(gateway, keep(params, read_choice(content), token_ids))
-    if request.exact_stream and request.body.get("stream") and can_stream(content):
+    if request.exact_stream and request.body.get("stream") is True and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
     passed = messages.to_client(given, record.request_id)
     await request.exchange.respond(answer.status, passed, raw)

@@ -23,6 +23,8 @@ from router.common.exact_json import SLOW_LIMIT, loads, read_number
 from router.conversations.conversations import Conversations, Turn
 from router.openai.errors import BadRequestError, UnsupportedTypeError
 from router.openai.request_fields import (
+    COMPLETION_FIELD_TYPES,
+    FIELD_TYPES,
     MAX_COMPLETION_TOKENS,
     MAX_TOKENS,
     MIN_TOKENS,
@@ -30,6 +32,7 @@ from router.openai.request_fields import (
     STREAM_OPTIONS,
     USAGE,
     find_invalid_field,
+    read_fields,
 )
 from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
@@ -166,6 +169,8 @@ def take_body(
     request.tokens = len(request.exchange.body) // BYTES_PER_TOKEN
     if request.tokens > MANY_TOKENS and has_media(body):
         request.tokens = min(request.tokens, estimate_tokens(body))
+    is_completion = request.exchange.endpoint == COMPLETIONS
+    body = read_fields(body, COMPLETION_FIELD_TYPES if is_completion else FIELD_TYPES)
     if (resolved := aliases.resolve(body, request.exchange.caller)) is not body:
         request.alias, body = body.get("model"), resolved
     model = request.model = body.get("model")

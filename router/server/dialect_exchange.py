@@ -31,11 +31,16 @@ from router.openai.anthropic_messages import (
     chat_from_messages,
     count_request_from_messages,
 )
-from router.openai.dialects import AnswerBlocks, DialectOutput, LeftOut, require_text
+from router.openai.dialects import (
+    AnswerBlocks,
+    DialectOutput,
+    LeftOut,
+    read_dialect_fields,
+    require_text,
+)
 from router.openai.errors import UnsupportedFinishError, error_body, type_of_status
-from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS
+from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_OUTPUT_TOKENS, MAX_TOKENS
 from router.openai.responses import (
-    MAX_OUTPUT_TOKENS,
     RESPONSES_PATH,
     ResponseOutput,
     assistant_message,
@@ -200,7 +205,7 @@ def _lower_max_tokens(chat: Json, gateway: Gateway) -> None:
     model, asked = chat.get("model") or gateway.fleet.snapshot.default_model, chat.get(MAX_TOKENS)
     model = gateway.aliases.target_of(model) or model
     context = gateway.fleet.snapshot.context_lengths.get(model) if type(model) is str else None
-    if context is not None and type(asked) is int and asked > context:
+    if context is not None and isinstance(asked, int | float) and asked > context:
         chat[MAX_TOKENS] = context
 
 
@@ -231,7 +236,8 @@ class DialectExchange(ExchangeWrapper):
     async def read(self, request: Request, gateway: Gateway) -> None:
         """Raises RequestError."""
         check_json(self.headers)
-        await self._dialect.read(request, gateway, parse_body(self.body))
+        body = read_dialect_fields(parse_body(self.body))
+        await self._dialect.read(request, gateway, body)
 
     def release(self) -> None:
         self._reservation.release()
