@@ -37,6 +37,13 @@ MAX_OUTER_FIELDS = 10_000
 # An integer with the sign that every reader drops. The literal comes first: it is found faster.
 NEGATIVE_ZERO = re.compile(rb"-0(?<=[:,\[\s]-0)(?=[\s,\]}])")
 
+# A backslash and what it escapes: a surrogate pair, half of one (the group), or a character.
+SURROGATES = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+
 
 class WrittenNumber(float):
     """A number as it was written, in `text`. It compares and computes as the nearest float."""
@@ -67,6 +74,23 @@ def loads(raw: bytes) -> Any:
     if raw.find(b"-0") >= 0 and NEGATIVE_ZERO.search(raw):  # `in` costs three times as much
         return _loads_slowly(raw)
     return content
+
+
+def loads_leniently(raw: bytes) -> Any:
+    """Read a text that `loads` refuses only for its values. NaN and infinite numbers become None;
+    halves of surrogate pairs and bytes that are no UTF-8 become U+FFFD, and control characters in
+    strings stay. Raises orjson.JSONDecodeError."""
+    text = SURROGATES.sub(_replace_half, raw.decode("utf-8", "replace"))
+    try:
+        return json.loads(
+            text,
+            strict=False,
+            parse_float=read_number,
+            parse_int=_integer,
+            parse_constant=lambda name: None,
+        )
+    except (ValueError, RecursionError) as error:
+        raise orjson.JSONDecodeError(str(error), "", 0) from None
 
 
 def dumps(content: object, option: int | None = None) -> bytes:
@@ -128,6 +152,10 @@ def _integer(text: str) -> float:
     except ValueError:  # Python converts some thousand digits
         return WrittenNumber(text)
     return value if value or text == "0" else WrittenNumber(text)
+
+
+def _replace_half(escape: re.Match[str]) -> str:
+    return "\\ufffd" if escape[1] else escape[0]
 
 
 def _refuse(name: str) -> NoReturn:

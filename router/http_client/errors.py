@@ -15,7 +15,8 @@ UpstreamError
 │   └── SilenceError             the engine did not even begin to answer
 ├── BrokenAnswerError            not HTTP, truncated, or contradicting itself
 │   ├── AnswerTooLargeError      more than the router holds of one answer
-│   └── EventTooLargeError       one event of a stream is too large
+│   ├── EventTooLargeError       one event of a stream is too large
+│   └── UnreadableEventError     an event of a stream cannot be translated to the client's API
 └── ReaderStalledError           the client stopped reading, so the answer cannot be relayed
 
 `kind` is a metric label. `phrase` is the message for clients, without addresses and details; the
@@ -102,6 +103,10 @@ class AnswerTooLargeError(BrokenAnswerError):
 
 class EventTooLargeError(BrokenAnswerError):
     phrase = "sent too large an event"
+
+
+class UnreadableEventError(BrokenAnswerError):
+    phrase = "sent an event that cannot be read"
 
 
 class ReaderStalledError(UpstreamError):

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from msgspec import Struct
 
-from router.common.exact_json import dumps, loads, number
+from router.common.exact_json import dumps, loads, loads_leniently, number
 from router.http_client.sse import (
     GAP,
     SseEvent,
@@ -135,11 +135,15 @@ def _longer(text: object, more: str) -> str:
 
 
 def parse_object(raw: bytes) -> Json | None:
-    """Return the JSON object, or None if the bytes are no JSON object."""
+    """Return the JSON object, or None if the bytes are no JSON object. An object with values that
+    JSON lacks is read, too: see `loads_leniently`."""
     try:
         content = loads(raw)
     except orjson.JSONDecodeError:
-        return None
+        try:
+            content = loads_leniently(raw)
+        except orjson.JSONDecodeError:
+            return None
     return content if isinstance(content, dict) else None
 
 

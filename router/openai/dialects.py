@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.common.exact_json import dumps
-from router.openai.answers import Json, choices_of, count_in
+from router.openai.answers import Json, count_in
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import (
     FIELD_TYPES,
@@ -200,10 +200,21 @@ def tool_call(id: str, name: str, arguments: str) -> Json:
 # Answers.
 
 
+class UntranslatableError(ValueError):
+    """An answer or a chunk has no form that is known, so a part of it would be lost."""
+
+
 class BlockKind(Enum):
     REASONING = auto()
     TEXT = auto()
     TOOL_CALL = auto()
+
+
+# The fields of a message with a text; the first one that has some counts.
+TEXT_FIELDS = {
+    BlockKind.REASONING: ("reasoning", "reasoning_content"),
+    BlockKind.TEXT: ("content", "refusal"),
+}
 
 
 class StepKind(Enum):
@@ -316,7 +327,8 @@ class AnswerBlocks:
         self._size = 0
 
     def add(self, content: Json) -> Iterator[BlockStep]:
-        """Add a whole answer or one chunk of a stream. Never raises: invalid parts are ignored."""
+        """Add a whole answer or one chunk of a stream. Raises UntranslatableError before the first
+        step."""
         if self.error is not None:
             return
         error = content.get("error")
@@ -326,9 +338,10 @@ class AnswerBlocks:
         self.model = self.model or _text(content, "model")
         self.usage = _usage(content.get("usage")) or self.usage
         # These dialects have only the first choice.
-        choice = next((one for one in choices_of(content) if one.get("index", 0) == 0), {})
-        message = choice.get("delta") or choice.get("message")
-        pieces = list(_pieces(message)) if isinstance(message, dict) else []
+        choices = _objects(content, "choices")
+        choice = next((one for one in choices if one.get("index") in (0, None)), {})
+        message = _object(choice, "delta") or _object(choice, "message")
+        pieces = list(_pieces(message))
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
             of_text = self._logprobs_of_text(pieces, logprobs["content"])
@@ -501,6 +514,11 @@ class DialectOutput(ABC):
         self._answer = answer
         self._has_begun = False
 
+    def restart(self) -> None:
+        """Forget the answer, of which the client has nothing yet, so that another can follow."""
+        self._answer.reset()
+        self._has_begun = False
+
     @abstractmethod
     def whole(self) -> Json:
         """Return an unstreamed answer."""
@@ -533,33 +551,45 @@ def event(type: str, **fields: Any) -> bytes:
 
 
 def _pieces(message: Json) -> Iterator[tuple[AnswerBlock, str]]:
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    if isinstance(reasoning, str) and reasoning:
-        yield AnswerBlock(BlockKind.REASONING), reasoning
-    text = message.get("content") or message.get("refusal")
-    if isinstance(text, str) and text:
-        yield AnswerBlock(BlockKind.TEXT), text
-    calls = message.get("tool_calls")
-    for number, call in enumerate(calls if isinstance(calls, list) else ()):
-        if isinstance(call, dict):
-            function, given = call.get("function"), call.get("index")
-            index = given if type(given) is int else number
-            piece = AnswerBlock(
-                BlockKind.TOOL_CALL, index, _text(call, "id"), _text(function, "name")
-            )
-            if (arguments := _arguments_in(function)) or piece.id or piece.name:
-                yield piece, arguments
+    for kind, names in TEXT_FIELDS.items():
+        text = next(filter(None, map(message.get, names)), "")
+        if not isinstance(text, str):
+            raise UntranslatableError(f"{names[0]} is no text")
+        if text:
+            yield AnswerBlock(kind), text
+    for number, call in enumerate(_objects(message, "tool_calls")):
+        function, given = _object(call, "function"), call.get("index")
+        index = given if type(given) is int else number
+        piece = AnswerBlock(BlockKind.TOOL_CALL, index, _text(call, "id"), _text(function, "name"))
+        if (arguments := _arguments_in(function)) or piece.id or piece.name:
+            yield piece, arguments
 
 
-def _arguments_in(function: object) -> str:
+def _arguments_in(function: Json) -> str:
     """Return the text of a call's arguments; some engines send an object instead of its text."""
-    given = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(given, dict):
-        return _text(function, "arguments")
+    given = function.get("arguments") or ""
+    if isinstance(given, str):
+        return given
     try:
         return dumps(given).decode()
-    except orjson.JSONEncodeError:  # nested beyond 250 levels
-        return ""
+    except orjson.JSONEncodeError as error:  # nested beyond 250 levels
+        raise UntranslatableError(str(error)) from error
+
+
+def _object(holder: Json, name: str) -> Json:
+    """Return an object, an empty one for an absent or empty value. Raises UntranslatableError."""
+    value = holder.get(name) or {}
+    if not isinstance(value, dict):
+        raise UntranslatableError(f"{name} is no object")
+    return value
+
+
+def _objects(holder: Json, name: str) -> list[Json]:
+    """Return a list of objects without those that are null. Raises UntranslatableError."""
+    value = holder.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(one, dict | None) for one in value):
+        raise UntranslatableError(f"{name} is no list of objects")
+    return [one for one in value if one is not None]
 
 
 def _usage(given: object) -> AnswerUsage | None:

@@ -309,6 +309,10 @@ class ResponseOutput(DialectOutput):
         self._request, self._name, self._created = request, name, created
         self._number = 0
 
+    def restart(self) -> None:
+        super().restart()
+        self._number = 0
+
     def whole(self) -> Json:
         answer, usage = self._answer, self._answer.usage
         reason = self._incomplete_reason

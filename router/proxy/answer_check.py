@@ -156,7 +156,13 @@ class PrefillAnswer:
         """Raises BrokenAnswerError if `answer` is not a JSON object, or has neither params nor
         choices."""
         try:
-            content = _decode_answer(answer)
+            try:
+                content = _decode_answer(answer)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if (lenient := parse_object(answer)) is None:
+                    raise
+                answer = dumps(lenient)
+                content = _decode_answer(answer)
             given = bytes(content.kv_transfer_params)
             given.decode()  # msgspec does not check the encoding of a raw value
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -221,8 +227,6 @@ def generation_content(answer: EngineAnswer, raw: bytes) -> Json | None:
         answer.checked = raw
         return None
     content = parse_object(raw)
-    if content is None and _looks_like_answer(raw):
-        return None
     if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
     if not choices_of(content) and error_in(content) is None:
@@ -258,20 +262,6 @@ def _is_surely_answer(raw: bytes) -> bool:
         if choice.finish_reason not in USUAL_REASONS or choice.stop_reason == REJECTION:
             return False
     return True
-
-
-def _looks_like_answer(raw: bytes) -> bool:
-    """Return True for an answer to which only a strict reader of JSON objects: NaN as a number, a
-    half of a surrogate pair. Its only finish reason is a usual one, and its brackets are closed,
-    while JSON that was cut off has an open one."""
-    at = raw.rfind(FINISH_KEY)
-    if at < 0 or raw[:1] != b"{" or raw[-1:] != b"}" or raw.find(FINISH_KEY, 0, at) >= 0:
-        return False
-    finish = FINISH_REASON.match(raw, at)
-    if finish is None or finish[1].decode("latin-1") not in USUAL_REASONS:
-        return False
-    is_closed = raw.count(b"{") == raw.count(b"}") and raw.count(b"[") == raw.count(b"]")
-    return is_closed and raw.find(ERROR_KEY) < 0
 
 
 def passthrough_content(answer: EngineAnswer, may_be_empty: bool = False) -> Json | None:

@@ -34,7 +34,8 @@ class HeartbeatStream:
     """The stream that a client is sent: comments, and an answer once there is one.
 
     It is a BodySource for the client's exchange, and an AnswerSink for the answer. `last_write` is
-    a time of `now`, in seconds. `has_answer`: some of an answer has passed.
+    a time of `now`, in seconds. `has_answer`: some of an answer has passed. `failure` is the error
+    with which the client's exchange has refused the answer.
     """
 
     is_event_stream: bool = True
@@ -46,6 +47,7 @@ class HeartbeatStream:
         self._sink: AnswerSink | None = None
         self._early: list[tuple[bytes, bool]] = []
         self._over: asyncio.Future[None] = loop.create_future()
+        self.failure: UpstreamError | None = None
         self._answer: BodySource | None = None
         self._is_paused = False
         self._is_between_events = True
@@ -74,6 +76,7 @@ class HeartbeatStream:
             self._answer.resume()
 
     def fail(self, error: UpstreamError) -> None:
+        self.failure = error
         if self._answer is not None:
             self._answer.fail(error)
 
@@ -201,6 +204,8 @@ class HeartbeatExchange:
             await asyncio.wait((carrying, relaying), return_when=asyncio.FIRST_COMPLETED)
             # The client's exchange ends first, with an error, if the client does not read.
             await (carrying if carrying.done() else relaying)
+            if stream.failure is not None:  # an answer that is complete does not fail itself
+                raise stream.failure
             if relaying.done() or stream.is_over:
                 await relaying
         finally:

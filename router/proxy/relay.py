@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from router.common.exact_json import dumps, loads
+from router.common.exact_json import dumps
 from router.conversations.conversations import Turn
 from router.fleet.engine import DECODE, Engine
 from router.http_client.answer_limits import UNCOUNTED_BYTES, Reservation
@@ -160,11 +160,8 @@ async def deliver_turn(
     if not is_checked:
         raw = await answer.read(limits.max_answer_size)
     record.answer_end = raw[-USAGE_SEARCH_BYTES:]
-    try:
-        content = loads(raw)
-    except orjson.JSONDecodeError:
-        content = None
-    if not isinstance(content, dict):
+    content = parse_object(raw)
+    if content is None:
         raise BrokenAnswerError("an answer that is not a JSON object")
     if not is_checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure

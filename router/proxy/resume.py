@@ -17,6 +17,7 @@ from time import monotonic as now
 from msgspec import Struct
 
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
+from router.http_client.errors import UnreadableEventError
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import (
     asks_one_token,
@@ -188,8 +189,9 @@ class ResumeState(Struct, eq=False):
         if role is PREFILL and self.continued is not None:
             return True
         buffer = self.buffer
-        # Every engine would reject the request again.
-        if buffer is None or isinstance(error, RejectedMidStreamError):
+        # Every engine would reject the request again. And the buffer has an unreadable event's tokens,
+        # which the client did not get.
+        if buffer is None or isinstance(error, RejectedMidStreamError | UnreadableEventError):
             return False
         if isinstance(error, PreemptedError):
             return buffer.is_complete and self.returns_left > 0

@@ -20,8 +20,8 @@ from router.common.exact_json import dumps
 from router.conversations.stored_responses import ResponseStore, StoredResponse
 from router.http_client.answer_limits import Reservation
 from router.http_client.engine_answer import NO_ROOM
-from router.http_client.errors import AnswersFullError, BrokenAnswerError
-from router.http_client.sse import data_in, events_in
+from router.http_client.errors import AnswersFullError, BrokenAnswerError, UnreadableEventError
+from router.http_client.sse import DONE, data_in, events_in
 from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
     COUNT_TOKENS_PATH,
@@ -35,6 +35,7 @@ from router.openai.dialects import (
     AnswerBlocks,
     DialectOutput,
     LeftOut,
+    UntranslatableError,
     read_dialect_fields,
     require_text,
 )
@@ -230,7 +231,8 @@ class DialectExchange(ExchangeWrapper):
         self._dialect = dialect
         self._reservation = Reservation(gateway.memory.answers)
         self._is_ended = False
-        # Events that were translated when the answer turned out to have an unsupported end.
+        # Events that were translated before an unsupported end, or before an event that cannot be
+        # translated.
         self._unsent = b""
 
     async def read(self, request: Request, gateway: Gateway) -> None:
@@ -264,17 +266,21 @@ class DialectExchange(ExchangeWrapper):
     ) -> None:
         translated = TranslatedStream(answer, self._translate, self._reserve)
         await self._inner.relay(status, headers, translated, idle, latest)
+        if translated.error is not None and not translated.is_over:
+            raise translated.error
         if translated.is_over:  # with heartbeats the proxy does not call `finish`
             try:
+                if translated.error is not None:
+                    raise translated.error
                 self._require_supported_end()
-            except UnsupportedFinishError as error:
+            except (UnsupportedFinishError, UnreadableEventError) as error:
                 self._dialect.answer.error = {"message": str(error)}
-                await self._end(b"")
+                await self._end(self._unsent)
                 raise
             await self._end(b"")
 
     async def finish(self, tail: bytes) -> None:
-        self._unsent += self._translate(tail)
+        self._unsent = self._translate(tail)
         self._require_supported_end()
         await self._end(self._unsent)
 
@@ -291,7 +297,10 @@ class DialectExchange(ExchangeWrapper):
 
     async def _respond_answer(self, status: int, headers: Sequence[Header], content: Json) -> None:
         dialect = self._dialect
-        steps = [*dialect.answer.add(content), *dialect.answer.close()]
+        try:
+            steps = [*dialect.answer.add(content), *dialect.answer.close()]
+        except UntranslatableError as error:
+            raise self._untranslatable() from error
         dialect.require_known_finish()
         if dialect.is_streamed:
             kind, output = EVENT_STREAM + b"; charset=utf-8", dialect.output
@@ -308,8 +317,7 @@ class DialectExchange(ExchangeWrapper):
         await self._inner.respond(status, _with_type(headers, kind), whole)
 
     def _untranslatable(self) -> BrokenAnswerError:
-        """Forget the answer, of which the client has nothing yet, so that another can follow."""
-        self._dialect.answer.reset()
+        self._dialect.output.restart()
         return BrokenAnswerError(UNTRANSLATABLE)
 
     async def _respond_error(self, status: int, headers: Sequence[Header], body: bytes) -> None:
@@ -325,19 +333,29 @@ class DialectExchange(ExchangeWrapper):
         await self._inner.respond(status, _with_type(headers, b"application/json"), translated)
 
     def _translate(self, block: bytes) -> bytes:
-        """Translate whole events. Comments are passed on if the block begins with one."""
+        """Translate whole events. Comments are passed on if the block begins with one.
+
+        Raises UnreadableEventError for an event that cannot be translated. The events before it
+        wait in `_unsent` for the error, or are forgotten if the client has nothing of the answer.
+        """
         dialect = self._dialect
-        events: list[bytes] = []
+        events, self._unsent = [self._unsent], b""
         if block.startswith(b":"):
             events += (
                 block[event.start : event.end]
                 for event in events_in(block)
                 if event.data is None and block.startswith(b":", event.start)
             )
-        for data in data_in(block):
-            content = parse_object(data)
-            if content is not None:
-                events += dialect.output.events(dialect.answer.add(content))
+        try:
+            for data in data_in(block):
+                if data.strip() and not data.startswith(DONE):
+                    events += dialect.output.events(dialect.answer.add(_chunk_of(data)))
+        except UntranslatableError as error:
+            if self.started:
+                self._unsent = b"".join(events)
+            else:
+                dialect.output.restart()
+            raise UnreadableEventError(f"an event that cannot be translated: {error}") from error
         return b"".join(events)
 
     def _close(self) -> bytes:
@@ -357,7 +375,8 @@ class DialectExchange(ExchangeWrapper):
 class TranslatedStream(BodySourceWrapper):
     """A stream whose blocks are translated and whose end waits, because more events follow it.
 
-    The stream fails once there is no memory for what the translation holds.
+    The stream fails once there is no memory for what the translation holds, and with an event that
+    cannot be translated (`error`).
     """
 
     def __init__(
@@ -366,14 +385,32 @@ class TranslatedStream(BodySourceWrapper):
         super().__init__(answer)
         self._translate, self._reserve = translate, reserve
         self.is_over = False
+        self.error: BrokenAnswerError | None = None
 
     def write(self, block: bytes, last: bool) -> None:
         assert self._sink is not None
+        if self.error is not None:
+            if not last:
+                return
+            self.error = None  # this block reports it
         self.is_over = self.is_over or last
-        if block and (events := self._translate(block)):
+        try:
+            events = self._translate(block) if block else b""
+        except UnreadableEventError as error:
+            self.error = error
+            self.fail(error)
+            return
+        if events:
             self._sink.write(events, False)
         if not self._reserve():
             self.fail(AnswersFullError(NO_ROOM))
+
+
+def _chunk_of(data: bytes) -> Json:
+    """Return the content of an event. Raises UntranslatableError."""
+    if (content := parse_object(data)) is None:
+        raise UntranslatableError("no JSON object")
+    return content
 
 
 def _openai_error(status: int, error: object, body: bytes) -> Json:
