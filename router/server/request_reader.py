@@ -78,7 +78,7 @@ class RequestReader:
     """
 
     __slots__ = ("_current", "_gateway", "_head_cache", "_headers", "_overhead", "_parser",
-                 "_target", "is_closed", "is_receiving", "requests")  # fmt: skip
+                 "_target", "_trailer_size", "is_closed", "is_receiving", "requests")  # fmt: skip
 
     def __init__(self, gateway: Gateway) -> None:
         self.requests: deque[IncomingRequest] = deque()
@@ -93,6 +93,7 @@ class RequestReader:
         self._head_cache: HeadCache[tuple[str, bytes]] | None = None
         # Bytes since the last piece of body: heads and trailers, which the parser does not limit.
         self._overhead = 0
+        self._trailer_size = 0
 
     @property
     def next_is_invalid(self) -> bool:
@@ -161,13 +162,21 @@ class RequestReader:
         if self.is_closed:
             raise MalformedRequestError("the connection reads no further requests")
         self._target, self._headers, self._current = b"", [], None
+        self._trailer_size = 0
         self.is_receiving = True
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        current = self._current
+        if current is None:
+            self._headers.append((name.lower(), value))
+        elif not self.is_closed:
+            # A trailer. It must not become a header (RFC 9110, 6.5.1), so it is only counted.
+            self._trailer_size += len(name) + len(value) + 4
+            if self._trailer_size > self._gateway.limits.max_header_size:
+                self.refuse(self._head_too_large())
 
     def on_headers_complete(self) -> None:
         headers, target, limit = self._headers, self._target, self._gateway.limits.max_header_size

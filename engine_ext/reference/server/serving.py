@@ -55,6 +55,7 @@ async def serve(app: ASGIApp, bound: socket.socket, *, shutdown_timeout: int) ->
     server = ReferenceServer(
         uvicorn.Config(
             app,
+            http="h11",  # with httptools, uvicorn takes trailers for headers
             log_config=None,
             access_log=False,
             lifespan="off",

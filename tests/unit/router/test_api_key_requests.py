@@ -22,7 +22,14 @@ from router.settings import SettingsError
 from router.telemetry.logs import AccessLine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
-from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
+from tests.unit.router.harness import (
+    Router,
+    eventually,
+    post,
+    running_router,
+    settings_for,
+    status_of,
+)
 from tests.unit.router.mock_engine import (
     DONE,
     STREAM_HEAD,
@@ -90,6 +97,19 @@ async def test_who_shows_a_key_is_let_in_and_nobody_else(
             assert wrong not in answer.text
     assert "didn't provide an API key" in (await ask(router, None)).text
     assert len(p.requests) == asked
+
+
+@pytest.mark.parametrize("line", [b"POST /v1/completions", b"GET /v1/models"])
+async def test_key_in_a_trailer_is_no_key(
+    start_router: StartRouter, keys: WriteKeys, line: bytes
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+    head = line + b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+    trailer = b"0\r\nauthorization: Bearer %b\r\n\r\n" % KEY.encode()
+    async with router.socket() as client:
+        content = chunk(json.dumps(BODY).encode())
+        await client.send(head + b"content-type: application/json\r\n\r\n" + content + trailer)
+        assert status_of(await client.head()) == 401
 
 
 async def test_anthropics_header_does_too(start_router: StartRouter, keys: WriteKeys) -> None:

@@ -75,6 +75,36 @@ def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
         assert not reader.is_receiving
 
 
+@pytest.mark.parametrize("by_byte", [False, True])
+@pytest.mark.parametrize("target", [b"/v1/completions", b"/v1/models"])
+def test_trailers_do_not_become_headers(by_byte: bool, target: bytes) -> None:
+    reader = reader_of(Bounded())
+    sent = _chunked(target, b"x-tenant: a\r\nAuthorization: Bearer k\r\n")
+    for at in range(len(sent)) if by_byte else ():
+        reader.feed(sent[at : at + 1])
+    if not by_byte:
+        reader.feed(sent + post())  # the next request has its own headers
+    request = reader.requests[0]
+    assert (request.is_complete, request.body) == (True, BODY)
+    assert [name for name, _ in request.headers] == [b"host", b"transfer-encoding"]
+
+
+@pytest.mark.parametrize("lines", [b"x: " + b"y" * 1100 + b"\r\n", b"x: y\r\n" * 200])
+@pytest.mark.parametrize("piece", [100_000, 7])
+def test_trailers_are_limited_as_a_head_is(lines: bytes, piece: int) -> None:
+    reader, sent = reader_of(Bounded()), _chunked(b"/v1/completions", lines) + post()
+    for at in range(0, len(sent), piece):
+        reader.feed(sent[at : at + piece])
+    (request,) = reader.requests
+    assert isinstance(request.refusal, HeadTooLargeError)
+    assert reader.is_closed
+
+
+def _chunked(target: bytes, trailers: bytes) -> bytes:
+    head = b"POST %s HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n" % target
+    return b"%b%x\r\n%b\r\n0\r\n%b\r\n" % (head, len(BODY), BODY, trailers)
+
+
 @pytest.mark.parametrize(
     ("target", "endpoint"),
     [
