@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.admin.control import Control, EngineList, ReloadResult
 from router.admin.processes import ControlChannel, DesiredState, Tunables
-from router.auth.api_keys import Headers, has_bearer_token
+from router.auth.api_keys import Headers, has_bearer_token, has_local_host
 from router.fleet.engine import EngineRole
 from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView
@@ -184,7 +184,8 @@ class AdminGate:
     """Authentication before an ASGI application.
 
     `token` returns the admin token in force. Without one the API is for loopback alone, and
-    requests of browsers are rejected: any page that a browser on this machine shows could send one.
+    requests of web pages are rejected, which a browser on this machine may show: those with an
+    Origin, and those whose Host is not this machine (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, token: Callable[[], str | None]) -> None:
@@ -201,6 +202,9 @@ def _rejection(headers: Headers, token: str | None) -> OperatorError | None:
     if token is None:
         if any(name == b"origin" for name, _ in headers):
             return OperatorError(403, "requests of browsers need an admin token")
+        if not has_local_host(headers):
+            text = "without an admin token, Host must be localhost or a loopback address"
+            return OperatorError(403, text)
     elif not has_bearer_token(headers, token):
         text = "the admin API needs its token: Authorization: Bearer ..."
         return OperatorError(401, text)

@@ -27,6 +27,7 @@ import yaml
 
 from router.common.watched_file import WatchedFiles, read_regular_file
 from router.common.yaml_list import parse_yaml_list
+from router.settings import is_loopback, split_port
 
 logger = logging.getLogger("disagg_router.auth")
 # About ten thousand keys.
@@ -81,6 +82,16 @@ def has_bearer_token(headers: Headers, token: str) -> bool:
     scheme, _, rest = (values[0] if len(values) == 1 else b"").partition(b" ")
     is_right = hmac.compare_digest(rest.strip(), token.encode())
     return is_right and scheme.lower() == b"bearer"
+
+
+def has_local_host(headers: Headers) -> bool:
+    """Return True if no Host header names another machine than this one.
+
+    A web page whose DNS name was rebound to a loopback address is of the same origin for its
+    browser, so the browser lets it read answers. Only Host then shows where the page is from.
+    """
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    return all(is_loopback(split_port(host)[0].strip("[]")) for host in hosts)
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

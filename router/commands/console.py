@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from router.common.did_you_mean import did_you_mean
+from router.common.user_info import without_user_info
 
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -68,9 +69,9 @@ class CommandParser(argparse.ArgumentParser):
         try:
             return work()
         except UsageError as error:
-            self.error(str(error))
+            self.error(without_user_info(str(error)))
         except CommandError as error:
-            for line in str(error).splitlines():
+            for line in without_user_info(str(error)).splitlines():
                 print(f"{self.prog}: error: {line}", file=sys.stderr)
             return error.exit_code
         except KeyboardInterrupt:

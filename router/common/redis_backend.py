@@ -6,16 +6,20 @@
 
 Options behind a "?" go to redis-py, as in rediss://host?ssl_ca_certs=/ca.pem. If the sentinels need
 the password as well: ?sentinel_auth=true.
+
+If a password is not percent-encoded, a parser takes a part of it for the port or the path. So no
+error shows any part of a URL, and an "@" behind the host is an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from time import monotonic as now
 from typing import Any, ClassVar, NamedTuple, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from prometheus_client import Counter
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
@@ -32,6 +36,10 @@ MAX_CONNECTIONS = 16
 SENTINEL_OPTIONS = ("socket_timeout", "socket_connect_timeout", "retry")
 # After a failure the router sends Redis nothing for this time.
 PAUSE_AFTER_FAILURE_S = 5.0
+AUTHORITY = re.compile(r"[^/?#]*")
+ENCODE = (
+    "in the user, the password and the options, write %40 for @, %2F for /, %23 for #, %3F for ?"
+)
 T = TypeVar("T")
 
 
@@ -142,6 +150,8 @@ def create_redis_clients(url: str, password: str | None) -> RedisClients:
     """Return clients, not connected yet. They have no timeouts, so that the caller's deadline is
     the only one. Raises ValueError for an invalid URL."""
     scheme, _, rest = url.partition("://")
+    if "@" in AUTHORITY.sub("", rest, count=1):
+        raise ValueError(ENCODE)
     transport, _, topology = scheme.partition("+")
     options: dict[str, Any] = {
         "socket_timeout": None,
@@ -153,6 +163,7 @@ def create_redis_clients(url: str, password: str | None) -> RedisClients:
     if topology == "sentinel":
         return _by_sentinel(url, options, tls=transport == "rediss")
     plain = f"{transport}://{rest}"
+    _port_in(plain, 0)
     if topology == "cluster":
         return RedisClients(RedisCluster.from_url(plain, **options))
     pool = BlockingConnectionPool.from_url(
@@ -162,7 +173,7 @@ def create_redis_clients(url: str, password: str | None) -> RedisClients:
 
 
 def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> RedisClients:
-    parts = urlsplit(url)
+    parts = _split(url)
     name, _, database = parts.path.strip("/").partition("/")
     if not name:
         raise ValueError("the URL ends with the master's name, as in redis+sentinel://host/main")
@@ -170,6 +181,8 @@ def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> RedisClients:
     user, _, secret = given.partition(":")
     given_options = dict(parse_qsl(parts.query))
     wants_password = given_options.pop("sentinel_auth", "").lower() == "true"
+    if database and not database.isdecimal():
+        raise ValueError("the database behind the master's name is not a number")
     options = {**given_options, **options, "db": int(database or 0), "ssl": tls}
     if user:
         options["username"] = unquote(user)
@@ -185,7 +198,21 @@ def _by_sentinel(url: str, options: dict[str, Any], tls: bool) -> RedisClients:
 
 
 def _node(text: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname:
-        raise ValueError(f"{text!r} is not a host with a port")
-    return parts.hostname, parts.port or SENTINEL_PORT
+    host = _split(f"//{text}").hostname
+    if not host:
+        raise ValueError("a sentinel is not a host with a port")
+    return host, _port_in(f"//{text}", SENTINEL_PORT)
+
+
+def _port_in(url: str, default: int) -> int:
+    try:
+        return _split(url).port or default
+    except ValueError:
+        raise ValueError("the port is not a number from 1 to 65535") from None
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        raise ValueError(f"not a URL: [ and ] enclose an IPv6 address; {ENCODE}") from None

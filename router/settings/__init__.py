@@ -20,6 +20,7 @@ from router.settings.fields import (
     flag_of,
     is_loopback,
     is_port,
+    split_port,
     variable_of,
 )
 from router.settings.model import (
@@ -63,6 +64,7 @@ __all__ = [
     "load",
     "metavar_of",
     "read_secret",
+    "split_port",
     "unknown_variables",
     "variable_of",
 ]

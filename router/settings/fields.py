@@ -124,6 +124,8 @@ def _parse_list(value: object) -> list[object]:
                 return list(json.loads(value))
             except ValueError:
                 pass  # "[::1]" is a host, not a list
+        if "@" in value:
+            return [value]  # a URL with a password, which is refused and hidden as a whole
         return list(value.replace(",", " ").split())
     if isinstance(value, list | tuple):
         return [item for part in value for item in _parse_list(part)]

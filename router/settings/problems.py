@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from pydantic_core import ErrorDetails
 from router.common.did_you_mean import did_you_mean
 from router.settings.fields import flag_of, variable_of
 
+# In a URL, perhaps a user and a password.
+BEFORE_HOST = re.compile(r".*@", re.DOTALL)
 # By pydantic's type of error, https://docs.pydantic.dev/latest/errors/validation_errors/. Fields in
 # braces are the error's context. An error of another type keeps pydantic's message.
 MESSAGES = {
@@ -57,7 +60,8 @@ def describe(
                 known = [each.replace("_", "-") for each in names]
                 message = f"not a setting{did_you_mean(name.replace('_', '-'), known)}"
             elif name not in secret_names:
-                message += f" (got {textwrap.shorten(repr(problem['input']), 80)})"
+                given = BEFORE_HOST.sub("***@", repr(problem["input"]))
+                message += f" (got {textwrap.shorten(given, 80)})"
             message = f"{_origin(name, flags, names, renamed)}: {message}"
         lines += message.split("\n")
     return list(dict.fromkeys(lines))

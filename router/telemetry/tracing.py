@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from router.common.user_info import without_user_info
 from router.telemetry.logs import LogThrottle
 from router.telemetry.record import SAMPLED, ParentSpan, Record, Trace, new_id
 
@@ -118,7 +119,8 @@ def tracer_of(environ: Mapping[str, str]) -> Tracer | None:
     try:
         return Tracer(OtelSdk())
     except Exception as error:  # a value of a variable that the SDK does not like
-        logger.warning("no traces: invalid OTEL_* variable: %s: %s", type(error).__name__, error)
+        text = without_user_info(f"{type(error).__name__}: {error}")
+        logger.warning("no traces: invalid OTEL_* variable: %s", text)
         return None
 
 

@@ -10,12 +10,12 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from router.auth.api_keys import has_bearer_token
+from router.auth.api_keys import has_bearer_token, has_local_host
 from router.openai.errors import OperatorError
+from router.settings import is_loopback
 from router.ui.hub import DashboardHub, Viewer
 
 CONTENT_TYPES = {
@@ -70,14 +70,14 @@ def dashboard_routes(hub: DashboardHub, token: str | None) -> APIRouter:
 
     @router.get("/ui/events", summary="The dashboard's data, as server-sent events")
     async def events(request: Request) -> Response:
-        _check_access(request.headers, token)
+        _check_access(request, token)
         if hub.num_viewers >= MAX_VIEWERS:
             raise OperatorError(503, f"the dashboard has {MAX_VIEWERS} viewers already")
         return DashboardFeed(hub)
 
     @router.get("/ui/requests/{request_id}", summary="One recently ended request")
     async def one_request(request: Request, request_id: str) -> Response:
-        _check_access(request.headers, token)
+        _check_access(request, token)
         found = hub.source.find(request_id)
         if found is None:
             raise OperatorError(404, hub.unknown_request(request_id))
@@ -125,11 +125,16 @@ async def _events(viewer: Viewer) -> AsyncIterator[bytes]:
             return
 
 
-def _check_access(headers: Headers, token: str | None) -> None:
+def _check_access(request: Request, token: str | None) -> None:
     """Raises OperatorError."""
+    headers, server = request.headers, request.scope.get("server")
     if token is not None and not has_bearer_token(headers.raw, token):
         text = "the dashboard needs its token: Authorization: Bearer ..."
         raise OperatorError(401, text)
+    is_on_loopback = server is not None and is_loopback(server[0])
+    if token is None and is_on_loopback and not has_local_host(headers.raw):
+        text = "without a dashboard token, Host must be localhost or a loopback address"
+        raise OperatorError(403, text)
     # Another site's page may run in the browser of somebody who can reach this router.
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise OperatorError(403, "requests from other sites are not allowed")

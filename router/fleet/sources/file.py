@@ -109,7 +109,8 @@ def parse_entry(content: object) -> EngineSpec:
 
 def address_of(url: str) -> Address:
     """Return the address in a URL of only scheme, host and port. Raises ValueError."""
-    wrong = ValueError(f"url: {_one_line(repr(url))} is not of the form http://host:8100")
+    shown = "it contains an @, so it" if "@" in url else _one_line(repr(url))
+    wrong = ValueError(f"url: {shown} is not of the form http://host:8100")
     try:
         parts = urlsplit(url)
         default = DEFAULT_PORTS.get(parts.scheme, 0)

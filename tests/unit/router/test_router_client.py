@@ -110,3 +110,12 @@ def test_an_answer_to_the_load_in_drops_has_failed_in_time(
         arguments = [url, "--model", "m", "--requests", "1", "--timeout", str(PATIENCE), "--json"]
         assert bench.main(arguments) == 1
     assert '"failed": 1' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("url", ["http://u:pa55@127.0.0.1:1", "http://u:pa/pa55@127.0.0.1:1"])
+def test_password_in_a_url_is_not_printed(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    with contextlib.suppress(SystemExit):
+        status.main([url])
+    printed = capsys.readouterr()
+    assert "//***@127.0.0.1:1" in printed.err
+    assert "pa55" not in printed.err + printed.out

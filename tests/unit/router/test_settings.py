@@ -392,6 +392,8 @@ def test_the_command_itself_exits_with_2_and_no_traceback() -> None:
         (["--conversation-store", "reddis://:pa55@host"], "--conversation-store"),
         (["--conversation-store", "redis://:pa55@host:port"], "--conversation-store"),
         (["--conversation-store", "redis+sentinel://:pa55@host"], "master"),
+        (["--conversation-store", "redis://:pa55#pa55@host"], "%23"),
+        (["--prefill", "http://u:pa55,pa55'pa55@h:8100"], "--prefill"),
         (["--conversation-store", "redis://h", "--conversation-store-password-file", "/no"], "/no"),
         (["--conversation-store-key", "pa55"], "at least 16"),
         (["--conversation-store-key", "a pa55 of 16 bytes\npa55"], "key 2 is too short"),
@@ -416,6 +418,14 @@ def test_a_bad_conversation_setting_is_one_line_without_its_secret(
     (line,) = problems(capsys, *FLAGS, "--port", "0", *arguments)
     assert complaint in line
     assert "pa55" not in line
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefiller_hosts", "cors_origins"])
+@pytest.mark.parametrize("text", ["user:pa55@h:8100", "u:pa55,pa55 pa55@h:8100", "u:pa55'55@h/v1"])
+def test_password_in_an_address_is_not_shown(name: str, text: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        load(ENGINES | {name: f"http://{text}"})
+    assert "pa55" not in str(raised.value)
 
 
 def test_a_password_comes_from_a_flag_a_variable_or_a_file_but_not_from_two(

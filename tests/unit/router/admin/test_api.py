@@ -73,7 +73,7 @@ async def administered(
         tidying = asyncio.create_task(control.run())
         app = application(control)
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://admin"
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
         ) as api:
             await eventually(
                 lambda: all(e.health is Health.HEALTHY for e in router.gateway.fleet.engines)

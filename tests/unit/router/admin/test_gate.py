@@ -26,7 +26,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 def client(token: str | None = TOKEN) -> httpx.AsyncClient:
     gate = AdminGate(echo, lambda: token)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,27 @@ async def test_without_a_token_pages_in_browsers_stay_out() -> None:
         assert (await asking.post("/", content="x")).text == "x"
         answer = await asking.post("/", headers={"origin": "http://localhost:8002"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, 403)
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "status"),
+    [
+        ("localhost:8002", None, 200),
+        ("127.0.0.1", None, 200),
+        ("[::1]:8002", None, 200),
+        ("rebound.page:8002", None, 403),
+        ("10.0.0.1:8002", None, 403),
+        ("localhost.page", None, 403),
+        ("", None, 403),
+        ("router.example", TOKEN, 200),
+    ],
+)
+async def test_without_a_token_no_rebound_name_reads_the_admin_api(
+    host: str, token: str | None, status: int
+) -> None:
+    headers = {"host": host} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    async with client(token) as asking:
+        assert (await asking.get("/", headers=headers)).status_code == status
 
 
 def admin_client() -> httpx.AsyncClient:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from router.common.redis_backend import create_redis_clients
 from router.conversations.store import StoreError
 from tests.redis_server import (
     PASSWORD,
@@ -109,6 +110,28 @@ async def test_a_cluster_that_comes_back_is_used_again() -> None:
         await store.put("key", b"other", 100)
         assert await store.take("key") == b"other"
     await store.close()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss+cluster", "redis+sentinel"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        ":pa55#pa55@host/main",
+        "user:pa55/pa55@host/main",
+        ":pa55?pa55=x@host/main",
+        ":pa55@pa55/pa55@host/main",
+        ":6379/pa55@host/main",
+        ":pa[pa55]55@host/main",
+        ":pa55\u2100@host/main",
+        ":pa55/main",
+        "user:pa55@host:pa55/main",
+        "user:pa55@[::1/main",
+    ],
+)
+def test_no_part_of_a_password_is_in_the_error_of_a_url(scheme: str, rest: str) -> None:
+    with pytest.raises(ValueError, match=r"write|number|host") as raised:
+        create_redis_clients(f"{scheme}://{rest}", None)
+    assert "pa55" not in str(raised.value)
 
 
 @pytest.mark.parametrize("by", ["url", "setting"])

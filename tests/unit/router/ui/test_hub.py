@@ -199,6 +199,18 @@ async def test_other_sites_are_not_let_in(start_router: StartRouter) -> None:
     assert (await router.client.get("/ui/events", headers=headers)).status_code == 403
 
 
+@pytest.mark.parametrize("path", ["/ui/events", "/ui/requests/x"])
+async def test_rebound_name_reads_nothing_of_the_dashboard(
+    start_router: StartRouter, path: str
+) -> None:
+    router = await start_router(ui=True)
+    answer = await router.client.get(path, headers={"host": "rebound.page:8000"})
+    assert answer.status_code == 403
+    for open_path in ("/ui/", "/health", "/ready", "/metrics"):
+        answer = await router.client.get(open_path, headers={"host": "router.example"})
+        assert answer.status_code == 200
+
+
 async def test_so_many_may_look_and_no_more(start_router: StartRouter) -> None:
     router = await start_router(ui=True)
     async with contextlib.AsyncExitStack() as stack:
@@ -221,7 +233,7 @@ async def test_who_does_not_read_is_cut_off(
     router = await start_router(ui=True)
     hub = hub_of(router)
     async with router.socket() as client:
-        await client.send(b"GET /ui/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        await client.send(b"GET /ui/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await eventually(lambda: hub.num_viewers == 1)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         big = hub_module.encode_event("change", {"x": "y" * 1_000_000})
