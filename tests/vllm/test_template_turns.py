@@ -2,7 +2,11 @@
 vLLM alone, streamed or whole, and the KV of equal tokens is reused."""
 
 import json
+import logging
+import random
+import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,12 +17,14 @@ from tests.moving_templates import TEMPLATES
 from tests.vllm.releases import BUILD, RELEASES, of_next
 from tests.vllm.servers import STOCK, UNCACHED, Fleet, Kind
 
+logger = logging.getLogger(__name__)
 TRUSTS = ("--trust-request-chat-template",)
 PLAIN = {"VLLM_PLUGINS": "none"}
 """Our plugin would add kv_transfer_params to the streams of 0.32."""
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 QUESTION = "What does a prefill engine do, and why? " * 6
+PROMPT_TOKENS = "disagg_router_model_prompt_tokens_total"
 OFFERED = "disagg_router_conversation_tokens_offered_total"
 
 
@@ -81,3 +87,46 @@ def test_turns_are_those_of_one_vllm_whatever_a_template_moves(
     else:
         assert reused > 0, router.metrics()
     assert turns(router, "failed") == 0
+
+
+@pytest.mark.nightly
+def test_two_hundred_edited_conversations_are_those_of_one_vllm(
+    router: Server, three: list[Server]
+) -> None:
+    """Over all templates. The log has the share of the prompts' tokens that was reused, and what a
+    turn that reuses KV costs (`--log-cli-level INFO`)."""
+    rng, alone = random.Random(200), three[2]
+    seconds, wrong = [], []
+    for number in range(200):
+        name = rng.choice([name for name in TEMPLATES if name != "date"])
+        fields: dict[str, Any] = {"chat_template": TEMPLATES[name], "max_tokens": 16}
+        if name == "tools move":
+            fields |= {"tools": [TOOL], "tool_choice": "none"}
+        messages: list[Any] = [{"role": "user", "content": f"{number}. {QUESTION}"}]
+        for turn in range(3):
+            began = time.perf_counter()
+            answer = ask(router, messages, False, **fields, conversation_id=f"chat {number}")
+            if turn:
+                seconds.append(time.perf_counter() - began)
+            right = ask(alone, messages, False, **fields)
+            if answer != right:
+                wrong.append((number, name, turn))
+            messages.append(answer)
+            if rng.random() < 0.3:
+                messages[-1] = {**answer, "tool_calls": [CALL]}
+                messages.append({"role": "tool", "tool_call_id": "c1", "content": "found"})
+            else:
+                messages.append({"role": "user", "content": "And a decode engine? " * 3})
+            if rng.random() < 0.2:
+                edited = rng.randrange(len(messages))
+                messages[edited] = {**messages[edited], "content": "Another text. " * 5}
+    metrics = router.metrics()
+    prompts = sum(value for name, value in metrics.items() if name.startswith(PROMPT_TOKENS))
+    logger.info(
+        "%.3f of %d prompt tokens offered, median turn %.1f ms",
+        metrics.get(OFFERED, 0) / prompts,
+        prompts,
+        1000 * median(seconds),
+    )
+    assert wrong == []
+    assert metrics.get(OFFERED, 0) > 0
