@@ -96,6 +96,9 @@ class Snapshot:
     """By model, the longest context of its decode engines in tokens, if all have reported it."""
     adapters: frozenset[str] = frozenset()
     """Models that are LoRA adapters."""
+    ambiguous_adapters: frozenset[str] = frozenset()
+    """Names that adapters of several base models have. Only the engines of one base model serve
+    each, because the KV of the others is that of another model."""
     default_model: str | None = None
     """The name of the only model that engines serve beside adapters; empty if there are several,
     and None if the models of no engine are known."""
@@ -609,12 +612,19 @@ def build_snapshot(
     for engine in usable:
         for model in engine.models or ():
             serving.setdefault(model, []).append(engine)
+    adapters = frozenset().union(*[engine.adapters for engine in usable])
+    ambiguous: set[str] = set()
+    for name in adapters:
+        if len(same := _of_one_base(serving[name])) < len(serving[name]):
+            serving[name] = same
+            ambiguous.add(name)
     return Snapshot(
         {model: _pools(named, tuples, weights, free) for model, named in serving.items()},
         _pools(usable, tuples, weights, free),
         _pools(unknown, tuples, weights, free),
         _context_lengths(serving),
-        frozenset().union(*[engine.adapters for engine in usable]),
+        adapters,
+        frozenset(ambiguous),
         _default_model(engines),
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
         tuples.get(
@@ -624,6 +634,12 @@ def build_snapshot(
             for place in engine.ranks or (engine,)
         ),
     )
+
+
+def _of_one_base(engines: list[Engine]) -> list[Engine]:
+    """Return the engines of the base model with the first name, and those with unknown ones."""
+    first = min((one.base_models for one in engines if one.base_models), default=())
+    return [one for one in engines if not one.base_models or {*one.base_models} & {*first}]
 
 
 def _default_model(engines: Iterable[Engine]) -> str | None:

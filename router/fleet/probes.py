@@ -249,6 +249,8 @@ class Prober:
             with contextlib.suppress(UpstreamError):
                 await self.fetch_identity(engine)
                 probe.identity_at = now()
+        if engine.models is not None and probe.models_at == -math.inf:
+            probe.models_at = now()  # `probe` has just read them
         if engine.is_unread or now() - probe.models_at > REFETCH_AFTER_S:
             self._read_models(engine)
 

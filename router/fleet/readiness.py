@@ -42,6 +42,9 @@ def assess_readiness(fleet: Fleet, decodes_alone: bool, longest_alone: int) -> R
     shown = dict(list(found.items())[:MAX_LISTED])
     if more := len(found) - len(shown):
         shown["others"] = f"{more} more engines that exchange no KV"
+    if ambiguous := fleet.snapshot.ambiguous_adapters:
+        names = _listed(sorted(ambiguous), lambda name: name[: MAX_REASON // MAX_NAMED], ", ")
+        shown["adapters"] = f"of several base models, of which one is served: {names}"
     if not any(_is_served(pool, decodes_alone) for pool in _pools_of_models(fleet)):
         why = "no decode engine has a prefill engine for its model, and none may answer alone"
         return Readiness(blocking={"pairs": why, **shown})

@@ -17,7 +17,7 @@ from time import monotonic as now
 from typing import NamedTuple, TypeVar
 
 from router.auth.api_keys import ApiKey
-from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health, Intent
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.exchange import BodySource, Header
@@ -66,7 +66,7 @@ class EngineLife(NamedTuple):
     @property
     def is_current(self) -> bool:
         engine = self.engine
-        is_up = engine.health is Health.HEALTHY and engine.intent is Intent.SERVING
+        is_up = engine.health is Health.HEALTHY and engine.is_usable
         return is_up and self == _life_of(engine)
 
 

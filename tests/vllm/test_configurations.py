@@ -1,4 +1,4 @@
-"""Two vLLM engines of one model with different --hf-overrides: no KV moves between them."""
+"""Two vLLM engines of one model, one with other --hf-overrides: no KV moves between them."""
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of

@@ -178,6 +178,9 @@ FAULTS: dict[str, Fault] = {
     "broken_answer": scripted(raw(b"no http at all\r\n\r\n")),
     "status_5xx": scripted(answering(500, {"error": {"message": "CUDA died"}})),
     "overloaded": scripted(answering(503, {"error": {"message": "busy"}}, retry_after="5")),
+    "unserved_model": scripted(
+        answering(404, {"error": {"message": "The model `m` does not exist.", "param": "model"}})
+    ),
     "answer_too_large": scripted(too_large),
 }
 LIMITS = {

@@ -132,7 +132,7 @@ async def test_form_without_a_model_is_for_the_only_one(
     await eventually(lambda: router.gateway.fleet.snapshot.default_model == "a")
     two[1].usual = two[3].usual = transcribes
     await router.client.post(FORM, data=given, files=files)
-    (request,) = [*two[1].requests, *two[3].requests]
+    (request,) = [r for mock in two for r in mock.requests if r.path == FORM]
     assert (b'name="model"\r\n\r\na\r\n' in request.body) is bool("model" in given)
 
 
@@ -277,6 +277,18 @@ async def test_turn_of_another_model_reads_nothing_and_goes_to_its_own_engines(
     if has_lists:
         rejected = [r.json["model"] for r in two[1].requests if "messages" in r.json]
         assert rejected == ["a", "a"]
+
+
+async def test_adapters_of_one_name_for_two_models_are_not_mixed(
+    start_router: StartRouter, two: list[MockEngine]
+) -> None:
+    for mock in two:
+        mock.adapters = ["sql"]
+    router = await start(start_router, two)
+    for _ in range(6):
+        assert (await router.complete(model="sql")).status_code == 200
+    assert [len(mock.requests) for mock in two] == [6, 6, 0, 0]
+    assert "sql" in (await router.client.get("/ready")).json()["reasons"]["adapters"]
 
 
 async def test_hedged_legs_are_for_the_requested_model(

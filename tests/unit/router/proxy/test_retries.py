@@ -44,8 +44,18 @@ from tests.unit.router.test_stalled_clients import endless
 
 NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
 OUR_OWN = {"local", "answer_too_large", "reader_stalled"}
-UNPROVEN = {"connect", "dns", "engine_lost", "overloaded", "stale", "preempted", "kv_load"}
-FREE = NOTHING_SENT | {"stale", "preempted"}
+NOTHING_DONE = NOTHING_SENT | {"unserved_model"}
+UNPROVEN = {
+    "connect",
+    "dns",
+    "engine_lost",
+    "overloaded",
+    "stale",
+    "preempted",
+    "kv_load",
+    "unserved_model",
+}
+FREE = NOTHING_DONE | {"stale", "preempted"}
 # What a client is told when there is nobody else to ask.
 TOLD = {"local": 503, "answer_too_large": 502}
 
@@ -83,7 +93,7 @@ def test_retry_before_the_first_byte_depends_on_what_may_have_been_read(kind: st
     prefill, decode = (decide(kind, leg, Situation()) for leg in LEGS)
     if kind in OUR_OWN:
         assert (prefill.next, decode.next) == (Next.GIVE_UP, Next.GIVE_UP)
-    elif kind in NOTHING_SENT:
+    elif kind in NOTHING_DONE:
         assert (prefill.next, decode.next) == (Next.ELSEWHERE, Next.ELSEWHERE)
     else:
         assert prefill.next is (Next.AGAIN if kind == "stale" else Next.ELSEWHERE)
