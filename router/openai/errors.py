@@ -257,6 +257,14 @@ class UnservedModelError(EngineError):
         self.rejected = rejected
 
 
+class NoKvOfferedError(EngineError):
+    """A prefill engine keeps no KV of a prompt, and no decode engine may compute the prompt."""
+
+    shape = ErrorShape(503, "ServiceUnavailableError")
+    kind = "no_kv"
+    phrase = "offered no KV"
+
+
 class LoadFailedError(EngineError):
     """`is_of_pair` is True if this decode engine cannot load KV blocks from this prefill engine,
     whatever the prompt."""

@@ -190,18 +190,22 @@ class PrefillAnswer:
         """The name of the model that has answered."""
         return (parse_object(self.raw) or {}).get("model")
 
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason of the only choice, None if there is no such choice."""
+        try:
+            (choice,) = _decode_choices(self._choices)
+        except (msgspec.DecodeError, ValueError):  # not exactly one choice
+            return None
+        return choice.finish_reason
+
     def prepare_hand_over(self) -> str:
         """Prepare the hand-over of the token that the engine has sampled.
 
         The token becomes the first one of the answer, or the whole answer (`is_whole_answer`).
         Return the metric label of the outcome.
         """
-        params, finish = self.params, None
-        try:
-            (choice,) = _decode_choices(self._choices)
-            finish = choice.finish_reason
-        except (msgspec.DecodeError, ValueError):  # not exactly one choice
-            pass
+        params, finish = self.params, self.finish_reason
         if params is None or not params.has_generated_tokens:
             return "no_token"
         if finish not in ("stop", "length") or not params.has_one_token:

@@ -27,6 +27,7 @@ from router.openai.errors import (
     EngineRejectedError,
     EngineUnavailableError,
     LoadFailedError,
+    NoKvOfferedError,
     UnservedModelError,
 )
 from router.openai.request_fields import restate_prompt_limit
@@ -56,7 +57,7 @@ from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, SEVERAL_ANSWERS, Body
 from router.proxy.retry import LegError
-from router.proxy.run import Run
+from router.proxy.run import Run, may_prefill_on_decoder
 from router.proxy.side_requests import probe_threshold
 from router.routing.local_prefill import QueuedPrefill
 from router.telemetry.record import Record, TracedLeg
@@ -204,6 +205,8 @@ async def _prefill_leg(
         prefilled = PrefillAnswer(raw)
         if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
+        if prefilled.params is None:
+            _note_no_params(run, engine, prefilled, is_push=push is not None)
         record.prefill_done, record.prefill_usage = now(), prefilled.usage
         if slot is not None:
             slot.release_prefiller()
@@ -221,9 +224,7 @@ async def _prefill_leg(
             if params is not None:
                 loan.read(params.raw)
             loan.end(prompt, None, cached)
-        if params is None:
-            _note_no_params(run, engine)
-        else:
+        if params is not None:
             # The params are decoded only until the engine is known to send prefix hashes.
             capabilities.verifies_prefix = prefilled.mentions_prefix_hashes and (
                 capabilities.verifies_prefix or params.has_prefix_hashes
@@ -456,10 +457,18 @@ def _note_success(run: Run, engine: Engine) -> None:
         run.gateway.fleet.note_recovered(engine)
 
 
-def _note_no_params(run: Run, engine: Engine) -> None:
-    """Record that a prefill engine holds no KV for the decode engine."""
+def _note_no_params(run: Run, engine: Engine, answer: PrefillAnswer, is_push: bool) -> None:
+    """Record that a prefill engine holds no KV for the decode engine. Raises NoKvOfferedError if no
+    decode engine may prefill the prompt.
+
+    Engines keep no KV of an answer that ends with its first token. In a push they have written it.
+    """
     run.gateway.metrics.prefill_without_params.inc()
     run.request.record.without_transfer = f"{engine.name} offered no KV"
+    is_over = is_push or answer.finish_reason == "stop"
+    if not is_over and run.resume.continued is None and not may_prefill_on_decoder(run):
+        _note_success(run, engine)
+        raise NoKvOfferedError("the prefill engine answered without kv_transfer_params")
     run.gateway.throttle.warn(
         "a prefill engine answered without kv_transfer_params, so the decode engine prefills again",
         engine.name,

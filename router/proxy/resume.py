@@ -189,8 +189,8 @@ class ResumeState(Struct, eq=False):
         if role is PREFILL and self.continued is not None:
             return True
         buffer = self.buffer
-        # Every engine would reject it again, and the buffer has the tokens of an unreadable
-        # event, which the client did not get.
+        # Every engine would reject the request again. Of an unreadable event, the buffer has tokens
+        # that the client has not.
         if buffer is None or isinstance(error, RejectedMidStreamError | UnreadableEventError):
             return False
         if isinstance(error, PreemptedError):

@@ -314,7 +314,7 @@ def lacks_pair(run: Run) -> bool:
     """
     if not isinstance(run.failure, LoadFailedError):
         return False
-    if len(run.cannot_load) < MAX_FAILED_LOADS or not _may_prefill_on_decoder(run):
+    if len(run.cannot_load) < MAX_FAILED_LOADS or not may_prefill_on_decoder(run):
         decoders = _usable(run, DECODE)
         if any(_can_pair(run, p, d) for p in _usable(run, PREFILL) for d in decoders):
             return False
@@ -333,6 +333,13 @@ def require_short_prompt(run: Run) -> None:
     if run.request.prompt_tokens > limits.without_prefiller_tokens:
         addition = ", and the prompt is too long for a decode engine alone"
         raise run.failure or routes.lack_of(PREFILL, model, addition)
+
+
+def may_prefill_on_decoder(run: Run) -> bool:
+    """Return True if a decode engine may compute this prompt for lack of a prefill engine."""
+    limits = run.gateway.limits
+    most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
+    return run.request.prompt_tokens <= most
 
 
 # Why a request that could have had a prefill engine has none, by the reason's metric label. Other
@@ -358,12 +365,6 @@ def describe_reason(run: Run, reason: str) -> str:
     reasons = fleet.compare().reasons
     known = (reasons[one.name] for one in run.route.decoders if one.name in reasons)
     return next(known, "") or describe_lack(fleet, run.request.model, PREFILL, names_models=True)
-
-
-def _may_prefill_on_decoder(run: Run) -> bool:
-    limits = run.gateway.limits
-    most = 0 if limits.without_prefiller == "refuse" else limits.without_prefiller_tokens
-    return run.request.prompt_tokens <= most
 
 
 def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None) -> Engine | None:

@@ -25,10 +25,12 @@ from tests.unit.router.mock_engine import (
     chunk,
     event,
     is_release,
+    running_engine,
     usual_decode,
+    usual_prefill,
 )
 
-WHOLE = b'{"choices":[{}]}'
+WHOLE = b'{"choices":[{}],"kv_transfer_params":{"a":1}}'
 FRAMED = b"content-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)
 
 
@@ -210,12 +212,53 @@ async def test_a_rejection_is_seen_by_its_stop_reason_as_well(
 
 @pytest.mark.parametrize("absent", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
 async def test_without_params_the_decoder_prefills_itself_and_a_counter_says_so(
-    router: Router, p: MockEngine, d: MockEngine, absent: dict[str, object]
+    start_router: StartRouter, p: MockEngine, d: MockEngine, absent: dict[str, object]
 ) -> None:
+    router = await start_router(without_prefiller="decode")
     p.scripts = [answering(200, USUAL | absent)]
     assert (await router.complete()).status_code == 200
     assert "kv_transfer_params" not in d.last.json
     assert router.metric("prefill_without_params_total") == 1
+
+
+@pytest.mark.parametrize(
+    "strict",
+    [{"without_prefiller": "refuse"}, {"without_prefiller": "decode",
+                                       "without_prefiller_tokens": 1}],
+)  # fmt: skip
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"conversation_id": "c"}])
+async def test_prefill_engine_without_kv_is_an_error_where_no_decoder_may_prefill(
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    strict: dict[str, object],
+    fields: dict[str, object],
+) -> None:
+    prompt = "a prompt of more than one token"
+    async with running_engine(usual_prefill) as other:
+        router = await start_router(ps=[p, other], **strict)
+        p.usual = answering(200, USUAL)
+        for _ in range(2):
+            assert (await router.complete(prompt=prompt, **fields)).status_code == 200
+        assert len([leg for leg in d.requests if not is_release(leg)]) == 2
+        assert all("kv_transfer_params" in leg.json for leg in d.requests)
+        other.usual, sent = answering(200, USUAL), len(d.requests)
+        answer = await router.complete(prompt=prompt, **fields)
+        assert answer.status_code == 503
+        assert "kv_transfer_params" in answer.json()["error"]["message"]
+        assert len(d.requests) == sent
+        assert router.metric("upstream_errors_total", role="prefill", kind="no_kv") == 3
+        assert router.metric("prefill_without_params_total") == 3
+        assert router.engine(p).breaker.failures == 0
+
+
+async def test_prefill_engine_whose_token_ends_the_answer_may_keep_no_kv(
+    router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    choice = {"index": 0, "text": "x", "finish_reason": "stop"}
+    p.scripts = [answering(200, USUAL | {"choices": [choice]})]
+    assert (await router.complete()).status_code == 200
+    assert len(d.requests) == 1
 
 
 async def test_interim_answers_are_skipped(router: Router, engine: MockEngine) -> None:
