@@ -25,6 +25,13 @@ def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + tokens, digest_size=32).digest()
 
 
+def root_digest(seq: Request) -> bytes:
+    """Return what the chain of a request's digests begins with: empty unless it has a salt."""
+    if not seq.content_keys:
+        return b""
+    return hashlib.blake2b(repr(seq.content_keys).encode(), digest_size=32, person=b"root").digest()
+
+
 class BlockManager:
     """A block's state is the container it sits in.
 
@@ -174,6 +181,6 @@ class BlockManager:
         size = self.block_size
         while len(seq.digests) < count:
             start = len(seq.digests) * size
-            parent = seq.digests[-1] if seq.digests else b""
+            parent = seq.digests[-1] if seq.digests else root_digest(seq)
             seq.digests.append(chain_digest(parent, seq.token_ids[start : start + size]))
         return seq.digests[:count]

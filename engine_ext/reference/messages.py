@@ -40,6 +40,8 @@ class GenerateRequest:
     kv_transfer_params: dict[str, Any] | None = None
     cache_hit_threshold: float | None = None
     """Share of its tokens whose KV must be at hand, 0 to 1. None: the engine's default."""
+    cache_salt: str | None = None
+    """Only requests with an equal salt share KV."""
 
 
 @dataclass(frozen=True, slots=True)

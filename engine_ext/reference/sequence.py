@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.common.prefix_hashes import Keys
+from engine_ext.common.prefix_hashes import ContentKey, Keys
 from engine_ext.common.types import BlockIds
 from engine_ext.reference.answer import ResumedAnswer, hands_over
 from engine_ext.reference.grammar import Grammar
@@ -24,8 +24,9 @@ class Sequence:
         self.sampling: SamplingParams = request.sampling
         self.cache_hit_threshold = request.cache_hit_threshold
         self.prompt_token_ids: Seq[int] = request.prompt_token_ids
-        self.content_keys: Keys = ()
-        """This engine has neither media nor adapters nor salts."""
+        salt = request.cache_salt
+        self.content_keys: Keys = () if salt is None else (ContentKey("cache_salt", (salt,)),)
+        """This engine has neither media nor adapters."""
         self.token_ids: list[int] = list(request.prompt_token_ids)
         seed = request.sampling.seed
         self.generator = None if seed is None else torch.Generator().manual_seed(seed % 2**63)

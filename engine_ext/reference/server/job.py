@@ -142,6 +142,7 @@ def prepare(
             sampling=sampling,
             kv_transfer_params=params and {k: v for k, v in params.items() if k not in ours},
             cache_hit_threshold=request.cache_hit_threshold,
+            cache_salt=request.cache_salt,
         ),
         body=request,
         resumed=_resume(payload, request, sampling, model) if payload else None,

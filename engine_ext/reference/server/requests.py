@@ -21,6 +21,8 @@ from engine_ext.scheduler.admission import parse_threshold
 
 INT64 = 2**63
 MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 128
+FORBIDDEN_IN_SALT = frozenset("@/\\\0")
 
 _UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("continue_final_message", "echo", "include_stop_str_in_output"), False),
@@ -98,6 +100,15 @@ class ResponseFormat(BaseModel):
         return self.json_schema.body
 
 
+def _check_salt(salt: str) -> str:
+    """Raises ValueError for a salt that vLLM refuses."""
+    if not 0 < len(salt) <= MAX_SALT_CHARS or not FORBIDDEN_IN_SALT.isdisjoint(salt):
+        raise ValueError(
+            f"must have 1 to {MAX_SALT_CHARS} characters, and none of '@', '/', '\\\\' and NUL"
+        )
+    return salt
+
+
 class GenerationBody(_Body):
     """What completions and chat completions share."""
 
@@ -123,6 +134,7 @@ class GenerationBody(_Body):
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    cache_salt: Annotated[str, AfterValidator(_check_salt)] | None = None
     cache_hit_threshold: Annotated[float | None, BeforeValidator(parse_threshold)] = None
 
 

@@ -52,6 +52,7 @@ def request(
     sampling: SamplingParams | None = None,
     params: dict[str, Any] | None = None,
     threshold: float | None = None,
+    salt: str | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
@@ -59,6 +60,7 @@ def request(
         sampling=sampling or greedy(),
         kv_transfer_params=params,
         cache_hit_threshold=threshold,
+        cache_salt=salt,
     )
 
 

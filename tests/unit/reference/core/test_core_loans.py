@@ -121,6 +121,18 @@ def test_what_was_evicted_is_refused(lender: Lender) -> None:
     lender.assert_empty()
 
 
+def test_blocks_are_found_and_lent_only_under_the_same_cache_salt(lender: Lender) -> None:
+    tokens = prompt(81)
+    for number, (salt, cached) in enumerate((("x", 0), ("y", 0), ("x", 80), ("y", 80))):
+        (got,) = lender.run(request(f"salted-{number}", tokens, greedy(1), salt=salt))
+        assert got.num_cached_tokens == cached
+    assert not lender.ask(tokens).loan_id
+    (got,) = lender.run(request("plain", tokens, greedy(1)))
+    assert got.num_cached_tokens == 0
+    lender.end(lender.ask(tokens).loan_id)
+    lender.assert_empty()
+
+
 def test_only_blocks_that_a_finished_step_has_written_are_lent(lender: Lender) -> None:
     """In the middle of a prompt of three steps."""
     tokens = prompt(161)
