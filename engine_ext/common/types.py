@@ -6,7 +6,8 @@ only these records: a `StepMetadata` goes from scheduler to worker once per engi
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import and_, or_
@@ -191,7 +192,7 @@ class LoanAnswer:
 class LoanAsk:
     """Ask these engines, one after the other, to lend the longest prefix of these blocks to a
     request. The first loan of `least_tokens` tokens or more counts. It ends in exactly one
-    `LoanReport`, unless the request is named in `untracks` first."""
+    `LoanReport`, unless the request is named in a later `untracks`."""
 
     request_id: str
     holders: tuple[PeerAddress, ...]
@@ -335,9 +336,19 @@ class SaveOrder:
     block_ids: BlockIds
 
 
+class ReportCheck(NamedTuple):
+    """Asks whether the end of a load, or of kept blocks, has still to be reported. See
+    engine_ext/scheduler/report_deadlines.py."""
+
+    request_id: str
+    number: int
+    """Tells the checks of one request apart."""
+    is_load: bool
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Scheduler -> worker, once per step. Applied in the order of the fields."""
+    """Scheduler -> worker, once per step. `in_order` gives the order in which it is applied."""
 
     expects: tuple[str, ...] = ()
     """P: requests a remote will read; nothing is leased yet."""
@@ -387,25 +398,54 @@ class StepMetadata:
     failures: tuple[str, ...] = ()
     """D: requests that wait for a load that could not be ordered. Each id is returned in
     `finished_recving` and `failed_recving` exactly once."""
+    checks: tuple[ReportCheck, ...] = ()
+    """Requests whose report is overdue. Each is returned in `lost` when nothing is open that would
+    be reported."""
+    sequence: tuple[str, ...] = ()
+    """The field of each order, in the order in which the orders were decided. Empty: that of the
+    fields."""
+
+    @classmethod
+    def of(cls, decided: Iterable[tuple[str, Any]]) -> "StepMetadata":
+        """Build a step of orders and their fields, in the order in which they were decided."""
+        by_field: defaultdict[str, list[Any]] = defaultdict(list)
+        sequence = []
+        for name, order in decided:
+            by_field[name].append(order)
+            sequence.append(name)
+        orders: dict[str, Any] = {name: tuple(content) for name, content in by_field.items()}
+        return cls(**orders, sequence=tuple(sequence))
+
+    def in_order(self) -> Iterator[tuple[str, Any]]:
+        """Yield each order with its field. Orders of one request must not change places."""
+        if not self.sequence:
+            for name in ORDER_FIELDS:
+                for order in getattr(self, name):
+                    yield name, order
+            return
+        remaining = {name: iter(getattr(self, name)) for name in dict.fromkeys(self.sequence)}
+        for name in self.sequence:
+            yield name, next(remaining[name])
 
     def without_loads(self) -> "StepMetadata":
         """Return the same orders, with every load failed and every source notified."""
-        pushes = self.registrations
-        failed = [order.request_id for orders in (self.pulls, pushes) for order in orders]
-        withdrawn = [PushWithdrawal(order.request_id, order.target) for order in pushes]
-        return replace(
-            self,
-            pulls=(),
-            registrations=(),
-            withdrawals=(*self.withdrawals, *withdrawn),
-            declines=(*self.declines, *(order.source for order in self.pulls)),
-            failures=(*self.failures, *failed),
-        )
+        orders: list[tuple[str, Any]] = []
+        for name, order in self.in_order():
+            match order:
+                case PullOrder(request_id, source):
+                    orders += [("declines", source), ("failures", request_id)]
+                case PushRegistration(request_id, target):
+                    withdrawal = PushWithdrawal(request_id, target)
+                    orders += [("withdrawals", withdrawal), ("failures", request_id)]
+                case _:
+                    orders.append((name, order))
+        return StepMetadata.of(orders)
 
     def __bool__(self) -> bool:
         return self is not EMPTY_STEP and self != EMPTY_STEP
 
 
+ORDER_FIELDS = tuple(each.name for each in fields(StepMetadata) if each.name != "sequence")
 EMPTY_STEP = StepMetadata()
 
 
@@ -440,9 +480,11 @@ class TransferResults:
     loan_requests: tuple[LoanRequest, ...] = ()
     """Each is answered by a `loans` order."""
     loan_reports: tuple[LoanReport, ...] = ()
+    lost: frozenset[ReportCheck] = frozenset()
+    """The answers to `checks`. The host passes them to `SchedulerConnector.recover`."""
 
     def __bool__(self) -> bool:
-        loads = self.finished_recving or self.ready or self.returned
+        loads = self.finished_recving or self.ready or self.returned or self.lost
         loans = self.loan_requests or self.loan_reports
         return bool(self.finished_sending or loads or loans)
 
@@ -455,7 +497,14 @@ class TransferResults:
     def _combined(
         self, other: "TransferResults", combine: Callable[[Any, Any], Any]
     ) -> "TransferResults":
-        ids = ("finished_sending", "finished_recving", "failed_recving", "ready", "returned")
+        ids = (
+            "finished_sending",
+            "finished_recving",
+            "failed_recving",
+            "ready",
+            "returned",
+            "lost",
+        )
         return TransferResults(
             **{name: combine(getattr(self, name), getattr(other, name)) for name in ids},
             problems={**other.problems, **self.problems},

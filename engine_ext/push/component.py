@@ -56,6 +56,7 @@ class Push:
         self.end_inquiry = self._inquiries.end
         self.clock_reported = self._clocks.reported
         self.uses = self._writes.uses
+        self.loads = self._registrations.loads
 
     @property
     def orders(self) -> Mapping[str, Callable[[Any, float], object]]:

@@ -433,12 +433,14 @@ class PushMatcher:
 
     def _ended(self, writing: ActiveWrite) -> None:
         registered = writing.registered
-        if writing.problem is None:
-            self._replies.written(registered)
-        else:
-            landing = 0.0 if writing.in_flight is None else self._config.landing_seconds
-            self._replies.refuse(registered, writing.problem, landing)
-        self._release(writing)
+        try:
+            if writing.problem is None:
+                self._replies.written(registered)
+            else:
+                landing = 0.0 if writing.in_flight is None else self._config.landing_seconds
+                self._replies.refuse(registered, writing.problem, landing)
+        finally:
+            self._release(writing)
 
     def _release(self, writing: ActiveWrite) -> None:
         """Stop keeping P's blocks for this write. A second call changes nothing."""

@@ -121,6 +121,9 @@ class OutgoingInquiries:
             except (PeerError, AgentError) as error:
                 logger.warning("request %s: the inquiry did not reach P: %s", request_id, error)
                 is_open = False
+            except Exception:
+                logger.exception("request %s", request_id)
+                is_open = False
             if not is_open:
                 self.end(request_id)
 

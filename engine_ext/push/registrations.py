@@ -223,6 +223,11 @@ class Registrations:
     def touches(self, request_id: str) -> bool:
         return request_id in self._waiting
 
+    def loads(self, request_id: str) -> bool:
+        """Its end is reported later."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and not waiting.is_reported
+
     def register(self, registration: PushRegistration, now: float) -> None:
         deadline = now + self._config.push_deadline
         waiting = PendingRegistration(registration, next(self._context.sequence), deadline)
@@ -348,7 +353,10 @@ class Registrations:
                 self._fail(waiting, repr(error), now)
         unsent, self._unsent = self._unsent, []
         for withdrawal in unsent:
-            self._send_withdrawal(withdrawal, now)
+            try:
+                self._send_withdrawal(withdrawal, now)
+            except Exception:
+                logger.exception("request %s: P was not notified", withdrawal.request_id)
 
     def _advance(self, waiting: PendingRegistration, now: float) -> None:
         if waiting.state is RegistrationState.WITHDRAWING:

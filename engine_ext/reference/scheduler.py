@@ -199,6 +199,7 @@ class Scheduler:
 
     def update_transfers(self, results: TransferResults) -> list[Sequence]:
         """Returns the sequences that a failed load ended."""
+        results = self._ask(self._connector.recover, results, default=results)
         undelivered, self._undelivered = self._undelivered, NO_RESULTS
         try:
             results &= self._connector.update_connector_output(undelivered | results)

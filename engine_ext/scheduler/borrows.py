@@ -8,7 +8,8 @@
     NAMED      the request has `holders`, and the host has not looked at it yet
     FOLLOWING  another request is borrowing the blocks that this one lacks
     ASKED      the worker half asks the holders (engine_ext/worker/loan_asks.py) and reports once.
-               Until then the host passes the request over
+               Until then, and for `loan_timeout` and LATE_SECONDS at most, the host passes the
+               request over
     OFFERED    the loan is a load of `Loads`, like a retained turn. The worker half renews its lease
     READING    as any load
 
@@ -17,7 +18,8 @@ lacks, and a request in a long queue pins no blocks of another engine. It asks o
 
 A request that follows another one looks again when that one has loaded or computes, because the
 host's own cache may hold the prefix then. It follows once, so that refusals do not add up, and
-again only if the other request's client has disconnected.
+again only if the other request's client has disconnected. It asks by itself if the other one takes
+too long.
 
 Nothing is borrowed for a request that loads KV from elsewhere, nor into a cache whose blocks depend
 on more than the tokens before them (windows, states, draft layers). The tensor ranks of an engine
@@ -25,6 +27,7 @@ would each have to ask, so there may be only one.
 """
 
 import enum
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,8 +50,12 @@ from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
 from engine_ext.wire.notifications import MAX_KEYS
 
+logger = logging.getLogger(__name__)
+
 OFFER_SECONDS = 2.0
 """How long a loan waits for blocks of this engine before it is given back."""
+LATE_SECONDS = 5.0
+"""How long after `loan_timeout` a request waits for the worker half's report."""
 
 
 class PromptKeys(Protocol):
@@ -80,6 +87,8 @@ class BorrowState(enum.Enum):
     OVER = "over"
 
 
+TIMED = (BorrowState.ASKED, BorrowState.OFFERED)
+"""The states with a deadline."""
 OPEN = (BorrowState.ASKED, BorrowState.OFFERED, BorrowState.READING)
 """The states of a request that another one may follow."""
 
@@ -95,8 +104,9 @@ class Borrow:
     keys: tuple[bytes, ...] = ()
     needed: bytes = b""
     """The key of the last block that a loan must have to be worth it."""
-    give_back_at: float = 0.0
-    """The time at which an offered loan is given back, if there are no blocks until then."""
+    deadline: float = 0.0
+    """The time at which the request waits no longer for the other one or for the report of its own
+    loan, and at which an offered loan is given back."""
     num_tokens: int | None = None
     """The tokens that are being loaded, or were loaded: 0 if the loan has failed, None if the
     holders do not hold the prefix or none was asked."""
@@ -122,9 +132,14 @@ class Borrows:
         self._least = max(1, config.recompute_threshold)
         self._block_size = block_size
         self._clock = clock
+        self._longest_ask = config.loan_timeout + LATE_SECONDS
+        # The other request asks, waits for blocks, connects, reads, and awaits an answer.
+        reading = OFFER_SECONDS + 3 * config.prefill_load_timeout
+        self._longest_follow = self._longest_ask + reading
         self._prompt_keys: PromptKeys | None = None
         self._borrows: dict[str, Borrow] = {}
-        self._num_offered = 0
+        self._num_timed = 0
+        """Requests with a deadline."""
 
     def borrow_with(self, keys: PromptKeys) -> None:
         self._prompt_keys = keys
@@ -140,7 +155,7 @@ class Borrows:
         borrow = self._borrows.get(request.request_id)
         if borrow is None:
             return False
-        if borrow.state is BorrowState.FOLLOWING and not self._is_open(borrow.follows):
+        if borrow.state is BorrowState.FOLLOWING and self._follows_no_longer(borrow):
             borrow.state = BorrowState.NAMED
         if borrow.state is BorrowState.NAMED:
             borrow.state = self._look(request, borrow, num_computed_tokens)
@@ -161,10 +176,13 @@ class Borrows:
         if borrow.follows not in self._borrows:
             borrow.follows = self._leader(borrow.needed)
             if borrow.follows:
+                borrow.deadline = self._clock() + self._longest_follow
                 return BorrowState.FOLLOWING
         scheme = self._prompt_keys.scheme
         ask = LoanAsk(request.request_id, holders, scheme, borrow.keys, least)
         self._orders.asks.append(ask)
+        self._num_timed += 1
+        borrow.deadline = self._clock() + self._longest_ask
         return BorrowState.ASKED
 
     def _leader(self, needed: bytes) -> str:
@@ -174,9 +192,10 @@ class Borrows:
                 return name
         return ""
 
-    def _is_open(self, request_id: str) -> bool:
-        borrow = self._borrows.get(request_id)
-        return borrow is not None and borrow.state in OPEN
+    def _follows_no_longer(self, borrow: Borrow) -> bool:
+        other = self._borrows.get(borrow.follows)
+        is_over = other is None or other.state not in OPEN
+        return is_over or borrow.deadline <= self._clock()
 
     def _answered(self, report: LoanReport) -> None:
         """Offer the loan to the request. If the request has ended, or is another one under the same
@@ -185,6 +204,7 @@ class Borrows:
         is_asked = borrow is not None and borrow.state is BorrowState.ASKED
         if borrow is None or not is_asked or not self._fits(borrow, report):
             if borrow is not None and is_asked:
+                self._num_timed -= 1
                 borrow.state = BorrowState.OVER
                 borrow.num_tokens = None if report.is_refused else 0
             if report.source is not None:
@@ -195,9 +215,8 @@ class Borrows:
         borrow.lender = next((one.index for one in borrow.holders if one.address == address), 0)
         num_tokens = report.source.num_tokens or 0
         self._loads.offer(report.request_id, report.source, TransferRole.PREFILL, num_tokens, True)
-        borrow.state, borrow.give_back_at = BorrowState.OFFERED, self._clock() + OFFER_SECONDS
+        borrow.state, borrow.deadline = BorrowState.OFFERED, self._clock() + OFFER_SECONDS
         borrow.num_tokens = 0
-        self._num_offered += 1
 
     def _fits(self, borrow: Borrow, report: LoanReport) -> bool:
         """Return True if there is a loan, and it is for the tokens of this request."""
@@ -214,7 +233,7 @@ class Borrows:
         """Note that the request has blocks, and that so many tokens are loaded into them."""
         borrow = self._borrows.get(request_id)
         if borrow is not None and borrow.state is BorrowState.OFFERED:
-            self._num_offered -= 1
+            self._num_timed -= 1
             borrow.num_tokens = num_tokens
             borrow.state = BorrowState.READING if num_tokens > 0 else BorrowState.OVER
 
@@ -230,14 +249,20 @@ class Borrows:
             self._answered(report)
 
     def step(self) -> None:
-        """Give back the loans that have waited for blocks too long."""
-        if not self._num_offered:
+        """Give back the loans that have waited for blocks too long, and give up those whose report
+        has not come."""
+        if not self._num_timed:
             return
         now = self._clock()
         for request_id, borrow in self._borrows.items():
-            if borrow.state is BorrowState.OFFERED and borrow.give_back_at <= now:
+            if borrow.state in TIMED and borrow.deadline <= now:
+                is_offered = borrow.state is BorrowState.OFFERED
                 self._end(request_id, borrow)
-                self._loads.drop(request_id)
+                if is_offered:
+                    self._loads.drop(request_id)
+                else:
+                    borrow.num_tokens = 0
+                    logger.warning("request %s: no report about its loan", request_id)
 
     def drop(self, request_id: str) -> None:
         """Give up the loan, unless it is being read: the caller drops the load."""
@@ -261,5 +286,5 @@ class Borrows:
     def _end(self, request_id: str, borrow: Borrow) -> None:
         if borrow.state is BorrowState.ASKED:
             self._orders.untracks.append(request_id)
-        self._num_offered -= borrow.state is BorrowState.OFFERED
+        self._num_timed -= borrow.state in TIMED
         borrow.state = BorrowState.OVER

@@ -19,6 +19,7 @@ cache. They compute if there is none, or if the first request ended before.
 
 import enum
 import re
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from engine_ext.common.request_names import base_id
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,
+    Clock,
     EngineRequest,
     LoadProblem,
     PeerAddress,
@@ -45,6 +47,8 @@ from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
 
+LATE_SECONDS = 5.0
+"""How long after `push_registration_timeout` a request waits for the answer to its inquiry."""
 MAX_FAMILIES = 4096
 """Families that are remembered, because a member may arrive after the first has ended."""
 
@@ -113,8 +117,8 @@ class KVLoad:
     is_ready: bool = False
     """A push that waits for P no longer: P holds the prompt, never will, or answers no
     inquiries."""
-    is_inquired: bool = False
-    """D has asked P whether it holds the prompt."""
+    inquired_until: float | None = None
+    """D has asked P whether it holds the prompt. The time until which it waits for the answer."""
     is_reclaimed: bool = False
     """D has asked P to give its blocks back."""
     is_returned: bool = False
@@ -142,8 +146,11 @@ class Loads:
         block_size: int,
         config: ConnectorConfig,
         early: EarlyBlockLimit | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._orders = orders
+        self._clock = clock
+        self._longest_inquiry = config.push_deadline + LATE_SECONDS
         self._block_size = block_size
         self._early = early or EarlyBlockLimit(block_size)
         self._recompute_threshold = config.recompute_threshold
@@ -210,11 +217,13 @@ class Loads:
         load = self._offered(request.request_id)
         if load is None or not isinstance(load.origin, PushTarget) or load.is_ready:
             return False
-        if load.is_inquired:
-            return True
+        if load.inquired_until is not None:
+            # The worker half reports every inquiry earlier, unless its report is lost.
+            load.is_ready = load.inquired_until <= self._clock()
+            return not load.is_ready
         if not (is_short or load.is_reclaimed) and self._may_be_early(load):
             return False
-        load.is_inquired = True
+        load.inquired_until = self._clock() + self._longest_inquiry
         content = digest(request.token_ids, request.content_keys or (), load.origin.num_tokens)
         self._orders.inquiries.append(PushInquiry(request.request_id, load.origin, content))
         return True
@@ -223,7 +232,7 @@ class Loads:
         """Return True while the request waits for P's answer. Until then it takes no blocks, and
         the host can skip it."""
         load = self._offered(request_id)
-        return load is not None and load.is_inquired and not load.is_ready
+        return load is not None and load.inquired_until is not None and not load.is_ready
 
     def _may_be_early(self, load: KVLoad) -> bool:
         taken = sum(self._early.of(one.num_tokens) for one in self._loads.values() if one.is_early)

@@ -36,6 +36,7 @@ from typing import Protocol
 
 from engine_ext.common.types import LOAN_PREFIX, BlockIds, LeaseGrant, LoanAnswer, LoanRequest
 from engine_ext.scheduler.orders import Orders
+from engine_ext.scheduler.report_deadlines import AwaitedReports
 
 MAX_LOANS = 64
 LOAN_SHARE = 0.125
@@ -75,9 +76,15 @@ class Loans:
     """One per engine. It writes the orders for the worker half into `orders`."""
 
     def __init__(
-        self, orders: Orders, block_size: int, num_blocks: int, checksums: bool = False
+        self,
+        orders: Orders,
+        block_size: int,
+        num_blocks: int,
+        checksums: bool,
+        awaited: AwaitedReports,
     ) -> None:
         self._orders = orders
+        self._awaited = awaited
         self._checksums = checksums
         self._block_size = block_size
         self._max_blocks = int(LOAN_SHARE * num_blocks)
@@ -174,6 +181,7 @@ class Loans:
         blocks = prefix.block_ids
         assert self._cache is not None
         self._cache.pin(loan_id, blocks)
+        self._awaited.keep(loan_id)
         self._pins = self._pins or tuple(Counter() for _ in blocks)
         for pins, group in zip(self._pins, blocks, strict=True):
             pins.update(group)

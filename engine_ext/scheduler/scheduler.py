@@ -43,6 +43,7 @@ from engine_ext.scheduler.loans import Loans, PrefixCache
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferParams, TransferRole, parse
 from engine_ext.scheduler.partial_offers import PartialOffers
+from engine_ext.scheduler.report_deadlines import AwaitedReports
 from engine_ext.scheduler.save_plan import SavePlanner
 from engine_ext.wire.errors import Rank
 from engine_ext.wire.listener import HandshakeServer
@@ -74,6 +75,7 @@ class SchedulerConnector:
         self._identity = identity
         self._unix_time = unix_time
         self._orders = Orders()
+        self._awaited = AwaitedReports(self._orders, clock)
         self._loadable = LoadableTokens(config, geometry)
         early = EarlyBlockLimit(
             geometry.block_size,
@@ -82,13 +84,13 @@ class SchedulerConnector:
             geometry.max_model_len,
             host_takes_back,
         )
-        self.loads = Loads(self._orders, geometry.block_size, config, early)
+        self.loads = Loads(self._orders, geometry.block_size, config, early, clock)
         """For a host whose scheduler takes back requests whose blocks were given back, too."""
         self._supply = HostBlockSupply(clock)
         answers = AnswerParams(identity, geometry, config.transfer_mode, unix_time)
         self._held = HeldBlocks(self._orders, answers, config, geometry)
         self._loans = Loans(
-            self._orders, geometry.block_size, geometry.num_blocks, config.checksums
+            self._orders, geometry.block_size, geometry.num_blocks, config.checksums, self._awaited
         )
         self._borrows = Borrows(
             self._orders, self.loads, self._loadable, config, geometry.block_size, clock
@@ -276,11 +278,14 @@ class SchedulerConnector:
         self._supply.admitted(request.request_id, runs=num_external_tokens <= 0)
         self._loans.room_found()
         self._borrows.allocated(request.request_id, num_external_tokens)
+        if num_external_tokens > 0:
+            self._awaited.load(request.request_id)
         self.loads.allocated(request, block_ids, num_external_tokens)
 
     def fail_load(self, request_id: str) -> None:
         """Handle an exception of `update_state_after_alloc`: the host waits for the load's report,
         and gets it."""
+        self._awaited.load(request_id)
         self.loads.fail(request_id)
 
     def _sacrifice(self) -> str | None:
@@ -373,7 +378,13 @@ class SchedulerConnector:
         if self._supply.next_step():
             self._make_room(1, Shortage.BLOCKS)
         self._borrows.step()
+        self._awaited.step()
         return self._orders.take()
+
+    def recover(self, results: TransferResults) -> TransferResults:
+        """Return the results with the reports that were lost. The host calls this first, wherever
+        it acts on results."""
+        return self._awaited.recover(results) if results.lost else results
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
         """Return the results that the host is to act on: all except loads of fenced requests, whose
@@ -388,11 +399,13 @@ class SchedulerConnector:
             self.loads.returned(request_id)
         fenced = {name for name in results.finished_recving if self.loads.is_fenced(name)}
         for request_id in results.finished_recving:
+            self._awaited.reported(request_id, is_load=True)
             failed, problem = request_id in results.failed_recving, results.problems.get(request_id)
             self.loads.reported(request_id, failed=failed, problem=problem)
             if not failed and request_id not in fenced:
                 self._supply.loaded(request_id)
         for request_id in results.finished_sending:
+            self._awaited.reported(request_id, is_load=False)
             self._held.reported(request_id)
             self._loans.reported(request_id)
             self.loads.fence_answered(request_id)
@@ -420,6 +433,12 @@ class SchedulerConnector:
         if borrowed := self._borrows.finish(request.request_id):
             params = {**(decision.kv_transfer_params or {}), **borrowed}
             decision = decision._replace(kv_transfer_params=params)
+        return self._kept(request.request_id, decision, is_fenced)
+
+    def _kept(self, request_id: str, decision: FinishDecision, is_fenced: bool) -> FinishDecision:
+        """Return the decision, and await the report that ends it."""
+        if is_fenced or decision.delay_free:
+            self._awaited.keep(request_id)
         return decision._replace(delay_free=True) if is_fenced else decision
 
     def fail_finish(self, request_id: str) -> FinishDecision:
@@ -434,7 +453,7 @@ class SchedulerConnector:
         is_fenced = self.loads.is_fenced(request_id) | self._fence_partial_offer(
             request_id, decision
         )
-        return decision._replace(delay_free=True) if is_fenced else decision
+        return self._kept(request_id, decision, is_fenced)
 
     def _fence_partial_offer(self, request_id: str, decision: FinishDecision) -> bool:
         """Fence a request whose blocks may be read by a WRITE in progress and are kept by no lease.

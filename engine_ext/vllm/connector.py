@@ -42,6 +42,7 @@ from engine_ext.common.types import (
     LoadProblem,
     LoanReport,
     LoanRequest,
+    ReportCheck,
     StepMetadata,
     TransferResults,
 )
@@ -116,7 +117,7 @@ LOADS_NOTHING = (
 
 NO_SLEEP = "DisaggConnector does not support /sleep (the KV cache would move)"
 
-READY, GIVEN_BACK = "\0ready ", "\0given back "
+READY, GIVEN_BACK, LOST = "\0ready ", "\0given back ", "\0lost "
 """Before names among what was sent: vLLM counts there until every rank has reported a name, and has
 no place for these. No request is called so; they are taken out before vLLM looks."""
 NOTHING: Matched = (0, False)
@@ -454,6 +455,25 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             output.failed_recving = {*(output.failed_recving or ()), *stale}
 
     @guarded(nothing)
+    def recover_reports(self, output: KVConnectorOutput) -> None:
+        """Put reports that were lost among the results, before vLLM acts on any."""
+        sent = output.finished_sending or set()
+        marked = {name for name in sent if name.startswith(LOST)}
+        if not marked:
+            return
+        results = TransferResults(
+            frozenset(sent - marked),
+            frozenset(output.finished_recving or ()),
+            frozenset(output.failed_recving or ()),
+            lost=frozenset(_check(name) for name in marked),
+        )
+        results = self.scheduler.recover(results)
+        output.finished_sending = set(results.finished_sending)
+        output.finished_recving = set(results.finished_recving)
+        output.failed_recving = set(results.failed_recving)
+        self._problems = _merged(self._problems, results.problems)
+
+    @guarded(nothing)
     def resume(self) -> None:
         """Keep turns again, because the engine continues."""
         self.scheduler.resume()
@@ -571,8 +591,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             self._loans |= results
         ready = {READY + name for name in results.ready}
         given_back = {GIVEN_BACK + name for name in results.returned}
+        lost = {f"{LOST}{one.number} {one.is_load:d} {one.request_id}" for one in results.lost}
         return KVConnectorTransferResults(
-            {*results.finished_sending, *ready, *given_back},
+            {*results.finished_sending, *ready, *given_back, *lost},
             set(results.finished_recving),
             set(results.failed_recving),
         )
@@ -621,6 +642,11 @@ def _merged(
 
 def _marked(mark: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.removeprefix(mark) for name in names if name.startswith(mark))
+
+
+def _check(marked: str) -> ReportCheck:
+    number, is_load, request_id = marked.removeprefix(LOST).split(" ", 2)
+    return ReportCheck(request_id, int(number), is_load == "1")
 
 
 def _metric_deltas() -> "MetricDeltas | None":

@@ -100,7 +100,14 @@ class LoanAsks:
 
     def step(self, now: float) -> None:
         for ask in list(self._pending.values()):
-            self._advance(ask, now)
+            try:
+                self._advance(ask, now)
+            except Exception:
+                # No request may wait for a programming error, its own or another's.
+                logger.exception("request %s", ask.order.request_id)
+                ask.is_refused = False
+                ask.holders.clear()
+                self._end(ask)
 
     def answered(self, sender: str, loan: Loan, now: float) -> None:
         agent, holder = self._sent.get(loan.sequence, (None, None))
@@ -172,8 +179,13 @@ class LoanAsks:
         if ask.holders and now < ask.deadline:
             self._share(ask, now)
             self._advance(ask, now)
-        elif self._pending.pop(ask.order.request_id, None) is not None:
+        else:
             ask.holders.clear()
+            self._end(ask)
+
+    def _end(self, ask: PendingAsk) -> None:
+        """Report the end of the order, without a loan, unless the request has ended first."""
+        if self._pending.pop(ask.order.request_id, None) is not None:
             report = LoanReport(ask.order.request_id, is_refused=ask.is_refused)
             self._context.results.loan_ended(report)
 

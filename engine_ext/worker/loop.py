@@ -4,7 +4,7 @@ A *source* is an engine whose blocks others read, in either role: P after a pref
 two turns. A *reader* is an engine that reads them.
 
 Step
-    `apply` carries out the orders of one engine step, in the order of `StepMetadata`'s fields.
+    `apply` carries out the orders of one engine step, in the order in which they were decided.
     `step` receives notifications, moves every protocol on without blocking, and returns how long
     the thread may sleep. Nothing else touches the agent. A fault in one part is logged and stops
     no other part: leases expire whatever a READ does.
@@ -33,7 +33,6 @@ mode has none and refuses what other engines push.
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,9 @@ from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
     LeaseCancel,
     LoanRequest,
+    PeerAddress,
     RemoteSource,
+    ReportCheck,
     StepMetadata,
     TrackOrder,
 )
@@ -167,6 +168,8 @@ class TransferLoop:
         )
         self._declines: list[RemoteSource] = []
         self._fences: set[str] = set()
+        self._checks: dict[tuple[str, bool], ReportCheck] = {}
+        """The latest check of each request's load, and of its kept blocks."""
         self._last_event = NEVER
         self._only_messages_until = NEVER
         """Before this, a step without an order only looks for notifications."""
@@ -180,6 +183,7 @@ class TransferLoop:
             self._pulls.step,
             *(() if self._push is None else self._push.steps),
             self._answer_fences,
+            self._answer_checks,
             self._send_declines,
             self._send_heartbeats,
             self._lease_service.step,
@@ -190,14 +194,16 @@ class TransferLoop:
         """An order that fails, by a fault of ours, costs no other order."""
         self._last_event = now
         self._only_messages_until = NEVER
-        for name, carry_out in self._orders:
-            for order in getattr(meta, name):
-                try:
-                    carry_out(order, now)
-                except Exception:
-                    logger.exception("order of %s: %.200r", name, order)
+        for name, order in meta.in_order():
+            carry_out = self._orders.get(name)
+            if carry_out is None:
+                continue  # It concerns push, or the engine's thread.
+            try:
+                carry_out(order, now)
+            except Exception:
+                logger.exception("order of %s: %.200r", name, order)
 
-    def _order_handlers(self) -> list[tuple[str, Callable[[Any, float], object]]]:
+    def _order_handlers(self) -> dict[str, Callable[[Any, float], object]]:
         handlers: dict[str, Callable[[Any, float], object]] = {
             "expects": self._expect,
             "expected_turns": lambda request_id, now: self._leases.expect(request_id),
@@ -212,11 +218,11 @@ class TransferLoop:
             "declines": lambda source, now: self._decline(source),
             "fences": lambda request_id, now: self._fence(request_id),
             "failures": lambda request_id, now: self._results.received(request_id, ok=False),
+            "checks": lambda check, now: self._check(check),
         }
         if self._push is not None:
             handlers.update(self._push.orders)
-        names = (field.name for field in fields(StepMetadata))
-        return [(name, handlers[name]) for name in names if name in handlers]
+        return handlers
 
     def _expect(self, request_id: str, now: float) -> None:
         self._leases.expect(request_id)
@@ -241,6 +247,9 @@ class TransferLoop:
         self._fences.add(request_id)
         self._pulls.give_up(request_id)
 
+    def _check(self, check: ReportCheck) -> None:
+        self._checks[check.request_id, check.is_load] = check
+
     def step(self, now: float) -> float:
         """Move everything on. Return the seconds after which it wants to be called again."""
         if now < self._only_messages_until and not self._receive(now):
@@ -264,7 +273,7 @@ class TransferLoop:
     @property
     def order_names(self) -> list[str]:
         """The fields of `StepMetadata` that this loop carries out."""
-        return [name for name, _ in self._orders]
+        return list(self._orders)
 
     @property
     def has_unsent(self) -> bool:
@@ -281,6 +290,7 @@ class TransferLoop:
             + sum(transfers.num_open for transfers in self._transfers)
             + len(self._declines)
             + len(self._fences)
+            + len(self._checks)
             + self._loan_asks.num_open
             + self._channels.num_delayed
         )
@@ -457,6 +467,19 @@ class TransferLoop:
             self._results.sent(request_id)
         self._fences = touched
 
+    def _answer_checks(self, now: float) -> None:
+        for key, check in list(self._checks.items()):
+            if not self._is_open(check):
+                del self._checks[key]
+                self._results.lost(check)
+
+    def _is_open(self, check: ReportCheck) -> bool:
+        """Return True if the load's end, or the end of the kept blocks, is reported later."""
+        name = check.request_id
+        if check.is_load:
+            return any(transfers.loads(name) for transfers in self._transfers)
+        return name in self._fences or self._leases.is_held(name) or self._touches(name)
+
     def _decline(self, source: RemoteSource) -> None:
         """Another engine may have our engine_id, at an address of its own."""
         identity = self._context.identity
@@ -475,17 +498,26 @@ class TransferLoop:
         for source in sources:
             if self._beats.waits_for(source.address.engine_id, source.request_id):
                 continue
-            if self._peers.notify_all(source.address, now, partial(self._send_decline, source)):
+            if self._notify(source.address, partial(self._send_decline, source), now):
                 self._beats.confirm(source.address.engine_id, source.request_id)
             else:
                 self._declines.append(source)
+
+    def _notify(self, address: PeerAddress, send: Callable[[PeerHandle], None], now: float) -> bool:
+        """Return False while a handshake runs. A programming error costs no other engine's
+        message."""
+        try:
+            return self._peers.notify_all(address, now, send)
+        except Exception:
+            logger.exception("engine %s was not notified", address.engine_id)
+            return True
 
     def _send_decline(self, source: RemoteSource, peer: PeerHandle) -> None:
         self._agent.notify(peer.name, encode_read(source, peer))
 
     def _send_heartbeats(self, now: float) -> None:
         for beat in self._beats.due(now):
-            if not self._peers.notify_all(beat.address, now, partial(self._send_beat, beat)):
+            if not self._notify(beat.address, partial(self._send_beat, beat), now):
                 self._beats.retry(beat.address, now)
 
     def _send_beat(self, beat: Beat, peer: PeerHandle) -> None:

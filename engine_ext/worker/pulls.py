@@ -191,6 +191,13 @@ class Pulls:
         readings = (*self._under_way(), *self._confirming)
         return any(request_id == one.order.request_id for one in readings)
 
+    def loads(self, request_id: str) -> bool:
+        """Its end is reported later: unlike most READs in quarantine, whose failure is reported at
+        once."""
+        late = (one for one in self._quarantine if one.order.recomputes)
+        readings = (*self._reading, *self._connecting, *self._confirming, *late)
+        return any(request_id == one.order.request_id for one in readings)
+
     def start(self, order: PullOrder, now: float) -> None:
         deadline = FOREVER if order.timeout is None else now + order.timeout
         self._connecting.append(ActivePull(order, deadline))

@@ -53,6 +53,9 @@ class KvTransfers(Protocol):
     def touches(self, request_id: str) -> bool:
         """A transfer may still read or write this request's blocks, or will."""
 
+    def loads(self, request_id: str) -> bool:
+        """The end of this request's load is reported later."""
+
     def quarantined(self, now: float) -> Iterator[QuarantineSeen]: ...
 
 

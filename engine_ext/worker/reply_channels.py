@@ -129,6 +129,9 @@ class ReplyChannels:
             self._notify(name, message)
         except AgentError as error:
             logger.debug("agent %s was not answered: %s", name, error)
+        except Exception:
+            # The caller has changed its state by half: no answer is worth that.
+            logger.exception("agent %s was not answered", name)
 
     def _admit_validated(self, now: float) -> None:
         validated = [one for one in self._pending if not one.check.is_pending]
@@ -138,6 +141,8 @@ class ReplyChannels:
                 self._admit(pending.sender, pending.check, now)
             except AgentError as error:
                 logger.warning("ignored a hello of %s: %s", pending.sender, error)
+            except Exception:
+                logger.exception("a hello of %s", pending.sender)
             if pending.sender in self._channels or not self._is_arriving(pending.sender):
                 delayed = self._delayed.pop(pending.sender, ())
                 for message in delayed if pending.sender in self._channels else ():

@@ -14,6 +14,7 @@ from engine_ext.common.types import (
     LoadProblem,
     LoanReport,
     LoanRequest,
+    ReportCheck,
     TransferResults,
 )
 
@@ -39,7 +40,7 @@ class PendingResults:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
-        self._ids: defaultdict[str, set[str]] = defaultdict(set)
+        self._ids: defaultdict[str, set[Any]] = defaultdict(set)
         """By field of `TransferResults`."""
         self._problems: dict[str, LoadProblem] = {}
         self._loan_requests: list[LoanRequest] = []
@@ -61,6 +62,12 @@ class PendingResults:
 
     def ready(self, request_id: str) -> None:
         self._report(request_id, "ready")
+
+    def lost(self, check: ReportCheck) -> None:
+        """Nothing is open that would be reported of this request."""
+        with self._lock:
+            self._ids["lost"].add(check)
+        self._wake()
 
     def loan_requested(self, request: LoanRequest) -> bool:
         """Return False if too many requests wait already."""

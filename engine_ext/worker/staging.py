@@ -62,8 +62,12 @@ class StagedTransfers:
         self._unsaved.difference_update(cancel.request_id for cancel in meta.cancels)
         lost = [grant.request_id for grant in meta.grants if grant.request_id in self._unsaved]
         self._unsaved.difference_update(lost)
-        offers = tuple(offer for offer in meta.offers if offer.request_id not in lost)
-        return replace(meta, revokes=(*meta.revokes, *lost), offers=offers)
+        kept = [
+            (name, order)
+            for name, order in meta.in_order()
+            if name != "offers" or order.request_id not in lost
+        ]
+        return StepMetadata.of([*kept, *(("revokes", request_id) for request_id in lost)])
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
         """A request whose blocks cannot be saved is revoked when it is granted."""

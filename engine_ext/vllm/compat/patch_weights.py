@@ -5,7 +5,8 @@ server or `LLM` calls, in the thread that runs the engine's steps, between two o
 those that load an adapter (`add_lora`), call the workers (`collective_rpc`), discard weights or
 move the KV cache (`sleep`, `release_kv_cache_memory`) and name the weights (`set_weight_version`).
 `Scheduler.update_from_output` reads which loads have failed before it asks the connector, so loads
-that were under way when the weights changed are put among the failed ones there.
+that were under way when the weights changed, and loads whose reports were lost, are put among the
+failed ones there.
 
 If a release changes weights in another way, KV of old weights may be used with new ones, which no
 later check finds. So this is tier 1: a release is supported when each method of its EngineCore and
@@ -161,8 +162,10 @@ def _wrap_update_from_output(original: Any) -> Any:
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         loads = model_runner_output.kv_connector_output
-        ours = find_our_connector(self.connector) if loads and loads.finished_recving else None
+        ended = loads and (loads.finished_recving or loads.finished_sending)
+        ours = find_our_connector(self.connector) if ended else None
         if ours is not None:
+            ours.recover_reports(loads)
             ours.fail_stale_loads(loads)
         return original(self, scheduler_output, model_runner_output)
 

@@ -71,13 +71,15 @@ class Freeze:
 
 @dataclass(eq=False)
 class SimAgent:
-    """`engine_ext.worker.agent.Agent`. Methods named in `failing` raise."""
+    """`engine_ext.worker.agent.Agent`. Methods named in `failing` raise `fault`."""
 
     name: str
     network: "Network"
     memory: Memory = field(default_factory=Memory)
     known: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)
+    fault: type[Exception] = AgentError
+    """Another one is a programming error of the worker half."""
     inbox: list[tuple[str, bytes]] = field(default_factory=list)
     compares_checksums: bool = False
     """With peers that do; see `Network._spoil`."""
@@ -198,7 +200,7 @@ class SimAgent:
 
     def _enter(self, method: str) -> None:
         if method in self.failing:
-            raise AgentError(f"injected: {method}")
+            raise self.fault(f"injected: {method}")
         self._may_freeze(method, "before")
 
     def _leave(self, method: str) -> None:

@@ -25,6 +25,7 @@ from engine_ext.common.types import (
     TransferResults,
 )
 from engine_ext.connector import push_of
+from engine_ext.scheduler.report_deadlines import REPORT_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.wire.dialer import PeerRank, PendingHandshake
 from engine_ext.wire.errors import EXTENSION_VERSION
@@ -456,9 +457,9 @@ class SimEngine:
     def _thawed(self) -> None:
         self.wake()
         for request in self.loading.values():
-            request.loads_since = self.network.now
+            request.loads_since = max(request.loads_since, self.network.now)
         for request in self.awaiting.values():
-            request.awaits_since = self.network.now
+            request.awaits_since = max(request.awaits_since or 0.0, self.network.now)
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             self.network.later(0.0, partial(self.when_able, action))
@@ -483,11 +484,24 @@ class SimEngine:
         results = self.results.take()
         if not results:
             return
-        results = self.scheduler.update_connector_output(results)
+        forget = self.network.weather.forget
+        if forget and self.network.dice.roll(f"{self.name} forgets", 1)[0] < forget:
+            self._lose(results)
+            return
+        results = self.scheduler.update_connector_output(self.scheduler.recover(results))
         for request_id in sorted(results.finished_sending):
             self._may_go(request_id)
         for request_id in sorted(results.finished_recving):
             self._loaded(request_id, results)
+
+    def _lose(self, results: TransferResults) -> None:
+        """What waits for these reports waits for `REPORT_SECONDS` more."""
+        self._note("loses the reports", results)
+        until = self.network.now + REPORT_SECONDS * 1.1
+        for request in self.loading.values():
+            request.loads_since = until
+        for request in self.awaiting.values():
+            request.awaits_since = until
 
     def _may_go(self, request_id: str) -> None:
         self._note("finished sending", request_id)

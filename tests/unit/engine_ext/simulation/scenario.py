@@ -10,6 +10,7 @@ from itertools import product
 from random import Random
 from typing import Any
 
+from engine_ext.worker.agent import AgentError
 from tests.unit.engine_ext.simulation.agents import Freeze
 from tests.unit.engine_ext.simulation.forger import Forger
 from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE
@@ -70,6 +71,7 @@ class Scenario:
         self.mixes_versions = is_mixed if mixes_versions is None else mixes_versions
         # Dice of its own: what else a seed does is what it did without.
         self.bytes = Random(f"bytes {seed}")
+        self.faults = Random(f"faults {seed}")
         self.compares_checksums = self.kind != "push" and self.bytes.random() < 0.3
         self.spoils = 0.2 if self.compares_checksums else 0.0
         self.network.weather = Weather(flip=self.spoils, swap=self.spoils)
@@ -182,6 +184,7 @@ class Scenario:
     def break_nixl(self) -> None:
         agent = self.random.choice(self.all_engines).agent
         agent.failing = {self.random.choice(METHODS)}
+        agent.fault = self.faults.choice([AgentError, RuntimeError])
         self.network.note(agent.name, "fails to", agent.failing)
         self.network.later(self.random.choice([0.1, 1.0, 10.0, 40.0]), partial(_mend, agent))
 
@@ -267,7 +270,8 @@ class Scenario:
             readers.append(self.random.choice(self.decoders))
         if self.stock_reader is not None and self.random.random() < 0.3:
             self.stock_reader.pull(prefiller.agent.name, params, prompt, self._soon())
-        if self.kind == "turns" and self.random.random() < 0.7:
+        retains = self.kind == LOANS and self.faults.random() < 0.4
+        if retains or (self.kind == "turns" and self.random.random() < 0.7):
             params = {**params, "retain": True}
         for number, reader in enumerate(readers):
             leg = SimRequest(f"{name}-000000d{number}", prompt, params)
@@ -290,8 +294,22 @@ class Scenario:
         if params is None or len(leg.token_ids) > 30 or not self.is_storm:
             return
         prompt = [*leg.token_ids, *(self.random.randrange(1000) for _ in range(4))]
+        if self.kind == LOANS:
+            params = self._with_holders(prefiller, params, len(leg.token_ids))
         again = partial(self._pull, prefiller, decoder, prompt, params)
         self.network.later(self._soon(), again)
+
+    def _with_holders(self, reader: SimEngine, params: Params, num_tokens: int) -> Params:
+        """A router may name a last turn, which the prefill engine may decline, and holders."""
+        holders = [one.as_holder(num_tokens) for one in self._holders(reader)][:4]
+        spoilt: list[Params] = [
+            {},
+            {"retained_until": 1.0},
+            {"prefix_proof": {}},
+            {"remote_engine_id": reader.name},
+            {"remote_num_tokens": 1},
+        ]
+        return {**params, **self.faults.choice(spoilt), "holders": holders}
 
     def _pull_from_stock(self, holder: StockHolder, decoder: SimEngine) -> None:
         name, prompt = self._name(), self._prompt()
@@ -446,6 +464,7 @@ class Scenario:
             held=choose([0.0, 0.5]),
             lag=choose([0.0, 0.05, 1.0]),
             emulated=chance() < 0.3,
+            forget=self.faults.choice([0.0, 0.0, 0.3]),
             flip=self.spoils,
             swap=self.spoils,
         )

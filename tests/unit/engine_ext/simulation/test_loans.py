@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine_ext.scheduler.borrows import OFFER_SECONDS
+from engine_ext.scheduler.borrows import LATE_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.loans import LOAN_SECONDS
+from engine_ext.scheduler.report_deadlines import REPORT_SECONDS
 from engine_ext.worker.loan_asks import SILENT_SECONDS
 from tests.unit.engine_ext.simulation.pair import Pair, tokens
 from tests.unit.engine_ext.simulation.scenario import LOANS, Scenario
@@ -195,3 +196,56 @@ def test_no_loan_waits_for_its_end_in_good_weather() -> None:
         for engine in scenario.all_engines:
             assert engine.longest_loan < LOAN_SECONDS - 1.0, (seed, engine.longest_loan)
     assert num_borrowed > 20
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"prefix_proof": {}},
+        {"retained_until": 1.0},
+        {"remote_num_tokens": 1},
+        {"remote_engine_id": "p"},
+    ],
+    ids=["malformed proof", "expired", "too short", "the reader's own id"],
+)
+def test_a_leg_whose_last_turn_is_declined_borrows_from_a_holder(spoilt: dict[str, Any]) -> None:
+    lending = Lending()
+    reader, holder = lending.reader, lending.holder
+    params = reader.finish(reader.prefill("p-turn", tokens(3, 8)))
+    retained = SimRequest("d-turn", tokens(3, 8), {**(params or {}), "retain": True})
+    holder.queue(retained)
+    assert holder.load(retained)
+    lending.pair.world.until(lambda: retained.decision is not None)
+    assert retained.decision is not None
+    turn = retained.decision.kv_transfer_params or {}
+    holders = [holder.as_holder(8)]
+    both = {"do_remote_decode": True, **turn, **spoilt, "holders": holders}
+    leg = reader.queue(SimRequest("p-2", lending.prompt, both))
+    reader.load(leg)
+    assert lending.is_lent(leg)
+    lending.pair.world.until(lambda: reader.outcomes.get("p-2"))
+    assert borrowed(leg) == 8
+
+
+def test_a_lost_report_about_a_loan_costs_its_deadline() -> None:
+    lending = Lending(loan_timeout=0.25)
+    lending.pair.world.network.weather = Weather(forget=1.0)
+    leg = lending.ask()
+    before = lending.pair.world.now
+    lending.pair.world.until(lambda: lending.reader.load(leg) or leg.awaits_since is None, 20.0)
+    assert lending.pair.world.now - before < LATE_SECONDS + 2.0
+    lending.pair.world.network.weather = Weather()
+    lending.pair.world.pass_time(LOAN_SECONDS)
+    assert lending.num_lent == 0, "nothing waits for the loan"
+
+
+def test_a_lost_report_about_a_load_fails_the_load_when_nothing_is_open() -> None:
+    lending = Lending()
+    leg = lending.ask()
+    assert lending.is_lent(leg)
+    lending.pair.world.network.weather = Weather(forget=1.0)
+    lending.pair.world.until(lambda: lending.reader.stats.pulls_ok == 1)
+    lending.pair.world.network.weather = Weather()
+    lending.pair.world.pass_time(2 * REPORT_SECONDS)
+    assert lending.reader.outcomes["p-2"] is False
+    lending.pair.assert_all_ended()

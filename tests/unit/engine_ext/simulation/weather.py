@@ -32,6 +32,8 @@ class Weather:
     """Share of `discard`s of a running transfer that NIXL refuses; the others stop nothing."""
     lag: float = 0.0
     """Loops wake late by up to this much, and engines look at results as much later."""
+    forget: float = 0.0
+    """Share of an engine's steps in which the worker half's reports are lost."""
     flip: float = 0.0
     """Share of READs that bring a block other than it was sent."""
     swap: float = 0.0

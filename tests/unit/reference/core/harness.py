@@ -222,6 +222,9 @@ class FakeScheduler:
         self.pending = False
         return StepMetadata()
 
+    def recover(self, results: TransferResults) -> TransferResults:
+        return results
+
     def update_connector_output(self, results: TransferResults) -> TransferResults:
         self._called("update_connector_output")
         return results
