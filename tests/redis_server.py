@@ -90,11 +90,44 @@ def running_cluster(at: int | None = None) -> Iterator[RedisServer]:
     options = ["--cluster-enabled", "yes", "--cluster-port", str(bus)]
     with running_redis(port, *options) as server:
         server.cli("cluster", "addslotsrange", "0", "16383")
-        deadline = time.monotonic() + 20
-        while "cluster_state:ok" not in server.cli("cluster", "info"):
-            assert time.monotonic() < deadline, "the cluster does not come up"
-            time.sleep(0.01)
+        _wait_until(server, "cluster_state:ok")
         yield server
+
+
+def _wait_until(node: RedisServer, line: str, *command: str) -> None:
+    deadline = time.monotonic() + 20
+    while line not in node.cli(*(command or ("cluster", "info"))):
+        assert time.monotonic() < deadline, "the cluster does not come up"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running_cluster_of(size: int, replicates: int | None = None) -> Iterator[list[RedisServer]]:
+    """Masters with equal shares of the slots, which answer while another one is dead. A replica of
+    the master number `replicates` follows them."""
+    count = size + (replicates is not None)
+    ports = find_free_ports(2 * count)
+    options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
+    options += ["--cluster-node-timeout", "500", "--masterauth", PASSWORD]
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for number in range(count):
+            running = running_redis(ports[number], *options, "--cluster-port", str(ports[~number]))
+            nodes.append(stack.enter_context(running))
+            nodes[-1].cli("cluster", "meet", "127.0.0.1", str(ports[0]), str(ports[-1]))
+            if number < size:
+                first, after = (16384 * at // size for at in (number, number + 1))
+                nodes[-1].cli("cluster", "addslotsrange", str(first), str(after - 1))
+        for node in nodes:
+            _wait_until(node, "cluster_slots_ok:16384")
+            _wait_until(node, "cluster_state:ok")
+        if replicates is not None:
+            name = nodes[replicates].cli("cluster", "myid").strip()
+            nodes[-1].cli("cluster", "replicate", name)
+            _wait_until(nodes[-1], "master_link_status:up", "info", "replication")
+            for node in nodes:
+                _wait_until(node, f"slave {name}", "cluster", "nodes")
+        yield nodes
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ class RedisQuotaLedger(RedisBackend):
             granted, requests, used, running = answer
             before = KeyUsage(float(requests), float(used), int(running))
         except (TypeError, ValueError) as error:
-            raise self._failure("take", error) from error
+            raise self._failed("take", error) from error
         if not granted:
             decision = before.decide(key, tokens, 0.0)
             # Rounding may differ here; Redis has the last word.
@@ -126,7 +126,9 @@ class RedisQuotaLedger(RedisBackend):
         """Return the script's result. Raises LedgerUnavailableError."""
         # The braces put both keys on the same node of a cluster.
         name = f"{NAMESPACE}{{{key.name}}}"
-        arguments = map(str, values)
+        arguments = [str(value) for value in values]
         return await self.run(
-            operation, lambda: self._client.eval(script, 2, name, f"{name}:running", *arguments)
+            operation,
+            lambda: self._client.eval(script, 2, name, f"{name}:running", *arguments),
+            name,
         )

@@ -9,14 +9,29 @@ the password as well: ?sentinel_auth=true.
 
 If a password is not percent-encoded, a parser takes a part of it for the port or the path. So no
 error shows any part of a URL, and an "@" behind the host is an error.
+
+Circuit breakers keep a Redis that fails from costing each request a timeout:
+
+    a node is silent        A connection failed or an operation got no answer in time, and the node
+                            has answered no other operation meanwhile. All operations on this node
+                            pause.
+    an operation is refused The node answered with an error: it has no memory, may not write, or the
+                            user lacks a permission. The node lives, so that only this operation
+                            pauses there.
+
+A cluster has several nodes, any other Redis one. Nothing pauses for a transfer of megabytes, which
+delays other operations on a slow link.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic as now
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -25,7 +40,18 @@ from prometheus_client import Counter
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterError,
+    MaxConnectionsError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    SlotNotCoveredError,
+)
 
 from router.common.deadlines import Deadlines, TimeLimit
 
@@ -40,6 +66,17 @@ AUTHORITY = re.compile(r"[^/?#]*")
 ENCODE = (
     "in the user, the password and the options, write %40 for @, %2F for /, %23 for #, %3F for ?"
 )
+# An operation may last this much longer for its value: one second per MiB.
+MIN_BYTES_PER_S = 1024 * 1024
+# On a slow link, a value of this size delays other operations.
+LARGE_VALUE_BYTES = 256 * 1024
+# Errors that a server has sent.
+REFUSALS = (ResponseError, AuthenticationError, AuthorizationError, BusyLoadingError, ClusterError)
+# Refusals by a server to which the name of the Redis may no longer belong: a master that became a
+# replica, or a new server. The command was not executed.
+STALE_SERVER = (ReadOnlyError, AuthenticationError, BusyLoadingError)
+# Begins an error about one key, which says nothing about others.
+WRONG_TYPE = "WRONGTYPE"
 T = TypeVar("T")
 
 
@@ -50,15 +87,22 @@ class RedisClients(NamedTuple):
     others: tuple[Redis, ...] = ()
 
 
-class RedisBackend:
-    """The base of what uses a Redis. It has a circuit breaker, so that a dead Redis costs one
-    timeout per `pause` seconds.
+class _Breaker(NamedTuple):
+    """What pauses: an operation on a node, or all operations on a node if `operation` is empty."""
 
-    No operation lasts longer than `timeout` seconds, unless the process stood still (`deadlines`),
-    and none is retried. A failed one raises `error`. While the breaker is open, every operation
-    raises it at once. After `pause` seconds one operation tries Redis again; the others do not wait
-    for it. `errors` counts failed and skipped operations. A subclass sets `error`, `logger` and
-    what to log.
+    node: str
+    operation: str = ""
+
+
+class RedisBackend:
+    """The base of what uses a Redis, with the circuit breakers that the top of this file describes.
+
+    No operation lasts longer than `timeout` seconds, and MIN_BYTES_PER_S for a value, unless the
+    process stood still (`deadlines`). Only an operation that a stale server refused is retried,
+    once, on a new connection. A failed one raises `error`. While a breaker is open, its operations
+    raise `error` at once. After `pause` seconds one operation tries Redis again; the others do not
+    wait for it. `errors` counts failed and skipped operations. A subclass sets `error`, `logger`
+    and what to log.
     """
 
     error: ClassVar[type[Exception]]
@@ -77,57 +121,150 @@ class RedisBackend:
         clock: Callable[[], float] = now,
     ) -> None:
         """Raises ValueError for an invalid URL."""
-        self._client, self._others = create_redis_clients(url, password)
+        self._connect = partial(create_redis_clients, url, password)
+        self._clients = self._connect()
+        # The number of running calls by client.
+        self._calls: Tally[RedisClients] = Tally()
         self._timeout = timeout
         self._errors = errors
         self._deadlines = deadlines
         self._pause = pause
         self._clock = clock
-        self._open_until: float | None = None
+        self._open_until: dict[_Breaker, float] = {}
+        # By node: when it has last answered, and the number of large values on their way.
+        self._answered: dict[str, float] = {}
+        self._large_values: Tally[str] = Tally()
 
     @property
     def failure(self) -> str:
-        """The message about the failure while the breaker is open; empty otherwise."""
-        is_open = self._open_until is not None and self._clock() < self._open_until
-        return self.failed_message if is_open else ""
-
-    async def run(self, operation: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `call`, which sends commands. Raises `error`."""
+        """The message about the failure while a breaker is open; empty otherwise."""
         moment = self._clock()
-        if self._open_until is not None:
-            if moment < self._open_until:
-                self._errors.labels(operation, "skipped").inc()
-                raise self.error("not tried again so soon after a failure")
-            self._open_until = moment + self._pause
+        open_now = [one for one, until in self._open_until.items() if moment < until]
+        refused = sorted({one.operation for one in open_now})
+        if not refused:
+            return ""
+        what = "" if not refused[0] else f" (refused: {', '.join(refused)})"
+        return f"{self.failed_message}{what}"
+
+    async def run(
+        self, operation: str, call: Callable[[], Awaitable[T]], key: str = "", num_bytes: int = 0
+    ) -> T:
+        """Return the result of `call`, which sends commands about `key`. Raises `error`.
+
+        `num_bytes`: the size of the value that the commands send or receive, if it may be large.
+        """
+        node, began = self._node_of(key), self._clock()
+        is_silent = self._admit(operation, node, began)
+        seconds = self._timeout + num_bytes / MIN_BYTES_PER_S
+        is_large = num_bytes >= LARGE_VALUE_BYTES
+        self._large_values[node] += is_large
         try:
-            async with self._limit():
-                result = await _cancellable(call)
+            async with TimeLimit(self._deadlines, now() + seconds):
+                if is_silent and isinstance(self._client, RedisCluster):
+                    # Another node may have its keys by now. redis-py asks only after errors.
+                    await self._client.nodes_manager.initialize()
+                result = await self._call(call)
         except TimeoutError as error:
-            raise self._failure(operation, f"no answer within {self._timeout:g} s") from error
+            raise self._lost(operation, node, began, f"no answer within {seconds:g} s") from error
+        except REFUSALS as error:
+            raise self._refused(operation, node, f"{type(error).__name__}: {error}") from error
+        except MaxConnectionsError as error:  # a limit of this process, not of Redis
+            raise self._failed(operation, error) from error
         except (RedisError, RedisClusterException, OSError) as error:
-            raise self._failure(operation, f"{type(error).__name__}: {error}") from error
-        if self._open_until is not None:
-            self.logger.info(self.recovered_message)
-            self._open_until = None
+            raise self._lost(operation, node, began, f"{type(error).__name__}: {error}") from error
+        finally:
+            self._large_values[node] -= is_large
+        self._note_answer(node)
+        self._close_breaker(_Breaker(node, operation))
         return result
 
-    def _limit(self) -> TimeLimit:
-        return TimeLimit(self._deadlines, now() + self._timeout)
+    @property
+    def _client(self) -> Redis | RedisCluster:
+        return self._clients.main
 
-    def _failure(self, operation: str, why: object) -> Exception:
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `call`. If a stale server refuses it, call it once more with new
+        connections, which ask for the address of the name again."""
+        is_repeated = isinstance(self._client, RedisCluster)  # which knows its nodes by address
+        while True:
+            used = self._clients
+            self._calls[used] += 1
+            try:
+                return await _cancellable(call)
+            except STALE_SERVER:
+                if is_repeated:
+                    raise
+                is_repeated = True
+                if used is self._clients:
+                    self._clients = self._connect()
+            finally:
+                self._calls[used] -= 1
+                if used is not self._clients and not self._calls[used]:
+                    del self._calls[used]
+                    await _close(used)
+
+    def _node_of(self, key: str) -> str:
+        """Return the name of the cluster's node that has the key; empty if that is not known."""
+        if isinstance(self._client, RedisCluster):
+            with contextlib.suppress(SlotNotCoveredError):  # it was not asked for its nodes yet
+                node = self._client.get_node_from_key(key)
+                return "" if node is None else node.name
+        return ""
+
+    def _admit(self, operation: str, node: str, moment: float) -> bool:
+        """Return True if the operation tries a node that was silent. Raises `error` if it has to
+        pause."""
+        both = _Breaker(node), _Breaker(node, operation)
+        known = [one for one in both if one in self._open_until]
+        if any(moment < self._open_until[one] for one in known):
+            self._errors.labels(operation, "skipped").inc()
+            raise self.error("not tried again so soon after a failure")
+        for one in known:
+            self._open_until[one] = moment + self._pause
+        return _Breaker(node) in known
+
+    def _lost(self, operation: str, node: str, began: float, why: object) -> Exception:
+        """Return the error for an operation without an answer. The node is silent unless it has
+        answered another one since `began`, or large values delay its answers."""
+        if self._answered.get(node, -1.0) <= began and not self._large_values[node]:
+            self._open_breaker(_Breaker(node), self.failed_message, why)
+        return self._failed(operation, why)
+
+    def _refused(self, operation: str, node: str, why: str) -> Exception:
+        """Return the error for an operation that the node refused."""
+        self._note_answer(node)
+        if WRONG_TYPE not in why:
+            message = f"Redis refuses the operation {operation!r}"
+            self._open_breaker(_Breaker(node, operation), message, why)
+        return self._failed(operation, why)
+
+    def _failed(self, operation: str, why: object) -> Exception:
         self._errors.labels(operation, "failed").inc()
-        if self._open_until is None:
-            self.logger.warning("%s: %s", self.failed_message, why)
-        self._open_until = self._clock() + self._pause
         return self.error(str(why))
 
+    def _note_answer(self, node: str) -> None:
+        self._answered[node] = self._clock()
+        self._close_breaker(_Breaker(node))
+
+    def _open_breaker(self, breaker: _Breaker, message: str, why: object) -> None:
+        if breaker not in self._open_until:
+            self.logger.warning("%s: %s", message, why)
+        self._open_until[breaker] = self._clock() + self._pause
+
+    def _close_breaker(self, breaker: _Breaker) -> None:
+        if self._open_until.pop(breaker, None) is not None:
+            self.logger.info(self.recovered_message)
+
     async def close(self) -> None:
-        for client in (self._client, *self._others):
-            try:
-                async with self._limit():
-                    await client.aclose()
-            except (RedisError, OSError) as error:
-                self.logger.debug("closing Redis: %s", error)
+        with contextlib.suppress(TimeoutError):
+            async with TimeLimit(self._deadlines, now() + self._timeout):
+                await _close(self._clients)
+
+
+async def _close(clients: RedisClients) -> None:
+    for client in (clients.main, *clients.others):
+        with contextlib.suppress(RedisError, OSError):
+            await client.aclose()
 
 
 async def _cancellable(call: Callable[[], Awaitable[T]]) -> T:

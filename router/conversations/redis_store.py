@@ -8,11 +8,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from router.common.redis_backend import RedisBackend
+from router.common.redis_backend import WRONG_TYPE, RedisBackend
 from router.conversations.store import StoreError
 
 NAMESPACE = "disagg-router:turn:"
-WRONG_TYPE = "WRONGTYPE"
 # Stands for a key that holds a list or another type: a value that no router has signed.
 FOREIGN_VALUE = b""
 Command = Callable[[], Awaitable[Any]]
@@ -33,24 +32,46 @@ class RedisStore(RedisBackend):
     recovered_message = "conversation store has recovered"
 
     async def take(self, key: str) -> bytes | None:
-        name, client = NAMESPACE + key, self._client
+        name = NAMESPACE + key
         return await self._value(
-            "take", lambda: client.getdel(name), on_wrong_type=lambda: client.delete(name)
+            "take", name, lambda: self._client.getdel(name), lambda: self._client.delete(name)
         )
 
     async def read(self, key: str) -> bytes | None:
-        return await self._value("read", lambda: self._client.get(NAMESPACE + key))
+        name = NAMESPACE + key
+
+        async def measure() -> int:
+            try:
+                return int(await self._client.strlen(name))
+            except ResponseError:  # not permitted, or another type
+                return 0
+
+        size = await self.run("measure", measure, name)
+        return await self._value("read", name, lambda: self._client.get(name), num_bytes=size)
+
+    async def delete(self, key: str) -> None:
+        name = NAMESPACE + key
+        await self.run("delete", lambda: self._client.delete(name), name)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
+        name = NAMESPACE + key
+
         def set_value(get: bool) -> Awaitable[Any]:
             milliseconds = max(1, int(seconds * 1000))
-            return self._client.set(NAMESPACE + key, value, px=milliseconds, get=get)
+            return self._client.set(name, value, px=milliseconds, get=get)
 
-        older = await self._value("put", lambda: set_value(True), lambda: set_value(False))
+        older = await self._value(
+            "put", name, lambda: set_value(True), lambda: set_value(False), len(value)
+        )
         return [] if older is None else [older]
 
     async def _value(
-        self, operation: str, command: Command, on_wrong_type: Command | None = None
+        self,
+        operation: str,
+        name: str,
+        command: Command,
+        on_wrong_type: Command | None = None,
+        num_bytes: int = 0,
     ) -> bytes | None:
         """Return the command's value. `on_wrong_type` is the command for a key of that kind."""
 
@@ -65,4 +86,4 @@ class RedisStore(RedisBackend):
                 return FOREIGN_VALUE
             return value if isinstance(value, bytes) else None
 
-        return await self.run(operation, send)
+        return await self.run(operation, send, name, num_bytes)

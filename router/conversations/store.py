@@ -52,6 +52,9 @@ class Store(Protocol):
     async def read(self, key: str) -> bytes | None:
         """Return the value, and leave it there."""
 
+    async def delete(self, key: str) -> None:
+        """Remove the value, if there is one."""
+
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         """Keep the value for at most `seconds`, in place of an older one.
 
@@ -97,6 +100,9 @@ class MemoryStore:
     async def read(self, key: str) -> bytes | None:
         found = self._values.get(key)
         return None if found is None or found.expires_at <= self._clock() else found.value
+
+    async def delete(self, key: str) -> None:
+        self._remove(key)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         older = self._remove(key)
@@ -220,6 +226,9 @@ class SignedStore:
         """Return a value. Raises UnverifiedError, too."""
         signed = await self._store.read(key)
         return None if signed is None else self._verify("read", key, signed)
+
+    async def delete(self, key: str) -> None:
+        await self._store.delete(key)
 
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         if len(value) > MAX_VALUE_BYTES:

@@ -70,15 +70,15 @@ class ResponseStore:
     def tenant_of(self, headers: Sequence[Header]) -> str:
         return tenant_of(headers, self._tenant_header)
 
-    async def keep(self, tenant: str, name: str, response: StoredResponse) -> None:
-        """Store a response. Where the store fails, the client's next request gets an error."""
+    async def keep(self, tenant: str, name: str, response: StoredResponse) -> bool:
+        """Store a response. Return False if the store has not confirmed that it has it."""
         if self._store is None:
-            return
+            return False
         try:
             raw = dumps({"v": VERSION, **msgspec.structs.asdict(response)})
-            await self._store.put(_key(tenant, name), raw, self._seconds)
+            return raw not in await self._store.put(_key(tenant, name), raw, self._seconds)
         except (StoreError, orjson.JSONEncodeError):
-            return
+            return False
 
     async def find(self, tenant: str, name: str) -> StoredResponse:
         """Raises UnknownResponseError, ResponseStoreError, and BadRequestError without a store."""
@@ -137,7 +137,7 @@ class ResponseStore:
         await self.find(tenant, name)
         assert self._store is not None
         try:
-            await self._store.take(_key(tenant, name))
+            await self._store.delete(_key(tenant, name))
         except StoreError as error:
             raise ResponseStoreError(
                 "the conversation store failed: the response cannot be deleted now"

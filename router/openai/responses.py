@@ -313,6 +313,10 @@ class ResponseOutput(DialectOutput):
         super().restart()
         self._number = 0
 
+    def mark_unstored(self) -> None:
+        """Write `store: false` from now on, because the router could not store the response."""
+        self._request = {**self._request, "store": False}
+
     def whole(self) -> Json:
         answer, usage = self._answer, self._answer.usage
         reason = self._incomplete_reason

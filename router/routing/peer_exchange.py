@@ -87,7 +87,7 @@ class PeerExchange(RedisBackend):
     async def exchange(self) -> None:
         """Send a report, and take those of the other routers. Raises ExchangeError."""
         content = self._signer.sign(STREAM, self._peers.report(self._engines()))
-        own_id, entries = await self.run("exchange", lambda: self._send(content))
+        own_id, entries = await self.run("exchange", lambda: self._send(content), STREAM)
         received, sent_ms = now(), _milliseconds(own_id)
         if _milliseconds(self._last_id) > sent_ms:  # another Redis, whose clock is behind
             self._last_id = b"0"

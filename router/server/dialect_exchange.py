@@ -149,7 +149,7 @@ class ResponsesDialect(ApiDialect):
         super().__init__(stored)
         self._tenant = ""
         self._id = self._root = f"resp_{secrets.token_hex(16)}"
-        self.output = ResponseOutput(self.answer, {}, self._id, 0)
+        self.output: ResponseOutput = ResponseOutput(self.answer, {}, self._id, 0)
         self._history: list[Json] = []
         self._is_stored = False
 
@@ -185,7 +185,8 @@ class ResponsesDialect(ApiDialect):
         if self._is_stored and self.answer.error is None and not self.answer.has_unknown_finish:
             messages = [*self._history, assistant_message(self.answer)]
             response = StoredResponse(self._root, messages, self.output.whole())
-            await self.stored.keep(self._tenant, self._id, response)
+            if not await self.stored.keep(self._tenant, self._id, response):
+                self.output.mark_unstored()
 
 
 DIALECTS: dict[str, type[ApiDialect]] = {
@@ -252,8 +253,7 @@ class DialectExchange(ExchangeWrapper):
         if kind.startswith(EVENT_STREAM):
             events = self._translate(body)
             self._dialect.require_known_finish()
-            events += self._close()
-            await self._dialect.store()
+            events += await self._close()
             await self._inner.respond(status, headers, events)
             return
         content = parse_object(body)
@@ -302,6 +302,7 @@ class DialectExchange(ExchangeWrapper):
         except UntranslatableError as error:
             raise self._untranslatable() from error
         dialect.require_known_finish()
+        await dialect.store()
         if dialect.is_streamed:
             kind, output = EVENT_STREAM + b"; charset=utf-8", dialect.output
             whole = b"".join([*output.events(steps), *output.last_events()])
@@ -313,7 +314,6 @@ class DialectExchange(ExchangeWrapper):
                 raise self._untranslatable() from error
         if dialect.answer.error is not None:
             raise self._untranslatable()
-        await dialect.store()
         await self._inner.respond(status, _with_type(headers, kind), whole)
 
     def _untranslatable(self) -> BrokenAnswerError:
@@ -358,18 +358,18 @@ class DialectExchange(ExchangeWrapper):
             raise UnreadableEventError(f"an event that cannot be translated: {error}") from error
         return b"".join(events)
 
-    def _close(self) -> bytes:
+    async def _close(self) -> bytes:
+        """Close and store the answer. Return the last events, which show whether it is stored."""
         dialect = self._dialect
         closing = b"".join(dialect.output.events(dialect.answer.close()))
+        await dialect.store()
         return closing + b"".join(dialect.output.last_events())
 
     async def _end(self, events: bytes) -> None:
         if self._is_ended:
             return
         self._is_ended = True
-        last = self._close()
-        await self._dialect.store()
-        await self._inner.finish(events + last)
+        await self._inner.finish(events + await self._close())
 
 
 class TranslatedStream(BodySourceWrapper):

@@ -18,6 +18,9 @@ class StoreWrapper:
     async def read(self, key: str) -> bytes | None:
         return await self.inner.read(key)
 
+    async def delete(self, key: str) -> None:
+        await self.inner.delete(key)
+
     async def put(self, key: str, value: bytes, seconds: float) -> list[bytes]:
         return await self.inner.put(key, value, seconds)
 

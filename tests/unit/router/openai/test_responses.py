@@ -534,6 +534,20 @@ async def test_what_is_not_to_be_kept_is_not(router: Router) -> None:
     assert (await router.client.get(f"{PATH}/{told['id']}")).status_code == 404
 
 
+@pytest.mark.parametrize("limit", [{"conversation_store": "off"}, {"conversation_max_bytes": 100}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_response_that_the_store_refuses_is_not_reported_as_stored(
+    start_router: StartRouter, limit: dict[str, Any], stream: bool
+) -> None:
+    router = await start_router(**limit)
+    answer = await router.client.post(PATH, json=ASKED | {"stream": stream})
+    if stream:
+        last = json.loads(answer.text.rpartition("data: ")[2])
+        assert (last["type"], last["response"]["store"]) == ("response.completed", False)
+    else:
+        assert answer.json()["store"] is False
+
+
 async def test_without_a_store_nothing_is_gone_on_with(start_router: StartRouter) -> None:
     router = await start_router(conversation_store="off")
     told = (await router.client.post(PATH, json=ASKED)).json()
