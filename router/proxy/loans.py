@@ -137,6 +137,8 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
         holder = engine_of(place)
         if holder is engine or holder.group != engine.group or loan_endpoint(place) is None:
             return 0
+        if holder.models is not None and request.model not in holder.models:
+            return 0  # a source may name one group for engines of several models
         if not (holder.is_available and holder.capabilities.lends):
             return 0
         if pairs.failing and pairs.is_avoided(holder.name, engine.name, moment):
