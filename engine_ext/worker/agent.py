@@ -6,6 +6,7 @@ notification of a completed transfer leaves only when its initiator polls.
 
 import enum
 import logging
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 from engine_ext.common.types import ConnectorStats, Region
 from engine_ext.layout.plan import Indices, PeerLayout, Rows, strided_descriptors
 from engine_ext.wire.nixl_metadata import agent_name
+from engine_ext.worker.process_end import skip_library_exit_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +205,8 @@ class NixlAgent:
         """By name, a digest of the metadata that was loaded."""
         self._has_threads = threads > 0
         self.name = str(uuid.uuid4())
-        with _errors("create the NIXL agent"):
+        skip_library_exit_handlers()
+        with _errors("create the NIXL agent", _transport_hint(backends)):
             self._nixl = nixl_agent(
                 self.name,
                 nixl_agent_config(
@@ -397,15 +400,28 @@ def _exchange_notification(caller: nixl_agent, callee: nixl_agent) -> None:
     caller.remove_remote_agent(name)
 
 
+def _transport_hint(backends: Sequence[str]) -> str:
+    """Return what to do if the agent cannot be created because of `UCX_TLS`. NIXL asks UCX for
+    transports that report the failure of a peer, and shared memory does not."""
+    chosen = os.environ.get("UCX_TLS")
+    if chosen is None or "UCX" not in backends:
+        return ""
+    return (
+        f"; UCX_TLS={chosen} may leave no transport that reports the failure of a peer: unset it, "
+        f"or add tcp (UCX_TLS={chosen},tcp)"
+    )
+
+
 class _errors:  # noqa: N801 - reads as a statement
     """Turns the exceptions of NIXL's bindings into AgentError."""
 
-    def __init__(self, action: str) -> None:
+    def __init__(self, action: str, hint: str = "") -> None:
         self._action = action
+        self._hint = hint
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            raise AgentError(f"could not {self._action}: {error}") from error
+            raise AgentError(f"could not {self._action}: {error}{self._hint}") from error

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext.wire.nixl_metadata import NixlMetadata, parse
+from engine_ext.worker.process_end import skip_library_exit_handlers
 
 LENGTH_BYTES = 4
 CHECK_SECONDS = 3.0
@@ -87,6 +88,7 @@ def _poll(agent: Any) -> None:
 
 
 def _open_agent(package: str, backends: list[str]) -> Any:
+    skip_library_exit_handlers()
     nixl = importlib.import_module(f"{package}._api")
     config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=backends)
     return nixl.nixl_agent(str(uuid.uuid4()), config)

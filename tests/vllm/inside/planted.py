@@ -18,8 +18,8 @@ OUTSIDE = {
     *("change_weights", "is_stale_load", "lend_from", "borrow_with"),
 }
 """Not called by vLLM's steps, or in push mode alone."""
-IDLE = {"has_pending_work", "load_failure_policy"}
-"""Called where there are no requests, or after a failed load."""
+IDLE = {"has_pending_work", "load_failure_policy", "recover"}
+"""Called where there are no requests, after a failed load, or after a lost report."""
 
 
 class Fault(NamedTuple):
