@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.auth.api_keys import ApiKey, Header, Keyring, read_key, without_credentials
 from router.auth.quota_ledger import LedgerUnavailableError, QuotaDecision, QuotaLedger
+from router.auth.streamed_usage import StreamedUsage
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
@@ -38,7 +39,8 @@ class QuotaPermit:
     """A running request's share of its key's limits.
 
     `taken` is the estimated number of tokens that was charged. `redis_id` is set if Redis may have
-    the request, `is_charged_in_redis` if Redis surely charged it. `events` counts stream events.
+    the request, `is_charged_in_redis` if Redis surely charged it. `usage` counts the tokens of a
+    stream, if the key's tokens are limited.
     """
 
     key: ApiKey
@@ -46,7 +48,7 @@ class QuotaPermit:
     decision: QuotaDecision
     redis_id: str = ""
     is_charged_in_redis: bool = False
-    events: int = 0
+    usage: StreamedUsage | None = None
 
 
 class Authenticator:

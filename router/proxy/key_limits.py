@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from router.auth.api_keys import ApiKey
 from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision, format_duration
-from router.http_client.sse import data_in
+from router.auth.streamed_usage import StreamedUsage
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
 from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
-from router.proxy.request import Request
+from router.proxy.relay import EVENT_STREAM
+from router.proxy.request import PASSED, PROMPT_LIST, Request
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import Record
 from router.telemetry.request_metrics import tokens_of
 
 LIMIT_PREFIX = b"x-ratelimit-"
@@ -52,7 +52,12 @@ async def admit_request(
     permit = await acquire_permit(
         key, request.tokens + requested_tokens(request), authenticator, metrics
     )
-    request.exchange = RateLimitedExchange(request.exchange, permit, limit_headers(permit.decision))
+    if key.tokens_per_minute is not None and request.decode_only_reason != PASSED:
+        asked = StreamedUsage.ask(request.body)
+        if asked is not None:
+            permit.usage, request.body = asked
+    lines = limit_headers(permit.decision)
+    request.exchange = RateLimitedExchange(request.exchange, permit.usage, lines)
     return permit
 
 
@@ -71,26 +76,27 @@ async def acquire_permit(
 
 def release_permit(request: Request, permit: QuotaPermit, authenticator: Authenticator) -> None:
     """Release the permit of an ended request, and count what the request used."""
-    tokens = count_used_tokens(
-        request.record, request.tokens, requested_tokens(request), permit.events
-    )
-    authenticator.release(permit, tokens)
+    authenticator.release(permit, count_used_tokens(request, permit.usage))
 
 
-def count_used_tokens(record: Record, estimate: int, asked: int, passed: int) -> int:
-    """Return the tokens that a request has used.
+def count_used_tokens(request: Request, streamed: StreamedUsage | None) -> int:
+    """Return the tokens that a request has used. `streamed` has counted those of its stream.
 
-    Engines report them. Without a report, the prompt counts with its `estimate`, and the answer
-    with the number of its events (`passed`), or with the requested tokens (`asked`) if it was not
-    streamed. So a client that does not ask for usage is counted as well.
+    Engines report them. Without a report, the prompt counts with its estimate, and an answer that
+    was not streamed with the requested tokens.
     """
+    record = request.record
     is_untouched = record.prefill_started is None and record.decode_started is None
     if is_untouched or record.outcome in UNCHARGED_OUTCOMES:
         return 0
     prompt, completion, _ = tokens_of(record)
-    if completion is None:
-        completion = passed if record.streamed else asked
-    return (estimate if prompt is None else prompt) + completion
+    if record.streamed and streamed is not None:
+        completion = streamed.completion_tokens
+        if request.decode_only_reason == PROMPT_LIST and not streamed.is_complete:
+            prompt = None  # an event's usage counts one prompt
+    elif completion is None:
+        completion = requested_tokens(request)
+    return (request.tokens if prompt is None else prompt) + completion
 
 
 def requested_tokens(request: Request) -> int:
@@ -131,24 +137,29 @@ def _limit_message(key: ApiKey, decision: QuotaDecision) -> str:
 
 
 class RateLimitedExchange(ExchangeWrapper):
-    """An Exchange that adds the key's limits to the answer's headers, and counts its events."""
+    """An Exchange that adds the key's limits to the answer's headers. `usage` counts a stream."""
 
     def __init__(
-        self, inner: Exchange, permit: QuotaPermit, limit_headers: Sequence[Header]
+        self, inner: Exchange, usage: StreamedUsage | None, limit_headers: Sequence[Header]
     ) -> None:
         super().__init__(inner)
-        self._permit = permit
+        self._usage = usage
         self._lines = limit_headers
+
+    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if self._usage is not None and EVENT_STREAM[0] in headers:  # of an answer that was whole
+            body = self._usage.passing(body)
+        await super().respond(status, headers, body)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
-        counted = CountedAnswer(answer, self._permit) if answer.is_event_stream else answer
-        await super().relay(status, headers, counted, idle, latest)
+        if self._usage is not None and answer.is_event_stream:
+            answer = CountedAnswer(answer, self._usage)
+        await super().relay(status, headers, answer, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
-        self._permit.events += num_chunks(tail)
-        await super().finish(tail)
+        await super().finish(tail if self._usage is None else self._usage.passing(tail))
 
     def _client_headers(self, headers: Sequence[Header]) -> list[Header]:
         """Replace the limits that an engine reports, which are those of the router there."""
@@ -156,22 +167,14 @@ class RateLimitedExchange(ExchangeWrapper):
 
 
 class CountedAnswer(BodySourceWrapper):
-    """A stream whose events are counted on their way from the answer to the sink."""
+    """A stream whose tokens are counted on their way from the answer to the sink."""
 
-    def __init__(self, answer: BodySource, permit: QuotaPermit) -> None:
+    def __init__(self, answer: BodySource, usage: StreamedUsage) -> None:
         super().__init__(answer, answer.length)
-        self._permit = permit
+        self._usage = usage
 
     def write(self, block: bytes, last: bool) -> None:
-        self._permit.events += num_chunks(block)
-        if self._sink is not None:
-            self._sink.write(block, last)
-
-
-def num_chunks(block: bytes) -> int:
-    """Return how many events of a block are JSON objects."""
-    if block.startswith(b"data: {"):  # most blocks: each chunk is a line, and an empty line
-        num_lines = block.count(b"\n")
-        if num_lines == 2 or num_lines == 2 * block.count(b"data: {"):
-            return num_lines // 2
-    return sum(data.startswith(b"{") for data in data_in(block))
+        assert self._sink is not None
+        passed = self._usage.passing(block)
+        if passed or last:
+            self._sink.write(passed, last)

@@ -51,7 +51,8 @@ CLIENT_PARAMS = "client_params"
 SEVERAL = "n"
 # An endpoint that one engine answers: see router.proxy.passthrough.
 PASSED = "passed"
-SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", "prompt_list"))
+PROMPT_LIST = "prompt_list"
+SEVERAL_ANSWERS = frozenset((SEVERAL, "best_of", "beam_search", PROMPT_LIST))
 # Requests whose params are the client's, or which have none.
 AS_SENT = frozenset((PASSED, CLIENT_PARAMS))
 next_number = count().__next__
@@ -341,7 +342,7 @@ def find_decode_only_reason(body: Body) -> str:
     if body.get("use_beam_search"):
         return "beam_search"
     if _count(body.get("prompt")) + _count(body.get("prompt_embeds")) > 1:
-        return "prompt_list"
+        return PROMPT_LIST
     # 0 counts, too: it asks for the logprob of each prompt token itself.
     if wants_logprobs(body.get("prompt_logprobs")):
         return "prompt_logprobs"

@@ -257,7 +257,8 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
     `kv_transfer_params` are in the last chunk before `[DONE]`: that of the usage if the client
     asked for one, else the one that finishes the choice. Stock vLLM 0.32 never streams them.
     """
-    job, has_usage = dialect.job, dialect.job.body.stream_options.include_usage
+    job, options = dialect.job, dialect.job.body.stream_options
+    has_usage = options.include_usage
     is_resumed, is_first, is_failure_sent = bool(job.sent_token_ids), True, False
     async with aclosing(outputs):
         async for output in outputs:
@@ -278,7 +279,7 @@ async def streamed_answer(dialect: AnswerFormat, outputs: Outputs) -> AsyncGener
             is_first = False
             rest: dict[str, Any] = {}
             if has_usage:
-                rest["usage"] = None
+                rest["usage"] = dialect.usage() if options.continuous_usage_stats else None
             elif output.finish_reason is not None:
                 rest = dialect.last_fields()
             yield b"".join([*parts, _event(dialect.chunk(entry, **rest))])

@@ -80,6 +80,7 @@ class _Body(BaseModel):
 
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class NamedSchema(BaseModel):

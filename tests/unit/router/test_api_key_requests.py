@@ -611,6 +611,125 @@ async def test_a_stream_that_tells_no_usage_is_charged_by_what_passed(
     await eventually(lambda: 480 < debt(router) < 530)
 
 
+def choice_of(number: int, text: str, finish: str | None = None) -> dict[str, Any]:
+    """A choice that both a chat and a completion can have."""
+    return {"index": number, "text": text, "delta": {"content": text}, "finish_reason": finish}
+
+
+def streams_tokens(*counts: tuple[int, int], is_cut: bool = False) -> Any:
+    """Return a script of a stream whose events have many tokens each. `counts`: for each event its
+    choice, and the tokens of the choice so far. Usage is as vLLM reports it."""
+
+    async def answer(request: Received, peer: Peer) -> None:
+        options = request.json["stream_options"]
+        assert options["include_usage"] is True
+        sent = []
+        for place, (number, tokens) in enumerate(counts):
+            is_end = not is_cut and number not in [later for later, _ in counts[place + 1 :]]
+            usage = {"prompt_tokens": 10, "completion_tokens": tokens, "total_tokens": 10 + tokens}
+            more = {"usage": usage} if options.get("continuous_usage_stats") else {}
+            choice = choice_of(number, f"{tokens} tokens", "stop" if is_end else None)
+            sent.append({"choices": [choice], **more})
+        if not is_cut:
+            total = sum(dict(counts).values())
+            usage = {"prompt_tokens": 10, "completion_tokens": total, "total_tokens": 10 + total}
+            sent.append({"choices": [], "usage": usage})
+        head = {"id": "1", "object": "chunk", "created": 1, "model": "m"}
+        lines = [b"data: %b\n\n" % json.dumps(head | one).encode() for one in sent]
+        await peer.send(STREAM_HEAD + b"".join(map(chunk, lines)))
+        if is_cut:
+            await peer.wait_left()
+        else:
+            await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    return answer
+
+
+STREAM_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": BODY,
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages": {
+        "model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7,
+    },
+    "/v1/responses": {"model": "m", "input": "hi"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("heartbeat", [0, 60])
+@pytest.mark.parametrize("path", STREAM_BODIES)
+async def test_stream_is_charged_by_its_tokens_however_many_an_event_has(
+    start_router: StartRouter,
+    keys: WriteKeys,
+    d: MockEngine,
+    path: str,
+    heartbeat: float,
+    is_cut: bool,
+) -> None:
+    """`is_cut`: the client disconnects in mid-stream."""
+    file = keys(entry("one", KEY, tokens_per_minute=6000))
+    router = await start_router(api_keys_file=file, stream_heartbeat=heartbeat)
+    d.scripts.append(streams_tokens((0, 2000), (0, 4000), is_cut=is_cut))
+    body = {**STREAM_BODIES[path], "stream": True}
+    seen = ""
+    async with router.client.stream("POST", path, json=body, headers=BEARER) as answer:
+        async for text in answer.aiter_text():
+            seen += text
+            if is_cut and "4000 tokens" in seen:
+                break
+    await router.settled()
+    await eventually(lambda: 3900 < debt(router) < 4200)
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        assert "usage" not in seen
+        assert seen.count("data: {") == 2
+    elif not is_cut:
+        assert '"output_tokens":4000' in seen
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_stream_of_several_answers_is_charged_for_all_of_them(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine, is_cut: bool
+) -> None:
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    counts = ((0, 1000), (1, 500), (0, 1500), (1, 2500))
+    d.scripts.append(streams_tokens(*counts, is_cut=is_cut))
+    body = {**BODY, "stream": True, "n": 2}
+    seen = ""
+    async with router.client.stream("POST", "/v1/completions", json=body, headers=BEARER) as answer:
+        async for text in answer.aiter_text():
+            seen += text
+            if is_cut and "2500 tokens" in seen:
+                break
+    assert "usage" not in seen
+    await router.settled()
+    await eventually(lambda: 3950 < debt(router) < 4100)
+
+
+async def test_stream_that_its_engine_breaks_off_is_charged(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine
+) -> None:
+    async def breaks(request: Received, peer: Peer) -> None:
+        usage = {"prompt_tokens": 10, "completion_tokens": 3000}
+        said = {"choices": [choice_of(0, "x")], "usage": usage}
+        await peer.send(STREAM_HEAD + chunk(b"data: %b\n\n" % json.dumps(said).encode()))
+        peer.reset()
+
+    router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
+    d.scripts.append(breaks)
+    assert "error" in (await ask(router, stream=True)).text
+    await eventually(lambda: 2900 < debt(router) < 3100)
+
+
+async def test_engine_is_asked_for_usage_only_for_keys_with_a_limit_on_tokens(
+    start_router: StartRouter, keys: WriteKeys, d: MockEngine
+) -> None:
+    file = keys(entry("one", KEY, requests_per_minute=9), entry("two", OTHER))
+    router = await start_router(api_keys_file=file)
+    for key in (KEY, OTHER):
+        assert (await ask(router, key, stream=True)).status_code == 200
+        assert "stream_options" not in d.last.json
+
+
 async def test_concurrency_is_given_back_however_a_request_ends(
     start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
 ) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import orjson
 import pytest
 
+from router.auth.streamed_usage import StreamedUsage
 from router.openai.answers import chunks_in
-from router.proxy.key_limits import num_chunks
 from router.proxy.load_failure import LoadFailure, LoadFailureWatch
 from router.proxy.relay import TurnTail, stream_usage
 from router.telemetry.record import Tokens
@@ -101,7 +101,50 @@ def test_chunks_are_counted_and_nothing_else_is(
 ) -> None:
     text = {"choices": [{"index": 0, "text": 'data: {"data: {\n\ndata: {'}]}
     block = (written(text) * 3 + b": data: {\n\n" + event("a") + DONE).replace(b"\n", line_end)
-    assert num_chunks(block) == 4
-    assert num_chunks(written(text).replace(b"\n", line_end)) == 1
-    assert num_chunks((event("a") * 5).replace(b"\n", line_end)) == 5
-    assert len(list(chunks_in(block))) == 4
+    counter = counter_for()
+    assert counter.passing(block) == block
+    assert counter.completion_tokens == len(list(chunks_in(block))) == 4
+
+
+def counter_for(**options: bool) -> StreamedUsage:
+    asked = StreamedUsage.ask({"stream": True, "stream_options": options})
+    assert asked is not None
+    counter, body = asked
+    assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, [None, None, None]),
+        ({"continuous_usage_stats": True}, [None, None, None]),
+        ({"include_usage": True}, [None, None, 9]),
+        ({"include_usage": True, "continuous_usage_stats": True}, [5, 8, 9]),
+    ],
+)
+@LINE_ENDS
+@FORMS
+def test_usage_is_counted_and_reaches_only_clients_that_asked_for_it(
+    written: Callable[..., bytes],
+    line_end: bytes,
+    options: dict[str, bool],
+    left: list[int | None],
+) -> None:
+    def chunk(text: str, tokens: int) -> bytes:
+        choices = [{"index": 0, "text": text}] if text else []
+        return written({"choices": choices, "usage": {"completion_tokens": tokens, "d": {"c": 1}}})
+
+    counter = counter_for(**options)
+    text = 'a,"usage":{"completion_tokens":77}}'
+    blocks = (chunk(text, 5), chunk("b", 8) + b": x\n\n", chunk("", 9) + DONE)
+    passed, counted = [], []
+    for block in blocks:
+        passed.append(counter.passing(block.replace(b"\n", line_end)))
+        counted.append(counter.completion_tokens)
+    assert counted == [5, 8, 9]
+    chunks = [next(iter(chunks_in(block)), {}) for block in passed]
+    assert [(one.get("usage") or {}).get("completion_tokens") for one in chunks] == left
+    assert [one["choices"][0]["text"] for one in chunks[:2]] == [text, "b"]
+    assert [one.get("choices") for one in chunks[2:]] == [[] if left[2] else None]
+    assert passed[2].endswith(DONE.replace(b"\n", line_end))
