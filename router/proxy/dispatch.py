@@ -12,17 +12,19 @@ from time import monotonic as now
 from router.auth.authenticator import QuotaPermit
 from router.conversations.conversations import Conversations, Turn
 from router.conversations.reuse import find_reuse
-from router.http_client.errors import AnswersFullError, ReaderStalledError
+from router.http_client.errors import AnswersFullError, BrokenAnswerError, ReaderStalledError
 from router.openai import errors
 from router.proxy import key_limits, messages, strategies
 from router.proxy.admission import EngineSlot
 from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
+from router.proxy.internal_fields import answer_without_internal_fields
 from router.proxy.messages import REQUEST_ID, LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
 from router.proxy.request import (
+    CLIENT_PARAMS,
     SEVERAL,
     Request,
     check_fields,
@@ -210,7 +212,7 @@ async def _respond_error(request: Request, gateway: Gateway, error: Exception) -
         gateway.metrics.resumes.add((f"status_{rejected.status}", "refused"))
         error = errors.EngineError("no engine resumed this answer")
         return await _refuse(request, gateway, error)
-    await _pass_on(request, rejected)
+    await _pass_on(request, gateway, rejected)
 
 
 def _rejected_in(error: Exception) -> errors.EngineRejectedError | None:
@@ -220,12 +222,19 @@ def _rejected_in(error: Exception) -> errors.EngineRejectedError | None:
     return error if isinstance(error, errors.EngineRejectedError) else None
 
 
-async def _pass_on(request: Request, rejected: errors.EngineRejectedError) -> None:
-    record = request.record
+async def _pass_on(
+    request: Request, gateway: Gateway, rejected: errors.EngineRejectedError
+) -> None:
+    record, body = request.record, rejected.body
+    if request.decode_only_reason != CLIENT_PARAMS:
+        try:
+            body = answer_without_internal_fields(body)
+        except BrokenAnswerError as broken:
+            return await _refuse(request, gateway, broken)
     record.status = rejected.status
     record.outcome = "refused" if rejected.status < 500 else "engine_error"
     passed = messages.to_client(rejected.headers, record.request_id)
-    await request.exchange.respond(rejected.status, passed, rejected.body)
+    await request.exchange.respond(rejected.status, passed, body)
 
 
 async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:

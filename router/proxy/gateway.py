@@ -25,6 +25,7 @@ from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.admission import Admission, has_engine_limits
+from router.proxy.internal_fields import ROUTING_HEADERS
 from router.proxy.messages import NOT_TO_ENGINE
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.release import KvReleaser
@@ -342,6 +343,8 @@ class Gateway:
         self.hides_credentials = authenticator is not None or secret is not None
         # With a tracer, each leg has trace headers of its own.
         self.not_to_engine = NOT_TO_ENGINE
+        if not settings.trust_client_kv_params:
+            self.not_to_engine |= ROUTING_HEADERS
         if self.hides_credentials:
             self.not_to_engine |= CREDENTIALS
         if tracer is not None:

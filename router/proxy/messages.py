@@ -27,6 +27,7 @@ from router.common.exact_json import dumps
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.proxy.exchange import Header
+from router.proxy.internal_fields import ROUTING_HEADER_PREFIX, ROUTING_HEADERS
 from router.proxy.kv_params import KvParams
 from router.proxy.request import CONVERSATION_STREAM, KV_PARAMS, THRESHOLD, Body
 from router.proxy.resume_buffer import ResumeBuffer
@@ -266,6 +267,7 @@ NOT_TO_ENGINE = HOP_BY_HOP | {
 NOT_TO_CLIENT = (
     HOP_BY_HOP
     | CREDENTIALS
+    | ROUTING_HEADERS
     | {
         REQUEST_ID,
         b"content-length",
@@ -286,7 +288,11 @@ def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_E
         headers = _without_connection_headers(headers)
     lines = [b": ".join(header) for header in headers if header[0] not in dropped]
     lines.append(b"")
-    return b"\r\n".join(lines)
+    joined = b"\r\n".join(lines)
+    if joined.find(ROUTING_HEADER_PREFIX) >= 0 and ROUTING_HEADER_PREFIX in dropped:
+        lines = [line for line in lines if not line.startswith(ROUTING_HEADER_PREFIX)]
+        joined = b"\r\n".join(lines)
+    return joined
 
 
 def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from router.openai.errors import BadRequestError
 from router.proxy.gateway import Gateway
+from router.proxy.internal_fields import is_internal_in_form
 from router.proxy.request import MAX_MODEL_CHARS, PASSED, Request, check_form, read_request
 
 JSON_PATHS = (
@@ -54,6 +55,8 @@ async def read_form(request: Request, gateway: Gateway) -> None:
     if found is None or len(BOUNDARIES.findall(kind)) > 1:
         raise BadRequestError("multipart/form-data without a boundary, or with several")
     form = exchange.body
+    if not gateway.limits.trust_client_kv_params:
+        form = _without_internal_fields(form, found[1] or found[2])
     span = find_model_in_form(form, found[1] or found[2])
     start, end = span or (0, 0)
     given = {} if span is None else {"model": form[start:end].decode("utf-8", "replace")}
@@ -73,15 +76,27 @@ def find_model_in_form(form: bytes, boundary: bytes) -> tuple[int, int] | None:
     Raises BadRequestError for a form that an engine might parse in another way: the router checks
     the API key's permission for this model.
     """
-    found = [(start, end) for name, start, end in _fields(form, boundary) if name == b"model"]
+    found = [(start, end) for name, _, start, end in _fields(form, boundary) if name == b"model"]
     if len(found) > 1:
         raise _ambiguous_form("several fields are called model")
     start, end = found[0] if found else (0, MAX_MODEL_CHARS + 1)
     return None if end - start > MAX_MODEL_CHARS else (start, end)
 
 
-def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, int]]:
-    """Yield for each field its name and the offsets of its value. Raises BadRequestError."""
+def _without_internal_fields(form: bytes, boundary: bytes) -> bytes:
+    """Return the form without the fields that clients may not send. Raises BadRequestError."""
+    kept, at = b"", 0
+    for name, begin, start, end in _fields(form, boundary):
+        if name is not None and is_internal_in_form(name, form[start:end]):
+            kept += form[at:begin]
+            at = end
+    # A line end before the first boundary is left if the first field goes.
+    return (kept + form[at:]).removeprefix(b"\r\n") if at else form
+
+
+def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, int, int]]:
+    """Yield for each field its name, and the offsets of its boundary and of its value's start and
+    end. Raises BadRequestError."""
     line = b"\r\n--" + boundary
     at = -2 if form.startswith(line[2:]) else form.find(line)
     if at == -1:
@@ -98,10 +113,10 @@ def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, i
             raise _ambiguous_form(
                 f"the head of a field is longer than {MAX_FIELD_HEAD_BYTES} bytes"
             )
-        at = form.find(line, end + 2)
+        begin, at = max(at, 0), form.find(line, end + 2)
         if at < 0:
             raise _ambiguous_form("the closing boundary is missing")
-        yield _name_in(form[start + 2 : end]), end + 4, at
+        yield _name_in(form[start + 2 : end]), begin, end + 4, at
     raise _ambiguous_form(f"there are more than {MAX_FORM_FIELDS} fields")
 
 

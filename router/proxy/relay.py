@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from functools import partial
 from time import monotonic as now
 from typing import Any
@@ -27,7 +26,7 @@ from router.fleet.engine import DECODE, Engine
 from router.http_client.answer_limits import UNCOUNTED_BYTES, Reservation
 from router.http_client.engine_answer import HIGH_WATER, LAST_BLOCKS, EngineAnswer
 from router.http_client.errors import BrokenAnswerError
-from router.http_client.sse import data_in, events_in, with_data
+from router.http_client.sse import data_in
 from router.openai.answers import (
     AnswerChoice,
     Json,
@@ -50,7 +49,14 @@ from router.proxy.answer_check import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
-from router.proxy.request import KV_PARAMS, PASSED, Request
+from router.proxy.internal_fields import (
+    answer_without_internal_fields,
+    hide_internal_fields,
+    mentions_internal_fields,
+    take_fields_from_events,
+    take_internal_fields,
+)
+from router.proxy.request import CLIENT_PARAMS, KV_PARAMS, PASSED, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
 from router.proxy.token_ids import RETURN_TOKEN_IDS, StreamedIds, take_token_ids
@@ -59,7 +65,6 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import USAGE_SEARCH_BYTES, usage_in
 
 logger = logging.getLogger("disagg_router.proxy")
-PARAMS_KEY = b'"kv_transfer_params"'
 MAX_COPY_BYTES = 4 * 1024 * 1024
 DONE = "done"
 Keeping = Coroutine[Any, Any, None]
@@ -84,8 +89,11 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
         is_long = raw is not None and len(raw) > HIGH_WATER
         if raw and is_long and request.decode_only_reason != PASSED and is_broken_off(raw):
             raise BrokenAnswerError("an answer that the engine aborted")
+    hides_fields = request.decode_only_reason != CLIENT_PARAMS
     if raw is not None:
         record.answer_end = raw[-USAGE_SEARCH_BYTES:]
+        if hides_fields:
+            raw = answer_without_internal_fields(raw)
         await exchange.respond(answer.status, passed, raw)
         record.stage, record.outcome = DONE, "ok"
         return
@@ -98,6 +106,8 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
         answer.tap = validator
     elif request.decode_only_reason != PASSED:
         answer.watch = LongAnswerCheck(answer).passing
+    if hides_fields:
+        hide_internal_fields(answer)
     try:
         await exchange.relay(
             answer.status, passed, answer, limits.stream_idle_timeout, request.latest
@@ -127,7 +137,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     content = parse_object(prefilled.raw)
     if content is None or not can_stream(content):
         raise BrokenAnswerError("an answer without choices")
-    content.pop(KV_PARAMS, None)
+    take_internal_fields(content)
     record.stage, record.status, record.first_byte = "stream", 200, now()
     record.answer_end = prefilled.raw[-USAGE_SEARCH_BYTES:]
     if request.turn is not None:
@@ -166,10 +176,11 @@ async def deliver_turn(
     if not is_checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
     params = content.pop(KV_PARAMS, None)
+    others = take_internal_fields(content) if mentions_internal_fields(raw) else None
     token_ids: Sequence[int] | None = None
     if run.bodies.returns_ids:
         token_ids = take_token_ids(content, bool(request.body.get(RETURN_TOKEN_IDS)))
-    if params is not None or run.bodies.returns_ids:
+    if params is not None or others or run.bodies.returns_ids:
         raw = _written(content)
     if run.retains_turn:
         engine.capabilities.note_whole_params(params is not None)
@@ -370,8 +381,10 @@ class TurnTail:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.ids is not None:
             block = self.ids.passing(block)
-        if block.find(PARAMS_KEY) >= 0:
-            block = self._without_params(block)
+        if mentions_internal_fields(block):
+            block, taken = take_fields_from_events(block)
+            params = taken.get(KV_PARAMS)
+            self.params = params if isinstance(params, dict) else self.params
         self._size += len(block)
         if self._has_room():
             self._copy.append(block)
@@ -409,21 +422,3 @@ class TurnTail:
         self._copy.clear()
         self._reservation.release()
         return False
-
-    def _without_params(self, block: bytes) -> bytes:
-        """Take the params from the events that have them."""
-        passes, at = b"", 0
-        for event in events_in(block, at_end=True):
-            content = None if event.data is None else parse_object(event.data)
-            if content is None or KV_PARAMS not in content:
-                continue
-            params = content.pop(KV_PARAMS)
-            if isinstance(params, dict) and params:
-                self.params = params
-            passes += block[at : event.start]
-            at = event.end
-            if content.get("choices") == [] and content.get("usage") is None:
-                continue  # an event for the params alone, which no client expects
-            with suppress(BrokenAnswerError):  # an event that cannot be written cannot pass
-                passes += with_data(block[event.start : event.end], _written(content))
-        return passes + block[at:]

@@ -36,6 +36,13 @@ from router.openai.request_fields import (
 )
 from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
+from router.proxy.internal_fields import (
+    EXTRA_ARGS,
+    FIELD_PREFIX,
+    FIELDS,
+    has_internal_fields,
+    without_internal_fields,
+)
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN, estimate_tokens, has_media
@@ -115,14 +122,13 @@ class Request(Struct, eq=False):
         return self.alias or self.model
 
 
-EXTRA_ARGS = "vllm_xargs"
 CONVERSATION_STREAM = b"x-conversation-stream"
 STREAM_FIELD = "conversation_stream"
 # Fields that are for the router alone.
 CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
 # A body without any of these needs no further look.
 LOOKED_AT = CONSUMED | {
-    KV_PARAMS,
+    *FIELDS,
     EXTRA_ARGS,
     THRESHOLD,
     "n",
@@ -187,7 +193,8 @@ def take_body(
         elif turn is not None and not asks_one_token(body):
             # The one token of an answer is the prefill engine's, unless a conversation is named.
             request.turn = turn
-    if LOOKED_AT.isdisjoint(body) and type(body.get("prompt")) is not list:
+    is_plain = LOOKED_AT.isdisjoint(body) and FIELD_PREFIX not in ",".join(body)
+    if is_plain and type(body.get("prompt")) is not list:
         request.body, request.threshold = body, limits.decode_first_threshold
         return
     request.threshold = threshold_of(body, limits.decode_first_threshold)
@@ -196,11 +203,12 @@ def take_body(
     if not CONSUMED.isdisjoint(body):
         body = {name: body[name] for name in body if name not in CONSUMED}
     body = without_nested(body, THRESHOLD)
-    if has_params(body) and limits.trust_client_kv_params:
+    has_internal = has_internal_fields(body)
+    if has_internal and limits.trust_client_kv_params:
         request.decode_only_reason = CLIENT_PARAMS
     else:
-        if has_params(body):
-            body = without_params(body)
+        if has_internal:
+            body = without_internal_fields(body)
         request.decode_only_reason = find_decode_only_reason(body)
     request.body = body
 
@@ -307,27 +315,12 @@ def threshold_of(body: Body, default: float) -> float:
     return float(value)
 
 
-def has_params(body: Body) -> bool:
-    return KV_PARAMS in body or _has_nested_params(body)
-
-
-def without_params(body: Body) -> Body:
-    """Return the body without kv_transfer_params, wherever an engine would read them."""
-    rest = {name: value for name, value in body.items() if name != KV_PARAMS}
-    return without_nested(rest, KV_PARAMS)
-
-
 def without_nested(body: Body, name: str) -> Body:
     """Return the body without that field of `vllm_xargs`, where vLLM reads it as well."""
     extra = body.get(EXTRA_ARGS)
     if not isinstance(extra, dict) or name not in extra:
         return body
     return {**body, EXTRA_ARGS: {key: extra[key] for key in extra if key != name}}
-
-
-def _has_nested_params(body: Body) -> bool:
-    extra = body.get(EXTRA_ARGS)
-    return isinstance(extra, dict) and KV_PARAMS in extra
 
 
 def find_decode_only_reason(body: Body) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from router.auth.api_keys import ApiKey, without_credentials
+from router.auth.api_keys import ApiKey
 from router.common.exact_json import dumps
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
@@ -200,9 +200,8 @@ async def update_adapters(request: Request) -> Response:
     # The request goes to all engines, and is recorded like any other.
     gateway = state_of(request.app).gateway
     given = request.scope["headers"]
-    if gateway.hides_credentials:
-        given = without_credentials(given)
-    request_id, shared = read_request_id(given), messages.header_lines(given)
+    shared = messages.header_lines(given, gateway.not_to_engine)
+    request_id = read_request_id(given)
     record = Record(request.scope["path"], now(), request_id, flow="adapters")
     key: ApiKey | None = request.scope.get(CALLER)
     record.key = "" if key is None else key.name

@@ -206,9 +206,9 @@ class SecuritySettings(SettingsGroup):
         https://chat.example; * allows every origin.
     lora_updates: Let clients load and unload LoRA adapters at all engines. An engine loads adapters
         from any path or URL that the client names.
-    trust_client_kv_params: Pass kv_transfer_params of client requests to the decode engine
-        unchanged. They can make an engine connect to any address: enable it only for clients that
-        you trust as much as the operator.
+    trust_client_kv_params: Pass kv_transfer_params, and the internal fields and headers of other
+        routers, of client requests to the decode engine unchanged. They can make an engine connect
+        to any address: enable it only for clients that you trust as much as the operator.
     """
 
     cors_origins: fields.Origins = ()

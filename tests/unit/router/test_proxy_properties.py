@@ -18,12 +18,11 @@ from router.openai import errors
 from router.proxy import messages
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.dispatch import read_request_id
+from router.proxy.internal_fields import has_internal_fields, without_internal_fields
 from router.proxy.request import (
     Body,
     find_decode_only_reason,
-    has_params,
     parse_body,
-    without_params,
 )
 from router.telemetry.logs import (
     LINES,
@@ -55,7 +54,7 @@ BODIES = st.dictionaries(
 @given(BODIES)
 def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> None:
     before = orjson.dumps(body)
-    leg = json.loads(b"".join(messages.LegBodies(without_params(body)).prefill()))
+    leg = json.loads(b"".join(messages.LegBodies(without_internal_fields(body)).prefill()))
     assert orjson.dumps(body) == before, "the client's body is needed again"
     edited = {"max_tokens", "max_completion_tokens", "stream", "kv_transfer_params", "vllm_xargs"}
     dropped = {"stream_options", "min_tokens", "min_completion_tokens", "n"}
@@ -72,8 +71,8 @@ def test_a_prefill_body_changes_what_it_must_and_nothing_else(body: Body) -> Non
 @given(BODIES, JSON_VALUES)
 def test_no_params_of_a_client_survive(body: Body, forged: object) -> None:
     body = {**body, "kv_transfer_params": forged, "vllm_xargs": {"kv_transfer_params": forged}}
-    kept = without_params(body)
-    assert not has_params(kept)
+    kept = without_internal_fields(body)
+    assert not has_internal_fields(kept)
     assert kept["vllm_xargs"] == {}
 
 
