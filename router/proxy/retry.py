@@ -87,7 +87,7 @@ RULES = {
     # Nothing was computed or read. Its list of models is outdated, or was never known.
     "unserved_model": Rule(Next.ELSEWHERE, Next.ELSEWHERE, False, is_free=True),
     # The engine is healthy, but does not disaggregate, or not for this request.
-    "no_kv": Rule(Next.ELSEWHERE, Next.GIVE_UP, False),
+    "no_kv": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # The engine reported an overload. The router avoids it for its Retry-After.
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # The router allowed the engine to return the answer instead of preempting it: no failure.
