@@ -40,5 +40,5 @@ def test_an_engine_with_shared_memory_alone_names_the_variable_and_the_cure(
     monkeypatch.setenv("UCX_TLS", "shm")
     memory = bytearray(4096)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    with pytest.raises(AgentError, match="UCX_TLS=shm .*unset it, or add tcp"):
+    with pytest.raises(AgentError, match=r"UCX_TLS=shm .*unset it, or add tcp"):
         NixlAgent((Region("layer", address, 4096, 4096, 1),), ["UCX"], threads=0)
