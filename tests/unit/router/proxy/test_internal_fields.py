@@ -173,7 +173,7 @@ def test_answer_without_internal_values_stays_as_it_is(raw: bytes) -> None:
 
 
 def test_unreadable_answer_with_params_neither_passes_nor_vanishes() -> None:
-    raw = b'{"a": NaN, "kv_transfer_params": {"b": 1}}'
+    raw = b'{"a": x, "kv_transfer_params": {"b": 1}}'
     with pytest.raises(BrokenAnswerError):
         answer_without_internal_fields(raw)
     passed, taken = take_fields_from_events(b"data: %b\n\ndata: [DONE]\n\n" % raw)
