@@ -158,6 +158,7 @@ def _leaves(kind: type[Exception]) -> list[type[Exception]]:
 
 ARGUMENTS: dict[type[Exception], tuple[object, ...]] = {
     errors.RejectedMidStreamError: ("why", 400),
+    errors.UnservedModelError: ("why", errors.EngineRejectedError(404, [], b"")),
     errors.UpgradeRequiredError: (),
 }
 """The arguments of errors that need more than a message."""

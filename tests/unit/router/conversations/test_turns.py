@@ -727,8 +727,8 @@ async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
 ) -> None:
     with running_redis() as redis:
         async with (
-            serving_router(p, d, *redis.options) as one,
-            serving_router(p, d, *redis.options) as two,
+            serving_router(p, d, *redis.options, "--conversation-unproven=whole") as one,
+            serving_router(p, d, *redis.options, "--conversation-unproven=whole") as two,
             httpx.AsyncClient(timeout=20) as client,
         ):
 
