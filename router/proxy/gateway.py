@@ -374,6 +374,7 @@ class Gateway:
             self.throttle,
             self.tasks.spawn,
             settings.max_answer_size,
+            self.budget.take,
         )
         readers: list[RecordReader] = [metrics.requests.add_records]
         if settings.access_log:

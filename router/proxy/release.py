@@ -12,6 +12,9 @@ engine has the request. Then the router releases the blocks:
    engine serves: an engine that rejects a request with kv_transfer_params releases the blocks too
    (vllm#41269).
 
+A release is saved where it would add to an overload: at an engine that has asked for a pause
+(Retry-After), and beyond the budget for retries. The lease then expires.
+
 A second release of the same blocks has no effect. Retained KV of a turn that no prefill engine will
 read is released by the same endpoint of the decode engine.
 """
@@ -61,13 +64,16 @@ class KvReleaser:
         throttle: LogThrottle,
         spawn: Spawn,
         max_answer_bytes: int,
+        take_budget: Callable[[float], bool],
     ) -> None:
+        """`take_budget` is `RetryBudget.take`."""
         self._fleet = fleet
         self._metrics = metrics
         self._memory = memory
         self._throttle = throttle
         self._spawn = spawn
         self._max_answer_bytes = max_answer_bytes
+        self._take_budget = take_budget
 
     def release_prefill(
         self, request: Request, params: KvParams, cause: BaseException | None = None
@@ -171,6 +177,8 @@ class KvReleaser:
 
     async def _send(self, request: Request, engine: Engine, path: str, body: Body) -> int:
         """Send a side request and return the status of the answer, or 0 if there is none."""
+        if engine.is_cooling or not self._take_budget(now()):
+            return 0
         try:
             return (await send_side_request(request, engine, path, body, "release")).status
         except UpstreamError as error:

@@ -32,12 +32,15 @@ async def send_side_request(
     """Send a JSON body to an engine and return the answer of at most `max_bytes`. Raises
     UpstreamError.
 
-    The X-Request-Id is that of a leg of `request`, with `purpose` at its end.
+    The X-Request-Id is that of a leg of `request`, with `purpose` at its end. In a trace the
+    engine's work belongs to the span of the client's request.
     """
     content = encode_body(body)
+    trace = request.record.trace
+    trace_line = b"" if trace is None else trace.header_lines(trace.span_id)
     leg_id = f"{messages.new_leg_id(request.record.request_id)}-{purpose}"
     message = messages.leg_message(
-        path, engine.name, leg_id, request.shared_headers, (content, b"")
+        path, engine.name, leg_id, trace_line + request.shared_headers, (content, b"")
     )
     return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, max_bytes)
 

@@ -27,6 +27,7 @@ from tests.unit.router.mock_engine import (
 )
 from tests.unit.router.otlp_receiver import Receiver, Seen, receiving
 from tests.unit.router.processes import router_process
+from tests.unit.router.test_engine_answers import answering
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{ABOVE}-01"
@@ -98,6 +99,29 @@ async def test_a_request_is_a_span_under_its_clients_and_its_legs_are_under_it(
     assert told["disagg.request.id"] == "mine"
     assert told["disagg.retries"] == 0
     assert "error.type" not in told
+
+
+async def test_releases_and_trial_requests_belong_to_the_trace_of_their_request(
+    collector: Receiver, router: Router, p: MockEngine, d: MockEngine
+) -> None:
+    d.scripts = [answering(400, {"error": {"message": "no"}})]
+    headers, body = {"traceparent": SAMPLED}, {"model": "m", "prompt": "hello" * 2000}
+    for threshold in (0, *3 * [0.5]):  # a trial follows when three answers have shown nothing
+        fields = {"stream": True, "cache_hit_threshold": threshold} if threshold else {}
+        await router.client.post("/v1/completions", json=body | fields, headers=headers)
+    ends = {"-release", "-trial"}
+    beside: dict[str, Received] = {}
+
+    def has_both() -> bool:
+        for request in d.requests:
+            beside.update({(request.header("x-request-id") or "")[-n:]: request for n in (6, 8)})
+        return beside.keys() >= ends
+
+    await eventually(lambda: has_both() and len(collector.named(ROOT)) == 4)
+    roots = {span.span_id for span in collector.named(ROOT)}
+    for end in ends:
+        _, trace_id, span_id, _ = (beside[end].header("traceparent") or "").split("-")
+        assert (trace_id, span_id in roots) == (TRACE, True)
 
 
 async def test_times_are_in_order_and_of_this_day(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.unit.router.mock_engine import (
     is_release,
     running_engine,
 )
+from tests.unit.router.test_engine_answers import answering
 
 PAGE = "/disagg/release"
 CAPABLE = {"capabilities": ["cache_hit_threshold", "release"]}
@@ -309,3 +311,22 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
     await eventually(lambda: router.metric("conversation_kept_total", outcome="kept"))
     await chat(router, AGAIN)
     assert offered(p) == KEPT
+
+
+@pytest.mark.parametrize("is_overloaded", [True, False])
+async def test_no_release_goes_to_an_overloaded_engine_or_beyond_the_retry_budget(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, is_overloaded: bool
+) -> None:
+    """Every decode engine answers 503 with Retry-After, or 500 while the budget is used up."""
+    error = {"error": {"message": "no"}}
+    d.usual = answering(503, error, retry_after="5") if is_overloaded else answering(500, error)
+    async with contextlib.AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(running_engine(d.usual)) for _ in range(3)]
+        router = await start_router(ds=[d, *others])
+        while not is_overloaded and router.gateway.budget.take(time.monotonic()):
+            pass
+        assert (await router.complete()).status_code >= 500
+        await router.settled()
+        for engine in (d, *others):
+            is_after_answer = [is_release(request) for request in engine.requests][-1:]
+            assert is_after_answer in ([], [False])
