@@ -39,7 +39,7 @@ from engine_ext.wire.errors import WireError
 from engine_ext.wire.nixl_metadata import parse
 from engine_ext.worker import validator_process
 from engine_ext.worker.agent import Agent, NixlAgent
-from engine_ext.worker.validator_process import BAD, CHECK_SECONDS, LENGTH_BYTES, READY
+from engine_ext.worker.validator_process import BAD, LENGTH_BYTES, READY
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogRateLimit())
@@ -49,7 +49,8 @@ GRACE_SECONDS = 1.0
 MAX_REFUSED = 64
 """By one process, because each may leave a connection behind in NIXL."""
 NEVER = float("inf")
-START_SECONDS = 30.0
+SLOW_START_SECONDS = 30.0
+"""A start that takes longer is logged. It is not ended: another start would take as long."""
 WAIT_SECONDS = 10.0
 """A check that has not begun by then is refused."""
 BURST = 4
@@ -200,7 +201,7 @@ class ProcessValidator:
             return
         self._starts -= 1
         try:
-            self._process = _Process(self._backends, now + START_SECONDS)
+            self._process = _Process(self._backends, now)
         except OSError as error:
             self._fail_to_start(str(error))
 
@@ -210,6 +211,8 @@ class ProcessValidator:
         lines, is_alive = process.exchange()
         for line in lines:
             self._receive(process, line.decode(errors="replace"), now)
+        if process.is_slow(now):
+            logger.warning("the metadata validator takes long to start; until then %s", _MEANS)
         if not is_alive:
             self._lose(process, "died", now)
         elif now >= process.deadline:
@@ -226,13 +229,13 @@ class ProcessValidator:
             earliest = now - UNEXPECTED_BURST * UNEXPECTED_SECONDS
             self._next_unexpected = max(self._next_unexpected, earliest) + UNEXPECTED_SECONDS
         if self._running is not None:
-            process.ask(self._running.metadata, now + CHECK_SECONDS + GRACE_SECONDS)
+            process.ask(self._running.metadata, now + process.check_seconds + GRACE_SECONDS)
 
     def _receive(self, process: "_Process", line: str, now: float) -> None:
         word, _, reason = line.partition(" ")
         process.deadline = NEVER
         if word == READY:
-            process.is_ready = True
+            process.is_ready, process.check_seconds = True, float(reason)
             self._failed_starts = 0
         elif self._running is not None:
             process.num_refused += word == BAD
@@ -277,9 +280,13 @@ class ProcessValidator:
 class _Process:
     """One process and the socket to it. Raises OSError where none can be started."""
 
-    def __init__(self, backends: Sequence[str], deadline: float) -> None:
+    def __init__(self, backends: Sequence[str], now: float) -> None:
         self.is_ready = False
-        self.deadline = deadline
+        self.check_seconds = 0.0
+        """How long a check may take; from when it is ready."""
+        self.deadline = NEVER
+        """Of the check that runs."""
+        self._slow_from = now + SLOW_START_SECONDS
         self.num_refused = 0
         self._unsent = memoryview(b"")
         self._received = b""
@@ -297,6 +304,13 @@ class _Process:
                 self._socket.close()
                 raise
         self._socket.setblocking(False)
+
+    def is_slow(self, now: float) -> bool:
+        """Return True once, if it is not ready after a long time."""
+        is_slow = not self.is_ready and now >= self._slow_from
+        if is_slow:
+            self._slow_from = NEVER
+        return is_slow
 
     def ask(self, metadata: bytes, deadline: float) -> None:
         self._unsent = memoryview(len(metadata).to_bytes(LENGTH_BYTES, "big") + metadata)

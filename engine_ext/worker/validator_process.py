@@ -3,7 +3,8 @@
     python -m engine_ext.worker.validator_process PACKAGE BACKENDS PARENT
 
 Standard input is a socket to the engine (`validator.py`). Each request is a length of four bytes
-and the metadata; each answer is one line: `ready` once, then `ok` or `bad` and a reason. Malformed
+and the metadata; each answer is one line: `ready` once and the seconds that a check may take, then
+`ok` or `bad` and a reason. Malformed
 metadata makes UCX crash or hang, and this process with it: the engine sees the socket close.
 
 It has an agent of its own, without memory worth anything, and does with the metadata what an engine
@@ -25,6 +26,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +37,8 @@ from engine_ext.worker.process_end import skip_library_exit_handlers
 
 LENGTH_BYTES = 4
 CHECK_SECONDS = 3.0
-"""One check may take so long; then the kernel ends this process, whatever the check does."""
+"""One check may take so long, or as long as this process took to start where that is longer: then
+the machine is slow. After that the kernel ends this process, whatever the check does."""
 PARENT_SECONDS = 1.0
 """How often an idle process looks whether its parent is still there: other children of the parent
 may hold the other end of the socket open."""
@@ -48,10 +51,12 @@ READY, OK, BAD = "ready", "ok", "bad"
 def main(package: str, backends: str, parent: str) -> None:
     connection = socket.socket(fileno=os.dup(0))
     _become_disposable()
+    began = time.monotonic()
     agent = _open_agent(package, backends.split(","))
-    _answer(connection, READY)
+    seconds = max(CHECK_SECONDS, time.monotonic() - began)
+    _answer(connection, f"{READY} {seconds:.3f}")
     while (metadata := _receive(connection, int(parent))) is not None:
-        signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         problem = check(agent, metadata)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _answer(connection, OK if problem is None else f"{BAD} {problem}")

@@ -205,6 +205,19 @@ def test_a_process_that_cannot_start_refuses_nothing_by_itself_and_says_so(
     assert check.problem == "the metadata validator did not get to it in time"
 
 
+def test_a_start_that_takes_long_is_logged_and_not_begun_anew(
+    validating: Validating, caplog: pytest.LogCaptureFixture
+) -> None:
+    validating.submit(HONEST.metadata)
+    validating.validator.step(validating.now)
+    first = validating.validator.pid
+    for _ in range(10):
+        validating.now += 60
+        validating.validator.step(validating.now)
+    assert caplog.text.count("takes long to start") <= 1
+    assert validating.start() == first
+
+
 def test_the_process_ends_with_its_parent_however_that_ends(tmp_path: Path) -> None:
     program = """
         import time
