@@ -6,6 +6,7 @@ https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 
 import orjson
 
@@ -36,6 +37,7 @@ from router.openai.dialects import (
     unsupported_type,
 )
 from router.openai.message_order import merge_messages
+from router.openai.request_fields import MAX_TOKENS, field_problem, read_fields
 
 MESSAGES_PATH, COUNT_TOKENS_PATH = "/v1/messages", "/v1/messages/count_tokens"
 # Fields that are translated, or left out because only Anthropic can act on them; all others but
@@ -77,6 +79,7 @@ STOP_REASONS = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
     "content_filter": "refusal",
+    "repetition": "end_turn",
 }
 # The type of a block's delta, and the field with the text.
 DELTAS = {
@@ -118,6 +121,8 @@ def _translate_request(body: Json, translator: MessageTranslator) -> Json:
     config = require_object(body, "output_config") if body.get("output_config") is not None else {}
     if isinstance(config.get("effort"), str):
         chat["reasoning_effort"] = config["effort"]
+    if body.get("thinking") is not None:
+        _think(chat, require_object(body, "thinking"))
     for holder, name, where in (
         (body, "output_format", ""),  # the name of the field in Anthropic's beta
         (config, "format", "output_config"),
@@ -127,6 +132,26 @@ def _translate_request(body: Json, translator: MessageTranslator) -> Json:
     if body.get("tool_choice") is not None and body.get("tools"):
         _choose(chat, require_object(body, "tool_choice"))
     return chat
+
+
+def _think(chat: Json, thinking: Json) -> None:
+    """Translate the configuration of thinking as vLLM does."""
+    match thinking.get("type"):
+        case "enabled":
+            budget = thinking.get("budget_tokens")
+            if why := field_problem(budget, int):
+                raise field_error("thinking.budget_tokens", why)
+            budget = read_fields({"n": budget})["n"]
+            most = chat.get(MAX_TOKENS)
+            if isinstance(most, int | float) and budget >= most:
+                raise field_error("thinking.budget_tokens", "must be less than max_tokens")
+            chat["thinking_token_budget"] = budget
+        case "disabled":
+            chat["reasoning_effort"] = "none"
+        case "adaptive":
+            pass  # the model chooses
+        case kind:
+            raise unsupported_type("thinking", "configurations", kind)
 
 
 def _with_tool_changes(body: Json) -> Json:
@@ -377,6 +402,14 @@ def anthropic_error(status: int, error: Json) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def anthropic_model(model: Json) -> Json:
+    """Return a model of OpenAI's list with the fields of Anthropic's."""
+    created = model.get("created")
+    moment = datetime.fromtimestamp(created if type(created) is int else 0, UTC)
+    name = model["id"]
+    return {"type": "model", "display_name": name, "created_at": moment.isoformat(), **model}
+
+
 def error_body_for(path: str, status: int, body: bytes) -> bytes:
     """Return the body of an OpenAI error as a client of the API at this path expects it."""
     if path != MESSAGES_PATH and not path.startswith(f"{MESSAGES_PATH}/"):
@@ -409,6 +442,9 @@ class MessageOutput(DialectOutput):
             yield event("content_block_delta", delta=delta, index=block.number)
         else:
             yield event("content_block_stop", index=block.number)
+
+    def heartbeat(self) -> Iterator[bytes]:
+        yield event("ping")
 
     def last_events(self) -> Iterator[bytes]:
         answer = self._answer
@@ -457,11 +493,12 @@ def _stop(answer: AnswerBlocks) -> Json:
 
 
 def _usage(answer: AnswerBlocks) -> Json:
-    """Return the usage; Anthropic does not count cached tokens as input tokens."""
+    """Return the usage; Anthropic's input tokens are those that were neither read from a cache nor
+    written to one."""
     usage = answer.usage
     return {
-        "input_tokens": max(0, usage.prompt - usage.cached),
-        "cache_creation_input_tokens": 0,
+        "input_tokens": max(0, usage.prompt - usage.cached - usage.written),
+        "cache_creation_input_tokens": usage.written,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.answer,
     }

@@ -1,14 +1,18 @@
-"""State engines' errors about the length of a prompt as Anthropic does. Pure.
+"""State engines' errors about the length of a prompt as the APIs' makers do. Pure.
 
 Clients of Anthropic's API read these sentences: Claude Code compacts the conversation after "prompt
 is too long", and asks for a shorter answer after "input length and `max_tokens` exceed context
-limit". Engines use sentences of their own.
+limit". Clients of OpenAI's look for a code: Codex compacts only after "context_length_exceeded".
+Engines use sentences of their own, and no code.
 """
 
 from __future__ import annotations
 
 import math
 import re
+
+from router.common.exact_json import dumps
+from router.openai.answers import Json, parse_object
 
 NUMBER = r"\d{1,15}"
 CONTEXT, PROMPT, ASKED = (
@@ -41,13 +45,34 @@ PATTERNS = tuple(
 )
 # Longer messages than those of engines are not searched further.
 MAX_SEARCHED_CHARS = 2000
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+
+def with_context_code(error: Json) -> Json:
+    """Return OpenAI's error object with the code of a prompt that is too long, if it is of one."""
+    message = error.get("message")
+    is_of_length = isinstance(message, str) and _find_lengths(message) is not None
+    return {**error, "code": CONTEXT_EXCEEDED} if is_of_length else error
+
+
+def body_with_context_code(body: bytes) -> bytes:
+    """Do the same to the body of an engine's error; another one is returned unchanged."""
+    content = parse_object(body) or {}
+    error = content.get("error", content)
+    if not isinstance(error, dict) or (coded := with_context_code(error)) is error:
+        return body
+    return dumps({**content, "error": coded} if "error" in content else coded)
+
+
+def _find_lengths(message: str) -> re.Match[str] | None:
+    searched = message[:MAX_SEARCHED_CHARS]
+    return next(filter(None, (pattern.search(searched) for pattern in PATTERNS)), None)
 
 
 def as_anthropic_states(message: str) -> str:
     """Return Anthropic's sentence for an engine's error about the length of a prompt, and other
     messages unchanged."""
-    searched = message[:MAX_SEARCHED_CHARS]
-    found = next(filter(None, (pattern.search(searched) for pattern in PATTERNS)), None)
+    found = _find_lengths(message)
     if found is None:
         return message
     given = {name: int(text) for name, text in found.groupdict().items() if text is not None}

@@ -290,6 +290,9 @@ class AnswerUsage(NamedTuple):
 
     prompt: int = 0
     cached: int = 0
+    """Prompt tokens that were read from a cache."""
+    written: int = 0
+    """Prompt tokens that were written to a cache."""
     answer: int = 0
     reasoning: int = 0
 
@@ -530,6 +533,10 @@ class DialectOutput(ABC):
             yield from self._events_of(step)
 
     @abstractmethod
+    def heartbeat(self) -> Iterator[bytes]:
+        """Yield events that keep a silent stream alive. Some clients count no comments."""
+
+    @abstractmethod
     def last_events(self) -> Iterator[bytes]:
         """Yield the last events of a stream, after the answer was closed."""
 
@@ -599,6 +606,7 @@ def _usage(given: object) -> AnswerUsage | None:
     return AnswerUsage(
         count_in(given, "prompt_tokens") or 0,
         count_in(prompt, "cached_tokens") or 0,
+        count_in(prompt, "created_cache_tokens") or 0,
         count_in(given, "completion_tokens") or 0,
         count_in(answer, "reasoning_tokens") or 0,
     )

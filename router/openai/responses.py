@@ -5,10 +5,11 @@ https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from router.openai.answers import Json
+from router.openai.context_errors import CONTEXT_EXCEEDED, with_context_code
 from router.openai.dialects import (
     AnswerBlock,
     AnswerBlocks,
@@ -58,6 +59,7 @@ CHAT_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "dev
 # OpenAI's codes of errors, by the codes and types that engines and the router write. All other
 # errors are `server_error`.
 ERROR_CODES = {
+    CONTEXT_EXCEEDED: CONTEXT_EXCEEDED,
     **dict.fromkeys(
         ("400", "413", "422", "BadRequestError", "invalid_request_error", "invalid_prompt"),
         "invalid_prompt",
@@ -76,12 +78,17 @@ TEXT_EVENTS = {
 }
 
 
+ToolNames = dict[str, tuple[str, str]]
+"""By the name that the engine knows."""
+
+
 class TranslatedResponseRequest(NamedTuple):
     """A chat request, and the messages that a following response starts with: all but the
-    instructions."""
+    instructions. `names` are the namespaces and names of the tools that were flattened."""
 
     chat: Json
     history: list[Json]
+    names: ToolNames
 
 
 def chat_from_response(
@@ -95,6 +102,9 @@ def chat_from_response(
     if added := _additional_tools(request):
         given = require_objects(request, "tools") if request.get("tools") else []
         request = {**request, "tools": [*(tool for tool, _ in given), *added]}
+    names: ToolNames = {}
+    if isinstance(request.get("tools"), list):
+        request = {**request, "tools": list(_flat_tools(request, names))}
     chat = start_chat(request, TRANSLATED_FIELDS, UNSUPPORTED_FIELDS, _tool, left_out)
     # With "auto" OpenAI shortens prompts that are too long; engines refuse these instead.
     if request.get("truncation") not in (None, "auto", "disabled"):
@@ -107,7 +117,7 @@ def chat_from_response(
     if (most := request.get(MAX_OUTPUT_TOKENS)) is not None:
         chat[MAX_COMPLETION_TOKENS] = most
     if chat.get("tools") and request.get("tool_choice") is not None:
-        _choose(chat, request)
+        _choose(chat, request, names)
     if request.get("text") is not None:
         text = require_object(request, "text")
         if text.get("format") is not None:
@@ -120,7 +130,7 @@ def chat_from_response(
         chat["logprobs"] = True
     if not chat.get("logprobs"):
         chat.pop("top_logprobs", None)  # engines refuse it alone
-    return TranslatedResponseRequest(chat, history)
+    return TranslatedResponseRequest(chat, history, names)
 
 
 def _format(output: Json) -> Json:
@@ -142,6 +152,25 @@ def _additional_tools(request: Json) -> list[Json]:
     ]
 
 
+def _flat_tools(request: Json, names: ToolNames) -> Iterator[Json]:
+    """Yield the tools, and those of a namespace as tools with its name, as vLLM does."""
+    for tool, where in require_objects(request, "tools"):
+        if tool.get("type") != "namespace":
+            yield tool
+            continue
+        namespace = require_text(tool, "name", where)
+        for inner, inner_where in require_objects(tool, "tools", where):
+            name = require_text(inner, "name", inner_where)
+            flat = _flat_name(namespace, name)
+            if inner.get("type") == "function":
+                names[flat] = namespace, name
+            yield {**inner, "name": flat}
+
+
+def _flat_name(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"
+
+
 def _tool(tool: Json, where: str) -> Json | None:
     if require_text(tool, "type", where) != "function":
         return None
@@ -154,21 +183,32 @@ def _present(given: Json, names: Iterable[str]) -> Json:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
-def _choose(chat: Json, request: Json) -> None:
+def _choose(chat: Json, request: Json, names: ToolNames) -> None:
     if isinstance(request["tool_choice"], str):
         chat["tool_choice"] = request["tool_choice"]
         return
     choice = require_object(request, "tool_choice")
     match choice.get("type"):
         case "function":
-            chat["tool_choice"] = chosen_tool(choice)
+            known = [tool["function"]["name"] for tool in chat["tools"]]
+            chat["tool_choice"] = chosen_tool(_with_flat_name(choice, names, known))
         case "allowed_tools":
-            _allow(chat, choice)
+            _allow(chat, choice, names)
         case kind:
             raise unsupported_type("tool_choice", "choices", kind)
 
 
-def _allow(chat: Json, choice: Json) -> None:
+def _with_flat_name(tool: Json, names: ToolNames, known: Container[str]) -> Json:
+    """Return a reference to a tool by a name that the engine knows. The tool's own name is enough
+    if no other tool has it."""
+    namespace, name = tool.get("namespace"), tool.get("name")
+    if isinstance(namespace, str):
+        return {**tool, "name": _flat_name(namespace, str(name))}
+    found = [flat for flat, (_, local) in names.items() if local == name]
+    return {**tool, "name": found[0]} if len(found) == 1 and name not in known else tool
+
+
+def _allow(chat: Json, choice: Json, names: ToolNames) -> None:
     """Leave only the allowed tools in the chat: engines cannot be told to ignore some."""
     if choice.get("mode") not in ("auto", "required"):
         raise field_error("tool_choice.mode", "must be auto or required")
@@ -176,7 +216,8 @@ def _allow(chat: Json, choice: Json) -> None:
     allowed: dict[str, Json] = {}
     for tool, where in require_objects(choice, "tools", "tool_choice"):
         if tool.get("type") == "function":
-            name = require_text(tool, "name", where)
+            require_text(tool, "name", where)
+            name = _with_flat_name(tool, names, known)["name"]
             if name not in known:
                 raise field_error(where, "is not among the tools of the request")
             allowed[name] = known[name]
@@ -217,7 +258,7 @@ def _messages_of(item: Json, where: str) -> Iterator[Json]:
         case "function_call":
             name = require_text(item, "name", where)
             if isinstance(namespace := item.get("namespace"), str):
-                name = f"{namespace}__{name}"
+                name = _flat_name(namespace, name)
             yield _call(item, name, require_text(item, "arguments", where) or "{}", where)
         case "custom_tool_call":
             arguments = arguments_text({"input": require_text(item, "input", where)}, where)
@@ -304,9 +345,17 @@ def assistant_message(answer: AnswerBlocks) -> Json:
 class ResponseOutput(DialectOutput):
     """Writes an answer as a response with the id `name`."""
 
-    def __init__(self, answer: AnswerBlocks, request: Json, name: str, created: int) -> None:
+    def __init__(
+        self,
+        answer: AnswerBlocks,
+        request: Json,
+        name: str,
+        created: int,
+        tool_names: ToolNames | None = None,
+    ) -> None:
         super().__init__(answer)
         self._request, self._name, self._created = request, name, created
+        self._tool_names = tool_names or {}
         self._number = 0
 
     def restart(self) -> None:
@@ -329,7 +378,10 @@ class ResponseOutput(DialectOutput):
             "output": [self._item(block) for block in answer.blocks],
             "usage": {
                 "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
+                "input_tokens_details": {
+                    "cached_tokens": usage.cached,
+                    "cache_write_tokens": usage.written,
+                },
                 "output_tokens": usage.answer,
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning},
                 "total_tokens": usage.prompt + usage.answer,
@@ -400,9 +452,15 @@ class ResponseOutput(DialectOutput):
                     yield self._event(f"{kind}.done", text=text, **more, **at)
                     yield self._event("response.content_part.done", part=part, **at)
                 else:
-                    yield self._event(f"{kind}.done", name=block.name, arguments=text, **at)
+                    name = self._tool_name(block)["name"]
+                    yield self._event(f"{kind}.done", name=name, arguments=text, **at)
                 item = self._item(block)
                 yield self._event("response.output_item.done", item=item, output_index=block.number)
+
+    def heartbeat(self) -> Iterator[bytes]:
+        if self._has_begun:
+            yield self._event("response.in_progress", response=self._in_progress())
+        yield from self._begin()
 
     def last_events(self) -> Iterator[bytes]:
         yield from self._begin()
@@ -430,8 +488,15 @@ class ResponseOutput(DialectOutput):
             case BlockKind.TEXT:
                 return {"type": "message", "role": "assistant", "content": [], **given}
             case BlockKind.TOOL_CALL:
-                call = {"call_id": block.id, "name": block.name, "arguments": ""}
+                call = {"call_id": block.id, **self._tool_name(block), "arguments": ""}
                 return {"type": "function_call", **call, **given}
+
+    def _tool_name(self, block: AnswerBlock) -> Json:
+        """Return the fields of an item that name the tool of a call."""
+        if block.name not in self._tool_names:
+            return {"name": block.name}
+        namespace, name = self._tool_names[block.name]
+        return {"namespace": namespace, "name": name}
 
     def _id(self, block: AnswerBlock) -> str:
         return f"{ID_PREFIXES[block.kind]}_{self._name.removeprefix('resp_')}_{block.number}"
@@ -443,6 +508,7 @@ class ResponseOutput(DialectOutput):
 
 def _error(error: Json) -> Json:
     """Return OpenAI's error for one that an engine or the router wrote into a stream."""
+    error = with_context_code(error)
     names = (str(error.get("code")), str(error.get("type")))
     code = next((ERROR_CODES[name] for name in names if name in ERROR_CODES), "server_error")
     return {"code": code, "message": str(error.get("message", ""))}

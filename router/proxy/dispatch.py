@@ -14,6 +14,7 @@ from router.conversations.conversations import Conversations, Turn
 from router.conversations.reuse import find_reuse
 from router.http_client.errors import AnswersFullError, BrokenAnswerError, ReaderStalledError
 from router.openai import errors
+from router.openai.context_errors import body_with_context_code
 from router.proxy import key_limits, messages, strategies
 from router.proxy.admission import EngineSlot
 from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
@@ -25,6 +26,7 @@ from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
 from router.proxy.request import (
     CLIENT_PARAMS,
+    PASSED,
     SEVERAL,
     Request,
     check_fields,
@@ -234,6 +236,8 @@ async def _pass_on(
     record.status = rejected.status
     record.outcome = "refused" if rejected.status < 500 else "engine_error"
     passed = messages.to_client(rejected.headers, record.request_id)
+    if rejected.status == 400 and request.decode_only_reason != PASSED:
+        body = body_with_context_code(body)
     await request.exchange.respond(rejected.status, passed, body)
 
 
@@ -256,7 +260,9 @@ async def _refuse(request: Request, gateway: Gateway, error: Exception) -> None:
         record.status = shape.status
         record.outcome = "refused" if shape.status < 500 else "failed"
         told = messages.to_client(errors.headers_of(error), record.request_id)
-        await exchange.respond(shape.status, told, errors.body_of(error))
+        body = errors.body_of(error)
+        body = body_with_context_code(body) if shape.status == 400 else body
+        await exchange.respond(shape.status, told, body)
     elif request.event_stream and not isinstance(error, ReaderStalledError):
         record.outcome = "broken_stream"
         await exchange.finish(errors.event_of(error))

@@ -1,4 +1,5 @@
 """Heartbeats: comments in the silences of an event stream, for proxies that cut silent connections.
+The server translates them to events of the dialect, since Codex counts no comments.
 
 Only requests for a stream have them, and only with the setting stream_heartbeat. Once a comment has
 been sent, the status is 200, and a failure becomes an error event. The client has nothing of an

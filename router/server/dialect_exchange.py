@@ -26,6 +26,7 @@ from router.openai.answers import Json, parse_object
 from router.openai.anthropic_messages import (
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
+    STOP_REASONS,
     MessageOutput,
     anthropic_error,
     chat_from_messages,
@@ -105,7 +106,7 @@ class MessagesDialect(ApiDialect):
         chat = chat_from_messages(body, left_out, gateway.limits.changing_prompt_lines)
         self.is_streamed = bool(body.get("stream"))
         self.output = MessageOutput(self.answer, self._id, str(body.get("model", "")))
-        _lower_max_tokens(chat, gateway)
+        _lower_max_tokens(chat, gateway, MAX_TOKENS)
         _take_chat(request, gateway, chat)
         _log_left_out(gateway, MESSAGES_PATH, left_out)
 
@@ -124,7 +125,7 @@ class MessagesDialect(ApiDialect):
         return anthropic_error(status, error)
 
     def require_known_finish(self) -> None:
-        if self.answer.has_unknown_finish:
+        if self.answer.has_unknown_finish and self.answer.finish_reason not in STOP_REASONS:
             reason = self.answer.finish_reason
             raise UnsupportedFinishError(f"the answer ended for the reason {reason!r}")
 
@@ -165,12 +166,13 @@ class ResponsesDialect(ApiDialect):
             items = await self.stored.resolve_references(self._tenant, items)
             body = {**body, "input": items}
         left_out = LeftOut()
-        chat, self._history = chat_from_response(body, before, left_out)
+        chat, self._history, names = chat_from_response(body, before, left_out)
         self.is_streamed = bool(body.get("stream"))
         self._is_stored = body.get("store") is not False
         echoed = {name: value for name, value in body.items() if name != "input"}
         encode_body({"a": {"a": {"a": echoed}}})  # fails if it is nested too deep for the response
-        self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()))
+        self.output = ResponseOutput(self.answer, echoed, self._id, int(time.time()), names)
+        _lower_max_tokens(chat, gateway, MAX_COMPLETION_TOKENS)
         _take_chat(request, gateway, chat, self._root if has_previous else "")
         _log_left_out(gateway, RESPONSES_PATH, left_out)
 
@@ -201,14 +203,14 @@ def _log_left_out(gateway: Gateway, path: str, left_out: set[str]) -> None:
         gateway.left_out.info(f"requests to {path}: {what} are left out")
 
 
-def _lower_max_tokens(chat: Json, gateway: Gateway) -> None:
-    """Lower max_tokens to the context length. Clients of Anthropic's API ask for as many tokens as
-    its models allow, and do not know the engines' context."""
-    model, asked = chat.get("model") or gateway.fleet.snapshot.default_model, chat.get(MAX_TOKENS)
+def _lower_max_tokens(chat: Json, gateway: Gateway, name: str) -> None:
+    """Lower the field `name` to the context length. Clients ask for as many tokens as the models of
+    the API's maker allow, and do not know the engines' context."""
+    model, asked = chat.get("model") or gateway.fleet.snapshot.default_model, chat.get(name)
     model = gateway.aliases.target_of(model) or model
     context = gateway.fleet.snapshot.context_lengths.get(model) if type(model) is str else None
     if context is not None and isinstance(asked, int | float) and asked > context:
-        chat[MAX_TOKENS] = context
+        chat[name] = context
 
 
 def _take_chat(request: Request, gateway: Gateway, chat: Json, previous_response: str = "") -> None:
@@ -333,19 +335,15 @@ class DialectExchange(ExchangeWrapper):
         await self._inner.respond(status, _with_type(headers, b"application/json"), translated)
 
     def _translate(self, block: bytes) -> bytes:
-        """Translate whole events. Comments are passed on if the block begins with one.
+        """Translate whole events. A block that begins with a comment is a heartbeat.
 
         Raises UnreadableEventError for an event that cannot be translated. The events before it
         wait in `_unsent` for the error, or are forgotten if the client has nothing of the answer.
         """
         dialect = self._dialect
         events, self._unsent = [self._unsent], b""
-        if block.startswith(b":"):
-            events += (
-                block[event.start : event.end]
-                for event in events_in(block)
-                if event.data is None and block.startswith(b":", event.start)
-            )
+        if block.startswith(b":") and next(events_in(block, at_end=True)).data is None:
+            events += dialect.output.heartbeat()
         try:
             for data in data_in(block):
                 if data.strip() and not data.startswith(DONE):

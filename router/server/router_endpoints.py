@@ -22,6 +22,7 @@ from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
+from router.openai.anthropic_messages import anthropic_error, anthropic_model
 from router.openai.errors import (
     BadRequestError,
     BodyTooLargeError,
@@ -51,6 +52,8 @@ router = APIRouter()
 metrics_router = APIRouter()
 logger = logging.getLogger("disagg_router.server")
 MODELS_TIMEOUT_S = 5.0
+# A header of clients of Anthropic's API.
+ANTHROPIC_VERSION = "anthropic-version"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # An engine may have to download the adapter.
 LOAD_TIMEOUT_S = 300.0
@@ -69,7 +72,13 @@ PASSED: Any = {"tags": ["Forwarded to an engine"], "response_class": Response}
 @router.get("/v1/models", summary="List the models", tags=["OpenAI"])
 async def models(request: Request) -> Response:
     found = await _list_models(request)
-    return found if isinstance(found, Response) else _json({"object": "list", "data": found})
+    if isinstance(found, Response):
+        return found
+    if ANTHROPIC_VERSION not in request.headers:
+        return _json({"object": "list", "data": found})
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+    data = [anthropic_model(model) for model in found]
+    return _json({"object": "list", "data": data, "has_more": False, **ends})
 
 
 @router.get("/v1/models/{name:path}", summary="Show one model", tags=["OpenAI"])
@@ -80,9 +89,14 @@ async def one_model(name: str, request: Request) -> Response:
     aliases = state_of(request.app).gateway.aliases
     by_name = {model["id"]: model for model in found}
     target = aliases.target_of(name) or name
+    is_anthropic = ANTHROPIC_VERSION in request.headers
     if target not in by_name:
-        raise UnknownModelError(name, by_name)
-    return _json({**by_name[target], "id": name})
+        unknown = UnknownModelError(name, by_name)
+        if not is_anthropic:
+            raise unknown
+        return _json(anthropic_error(404, {"message": str(unknown)}), 404)
+    model = {**by_name[target], "id": name}
+    return _json(anthropic_model(model) if is_anthropic else model)
 
 
 async def _list_models(request: Request) -> Sequence[Model] | Response:
@@ -186,8 +200,8 @@ def _not_found(name: str) -> NotFoundError:
     return NotFoundError(f"Response with id '{name[:128]}' not found.")
 
 
-def _json(content: object) -> Response:
-    return Response(dumps(content), media_type="application/json")
+def _json(content: object, status: int = 200) -> Response:
+    return Response(dumps(content), status, media_type="application/json")
 
 
 # LoRA adapters: prefill and decode engines must have the same ones, so all engines load them.

@@ -18,6 +18,7 @@ from router.openai.errors import BadRequestError
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import (
+    DONE,
     STREAM_HEAD,
     MockEngine,
     Peer,
@@ -685,6 +686,86 @@ async def test_a_stream_without_a_finish_is_no_whole_one(router: Router, d: Mock
     assert events_of(answer.text)[-1]["type"] == "error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_that_ends_for_a_repetition_is_one(
+    router: Router, d: MockEngine, stream: bool
+) -> None:
+    async def repeats(_: Received, peer: Peer) -> None:
+        if stream:
+            await peer.stream(HELLO[1], chunk({"content": "lo"}, "repetition"), DONE)
+        else:
+            await peer.answer(whole({"content": "Hello"}, "repetition"))
+
+    d.scripts = [repeats]
+    answer = await router.client.post(PATH, json={**ASKED, "stream": stream})
+    assert answer.status_code == 200
+    assert '"stop_reason":"end_turn"' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("thinking", "sent"),
+    [
+        ({"type": "enabled", "budget_tokens": "5", "display": "omitted"},
+         {"thinking_token_budget": 5}),
+        ({"type": "disabled"}, {"reasoning_effort": "none"}),
+        ({"type": "adaptive"}, {}),
+    ],
+)  # fmt: skip
+def test_thinking_is_configured_as_vllm_does(
+    thinking: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    given = chat(thinking=thinking, max_tokens=6)
+    assert {name: given[name] for name in given if "think" in name or "effort" in name} == sent
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        7,
+        {"type": "enabled"},
+        {"type": "enabled", "budget_tokens": "x"},
+        {"type": "enabled", "budget_tokens": 6},
+        {"type": "other"},
+    ],
+)
+def test_invalid_configuration_of_thinking_is_refused(thinking: object) -> None:
+    with pytest.raises(BadRequestError, match="thinking"):
+        chat(thinking=thinking, max_tokens=6)
+
+
+async def test_tokens_that_an_engine_has_cached_are_reported(router: Router, d: MockEngine) -> None:
+    async def caches(_: Received, peer: Peer) -> None:
+        details = {"cached_tokens": 4, "created_cache_tokens": 5}
+        usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": details}
+        await peer.answer({**whole({"content": "Hello"}), "usage": usage})
+
+    d.scripts = [caches]
+    assert (await router.client.post(PATH, json=ASKED)).json()["usage"] == {
+        "input_tokens": 1,
+        "cache_creation_input_tokens": 5,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 3,
+    }
+
+
+async def test_models_are_anthropics_for_its_clients(router: Router) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await router.client.get("/v1/models", headers=headers)).json()
+    first = listed["data"][0]
+    assert (listed["has_more"], listed["first_id"]) == (False, first["id"])
+    one = (await router.client.get(f"/v1/models/{first['id']}", headers=headers)).json()
+    assert one == first
+    assert {name: one[name] for name in ("type", "display_name")} == {
+        "type": "model",
+        "display_name": one["id"],
+    }
+    assert one["created_at"].endswith("+00:00")
+    unknown = await router.client.get("/v1/models/none", headers=headers)
+    assert (unknown.status_code, unknown.json()["type"]) == (404, "error")
+    assert unknown.json()["error"]["type"] == "not_found_error"
+    assert "display_name" not in (await router.client.get(f"/v1/models/{first['id']}")).json()
+
+
 async def test_heartbeats_pass_between_events(start_router: StartRouter, p: MockEngine) -> None:
     usual = p.usual
 
@@ -695,7 +776,8 @@ async def test_heartbeats_pass_between_events(start_router: StartRouter, p: Mock
     p.scripts = [slow]
     router = await start_router(stream_heartbeat=0.1)
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
-    assert answer.text.startswith(": heartbeat\n\n")
+    events = events_of(answer.text)
+    assert events[:3] == [{"type": "ping"}] * 3
     assert events_of(answer.text)[-1]["type"] == "message_stop"
 
 

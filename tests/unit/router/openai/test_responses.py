@@ -154,8 +154,121 @@ def test_items_become_messages() -> None:
 def test_tools_that_no_engine_can_call_are_left_out_beside_functions() -> None:
     left_out: set[str] = set()
     given = chat_from_response(ASKED | {"tools": [*CODEX_TOOLS, FUNCTION]}, [], left_out)
-    assert [tool["function"]["name"] for tool in given.chat["tools"]] == ["f"]
-    assert left_out == {"tools of type 'custom', 'local_shell', 'namespace', 'web_search'"}
+    assert [tool["function"]["name"] for tool in given.chat["tools"]] == ["agents__f", "f"]
+    assert left_out == {"tools of type 'custom', 'local_shell', 'web_search'"}
+
+
+NAMESPACES = [
+    {"type": "namespace", "name": name, "tools": [FUNCTION, {**FUNCTION, "name": f"of_{name}"}]}
+    for name in ("a", "b")
+]
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [({"name": "a__f"}, "a__f"), ({"name": "of_b"}, "b__of_b"), ({"name": "f"}, "f"),
+     ({"namespace": "b", "name": "f"}, "b__f")],
+)  # fmt: skip
+def test_tool_of_a_namespace_can_be_chosen(reference: dict[str, Any], name: str) -> None:
+    tools = [*NAMESPACES, FUNCTION]
+    given = chat(tools=tools, tool_choice={"type": "function", **reference})
+    assert given["tool_choice"]["function"]["name"] == name
+    allowed = {"type": "function", **reference}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [allowed]}
+    given = chat(tools=tools, tool_choice=choice)
+    assert [tool["function"]["name"] for tool in given["tools"]] == [name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_call_of_a_tool_in_a_namespace_names_both(
+    router: Router, d: MockEngine, stream: bool
+) -> None:
+    function = {"name": "a__f", "arguments": "{}"}
+    call = {"index": 0, "id": "c1", "type": "function", "function": function}
+
+    async def calls(request: Received, peer: Peer) -> None:
+        if stream:
+            await peer.stream(chunk({"tool_calls": [call]}), chunk({}, "tool_calls"), DONE)
+        else:
+            await peer.answer(whole({"tool_calls": [call]}, "tool_calls"))
+
+    d.scripts = [calls]
+    body = {**ASKED, "tools": NAMESPACES, "stream": stream}
+    answer = await router.client.post(PATH, json=body)
+    content = events_of(answer.text)[-1]["response"] if stream else answer.json()
+    (item,) = content["output"]
+    assert (item["namespace"], item["name"]) == ("a", "f")
+    again = {**ASKED, "previous_response_id": content["id"], "tools": NAMESPACES}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+    await router.client.post(PATH, json={**again, "input": [output]})
+    (called,) = d.last.json["messages"][1]["tool_calls"]
+    assert called["function"]["name"] == "a__f"
+
+
+TOO_LONG = (
+    "This model's maximum context length is 50 tokens. However, you requested 5 output tokens and "
+    "your prompt contains at least 46 input tokens, for a total of at least 51 tokens."
+)
+
+
+@pytest.mark.parametrize("heartbeat", [0, 0.1])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_full_context_has_openais_code(
+    start_router: StartRouter, p: MockEngine, path: str, stream: bool, heartbeat: float
+) -> None:
+    router = await start_router(stream_heartbeat=heartbeat)
+
+    async def refuses(_: Received, peer: Peer) -> None:
+        if heartbeat and stream:
+            await asyncio.sleep(0.15)
+        error = {"message": TOO_LONG, "type": "BadRequestError", "code": 400}
+        await peer.answer({"error": error}, 400)
+
+    p.usual = refuses
+    body = ASKED if path == PATH else {"model": "m", "messages": [HI]}
+    answer = await router.client.post(path, json={**body, "stream": stream})
+    if answer.status_code == 400:
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.json()["error"]["message"] == TOO_LONG
+    elif path == PATH:
+        failed = events_of(answer.text)[-1]
+        assert failed["type"] == "response.failed"
+        assert failed["response"]["error"]["code"] == "context_length_exceeded"
+    else:
+        assert '"code":"context_length_exceeded"' in answer.text
+
+
+async def test_own_check_of_the_context_has_openais_code(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    d.contexts = {"m": 50}
+    router = await start_router()
+    await eventually(lambda: router.gateway.fleet.snapshot.context_lengths == {"m": 50})
+    answer = await router.complete(prompt=[1] * 51)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert (await router.client.post(PATH, json=ASKED | {"max_output_tokens": 99})).is_success
+    assert d.last.json["max_completion_tokens"] == 50
+
+
+async def test_heartbeats_are_events_with_continuous_numbers(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    usual = p.usual
+
+    async def slow(request: Received, peer: Peer) -> None:
+        await asyncio.sleep(0.35)  # longer than three heartbeats
+        await usual(request, peer)
+
+    p.scripts = [slow]
+    router = await start_router(stream_heartbeat=0.1)
+    answer = await router.client.post(PATH, json={**ASKED, "stream": True})
+    events = events_of(answer.text)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", *["in_progress"] * 3]
+    assert kinds.count("created") == 1
+    assert kinds[-1] == "completed"
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
 
 
 def test_tools_that_items_add_are_tools_of_the_chat() -> None:
@@ -361,7 +474,7 @@ async def test_a_response_goes_along_both_legs(
     assert item["content"][0]["text"] == "Hello"
     assert told["usage"] == {
         "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 4},
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 13,
