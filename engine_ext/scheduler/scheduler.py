@@ -346,6 +346,10 @@ class SchedulerConnector:
         self._loans.revoke_all()
         return self._held.end_turns()
 
+    def revoke_loans(self) -> None:
+        """End all loans, because the host's prefix cache is reset."""
+        self._loans.revoke_all()
+
     def change_weights(self, request_ids: Iterable[str]) -> None:
         """Note that the engine no longer has the weights with which these requests were computed.
 

@@ -490,6 +490,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._lent = cache
         self.scheduler.lend_from(cache)
 
+    @guarded(nothing)
+    def revoke_loans(self) -> None:
+        """End all loans, because the cache that they are of is reset. Readers may finish."""
+        self.scheduler.revoke_loans()
+
     @property
     def lends(self) -> bool:
         return self._lent is not None

@@ -194,6 +194,8 @@ LENDING = Feature(
         vllm.v1.core.kv_cache_manager:KVCacheManager has block_pool
         {SCHEDULER_CLASS} has has_requests kv_cache_config kv_cache_manager processed_step_seq
             sched_step_seq vllm_config
+        - pause and reset of the cache beside loans. Both fail while a loan is out
+        {SCHEDULER_CLASS}.reset_prefix_cache takes self reset_running_requests reset_connector
         - how blocks are hashed. Engines that hash in different ways find nothing at each other
         vllm.v1.core.kv_cache_utils:get_none_hash_seed takes
         {CONFIG}:CacheConfig has enable_prefix_caching prefix_caching_hash_algo prefix_match_unit

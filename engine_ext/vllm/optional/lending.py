@@ -11,7 +11,9 @@ could be one that a later step writes. Without asynchronous scheduling nothing w
 connector is called between two steps.
 
 A pin is a reference in vLLM's block pool, as that of a request. vLLM knows no request behind it and
-does not step for it: a wake-up lets an idle engine take one step.
+does not step for it: a wake-up lets an idle engine take one step. Nor does a pause wait for it. vLLM
+resets its cache then, and raises if a block is referenced, so the reset sees no pins. It forgets
+what the blocks hold, and takes none of them; the loans are revoked, and their readers may finish.
 
 If vLLM cached blocks later, less would be lent. If a reference did not keep a block, lent blocks
 would be overwritten: the tests fill a cache that is lent.
@@ -21,6 +23,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -132,6 +135,18 @@ class CachedBlocks:
                 self._lendable = None
                 self._free(fenced.blocks)
 
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Give up the references of all pins meanwhile. Nothing may take a block in this time."""
+        pinned = [*self._pinned.values(), *(fenced.blocks for fenced in self._fenced)]
+        for blocks in pinned:
+            self._free(blocks)
+        try:
+            yield
+        finally:
+            for blocks in pinned:
+                self._pool.touch(blocks)
+
     def _touch(self, block_ids: BlockIds) -> list[KVCacheBlock]:
         blocks = [self._pool.blocks[number] for group in block_ids for number in group]
         self._pool.touch(blocks)
@@ -174,6 +189,14 @@ class LendingPart(Host):
     def _on_wakeup(self, is_overdue: bool) -> None:
         self._is_called = not is_overdue or (self._lent is not None and self._lent.has_pins)
         super()._on_wakeup(is_overdue)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        ours = find_our_connector(self.connector)
+        if self._lent is None or ours is None:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        ours.revoke_loans()
+        with self._lent.let_go():
+            return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def has_requests(self) -> bool:
         """A step fetches requests for loans, and reports of loans that have ended. An engine that

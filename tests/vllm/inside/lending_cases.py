@@ -197,12 +197,36 @@ def what_is_not_lent_has_a_name(model: Path) -> None:
         assert "a window or keep a state" in (connector.loan_problem or "")
 
 
+def a_cache_is_reset_beside_a_loan_whose_blocks_stay(scheduler: str, model: Path) -> None:
+    """As `/pause` does in each of its modes, and `/reset_prefix_cache`."""
+    asked = Asked(model, scheduler)
+    request = asked.engine.add("first", 70)
+    asked.engine.run("first")
+    asked.ask(request)
+    (answer,) = asked.answers()
+    pool = asked.scheduler.kv_cache_manager.block_pool
+    num_free = pool.get_num_free_blocks()
+    assert asked.scheduler.reset_prefix_cache(True, True)
+    assert asked.scheduler.reset_prefix_cache()
+    assert pool.get_num_free_blocks() == num_free, "the blocks are still lent"
+    step = asked.scheduler.schedule()
+    assert step.kv_connector_metadata.step.revokes == (answer.loan_id,)
+    asked.engine.answer(step)
+    asked.ask(request)
+    (refused,) = asked.answers()
+    assert not refused.loan_id, "the cache has forgotten what the blocks hold"
+    asked.engine.read_all()
+    asked.engine.step()
+    assert asked.engine.is_empty(), "unpinned"
+
+
 def cases() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for each in (
         an_idle_engine_lends_what_it_has_computed,
         a_prefix_that_is_not_cached_is_refused_beside_a_loan,
         other_keys_are_refused,
         lent_blocks_outlive_a_full_cache,
+        a_cache_is_reset_beside_a_loan_whose_blocks_stay,
     ):
         for scheduler in (SYNC, ASYNC):
             yield f"{each.__name__}, {scheduler}", partial(each, scheduler)
