@@ -159,7 +159,12 @@ class Borrows:
             borrow.state = BorrowState.NAMED
         if borrow.state is BorrowState.NAMED:
             borrow.state = self._look(request, borrow, num_computed_tokens)
-        return borrow.state in (BorrowState.ASKED, BorrowState.FOLLOWING)
+        return self.is_passed_over(request.request_id)
+
+    def is_passed_over(self, request_id: str) -> bool:
+        """Return True while the request waits for a loan's report, its own or another request's."""
+        borrow = self._borrows.get(request_id)
+        return borrow is not None and borrow.state in (BorrowState.ASKED, BorrowState.FOLLOWING)
 
     def _look(self, request: EngineRequest, borrow: Borrow, num_computed: int) -> BorrowState:
         """Ask the holders or follow another request, if it is worth it. Return the next state."""

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Sequence
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.prefix_hashes import PrefixHashes, UnusableHashes
 from engine_ext.common.types import STATE, CacheGeometry, EngineRequest, RemoteSource, first_seen
 from engine_ext.layout.plan import without_holes
 from engine_ext.scheduler.params import TransferRole
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogRateLimit())
 
 
 class LoadableTokens:
@@ -134,5 +136,13 @@ class LoadableTokens:
         if not self._config.bidirectional or self._has_state:
             return False
         if source.expires_at is not None and source.expires_at <= unix_time:
+            logger.warning(
+                "request %s at engine %s: this turn's time ended %.0f s ago by this machine's "
+                "clock, so its tokens are computed. If all turns of an engine end early, the "
+                "clocks of the two machines differ",
+                source.request_id,
+                source.address.engine_id,
+                unix_time - source.expires_at,
+            )
             return False
         return proof is not UnusableHashes.ABSENT or self._config.trust_unproven_prefix

@@ -257,6 +257,11 @@ class SchedulerConnector:
             self._make_room(request.num_prompt_tokens, shortage)
         return MatchedTokens(missing, missing > 0)
 
+    def is_passed_over(self, request_id: str) -> bool:
+        """Return True while the request waits for a report of the worker half, and takes no
+        blocks. Until then the host need not look at it."""
+        return self.loads.is_passed_over(request_id) or self._borrows.is_passed_over(request_id)
+
     def _make_room(self, num_tokens: int, shortage: Shortage) -> None:
         """Free blocks for a request of so many tokens that lacks blocks: see
         `engine_ext.scheduler.block_pressure`."""

@@ -394,9 +394,9 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.loads.is_returned(str(request.request_id))
 
     @guarded(bool)
-    def awaits_prompt(self, request: Request) -> bool:
+    def is_passed_over(self, request: Request) -> bool:
         """Return True if the request is passed over until a worker wakes the engine."""
-        return self.scheduler.loads.is_passed_over(str(request.request_id))
+        return self.scheduler.is_passed_over(str(request.request_id))
 
     @guarded(nothing)
     def drain(self) -> None:

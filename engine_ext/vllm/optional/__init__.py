@@ -261,8 +261,8 @@ STEP_BUDGET = Feature(
             num_spec_tokens running scheduler_config
         {CONFIG}:CacheConfig has block_size
         {CONFIG}:SchedulerConfig has disable_chunked_mm_input enable_chunked_prefill
-        vllm.v1.request:Request has arrival_time has_encoder_inputs is_prefill_chunk
-            num_computed_tokens num_preemptions status
+        vllm.v1.request:Request has has_encoder_inputs is_prefill_chunk num_computed_tokens
+            request_id status
         vllm.v1.request:RequestStatus has RUNNING
     """),
     requires=(SCHEDULER, STEP_MODEL),

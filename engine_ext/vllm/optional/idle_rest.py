@@ -87,7 +87,7 @@ class IdleRestPart(Host):
 
     def _awaits_wakeup(self, request: Request) -> bool:
         is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return is_parked or self.connector.awaits_prompt(request)
+        return is_parked or self.connector.is_passed_over(request)
 
     def has_finished_requests(self) -> bool:
         has_finished = bool(super().has_finished_requests())

@@ -11,9 +11,10 @@ could be one that a later step writes. Without asynchronous scheduling nothing w
 connector is called between two steps.
 
 A pin is a reference in vLLM's block pool, as that of a request. vLLM knows no request behind it and
-does not step for it: a wake-up lets an idle engine take one step. Nor does a pause wait for it. vLLM
-resets its cache then, and raises if a block is referenced, so the reset sees no pins. It forgets
-what the blocks hold, and takes none of them; the loans are revoked, and their readers may finish.
+does not step for it: a wake-up lets an idle engine take one step. Nor does a pause wait for it.
+vLLM resets its cache then, and raises if a block is referenced, so the reset sees no pins. It
+forgets what the blocks hold, and takes none of them; the loans are revoked, and their readers may
+finish.
 
 If vLLM cached blocks later, less would be lent. If a reference did not keep a block, lent blocks
 would be overwritten: the tests fill a cache that is lent.

@@ -18,6 +18,7 @@ from typing import Any
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.common.step_budget import MIN_PROMPT_TOKENS, StepBudget
+from engine_ext.common.types import Clock
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.connector import find_our_connector
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepBudgetPart(Host):
+    step_clock: Clock = staticmethod(time.monotonic)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ours = find_our_connector(self.connector)
@@ -39,8 +42,11 @@ class StepBudgetPart(Host):
         """A step is being scheduled, and has got to a prompt."""
         self._room = 0
         """Tokens that prompts leave to the decoding requests behind them."""
-        self._held_up_since = 0.0
-        """Since when the next prompt waits that the last step had no time for, or 0."""
+        self._held_up: dict[str, float] = {}
+        """The prompts that the last step, or this one, had no time for: since when. A request's
+        `arrival_time` is the wall clock's, which may be set meanwhile."""
+        self._were_held_up: dict[str, float] = {}
+        """Those of the step before."""
 
     def _cut(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return how many tokens of a request this step computes."""
@@ -66,15 +72,17 @@ class StepBudgetPart(Host):
             count = min(wanted, end - before)
         self._room -= count
         if not count and request.status is not RequestStatus.RUNNING:
-            # How long a preempted request waits is not known.
-            self._held_up_since = 0.0 if request.num_preemptions else request.arrival_time
+            name = request.request_id
+            self._held_up[name] = self._were_held_up.get(name, self.step_clock())
         return count
 
     def _begin_step(self) -> None:
         decoding = [each for each in self.running if not each.is_prefill_chunk]
         contexts = sum(each.num_computed_tokens for each in decoding)
-        since, self._held_up_since = self._held_up_since, 0.0
-        self._budget.begin(len(decoding), contexts, time.time() - since if since else 0.0)
+        self._were_held_up, self._held_up = self._held_up, {}
+        now = self.step_clock()
+        since = min(self._were_held_up.values(), default=now)
+        self._budget.begin(len(decoding), contexts, now - since)
         room = self.max_num_scheduled_tokens - len(decoding) * (1 + self.num_spec_tokens)
         self._room = max(MIN_PROMPT_TOKENS, room)
         self._has_begun = True

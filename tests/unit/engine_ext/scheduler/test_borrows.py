@@ -19,7 +19,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.scheduler.borrows import OFFER_SECONDS
+from engine_ext.scheduler.borrows import LATE_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.scheduler.fakes import Request
 
@@ -264,3 +264,17 @@ def test_new_weights_give_up_what_is_not_loaded_yet(borrower: Borrower) -> None:
     borrower.report("r", loan(), b"5")
     assert borrower.orders().declines == (loan(),)
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_request_without_a_report_is_passed_over_until_its_deadline(borrower: Borrower) -> None:
+    request, later = borrower.arrive("r"), borrower.arrive("later")
+    borrower.ask(request)
+    assert borrower.half.get_num_new_matched_tokens(later, 0) == (None, False)
+    assert borrower.half.is_passed_over("r")
+    assert borrower.half.is_passed_over("later")
+    borrower.now += ConnectorConfig(engine_id="b").loan_timeout + LATE_SECONDS
+    assert borrower.orders().untracks == ("r",)
+    assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not borrower.half.is_passed_over("r")
+    borrower.report("r", loan(), b"5")
+    assert borrower.orders().declines == (loan(),), "it came too late"

@@ -545,6 +545,14 @@ def test_a_turn_that_cannot_be_used_is_computed_and_given_back(
     assert [source.request_id for source in prefiller.build_connector_meta().declines] == ["t-1"]
 
 
+def test_a_turn_that_is_over_by_this_clock_is_logged(
+    prefiller: SchedulerConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = Request("n-1", retained(retained_until=400.0), num_prompt_tokens=150)
+    prefiller.on_new_request(request)
+    assert "ended 600 s ago by this machine's clock" in caplog.text
+
+
 def test_a_prefiller_without_the_flag_computes_and_gives_the_turn_back(
     scheduler: SchedulerConnector,
 ) -> None:
