@@ -36,7 +36,7 @@ from router.server.app import build
 from router.server.client_connection import RouterProtocol
 from router.server.router_state import RouterState, state_of
 from router.server.tls_handshake import TlsHandshake
-from router.settings import UNSAFE_REUSE, Address, Settings, is_loopback
+from router.settings import UNSAFE_REUSE, Address, Settings, flag_of, is_loopback
 from router.telemetry.metrics_server import (
     LivenessServer,
     collect_worker_metrics,
@@ -341,8 +341,9 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     logger.info("disagg-router on %s://%s with %s", scheme, address, sources)
     if settings.conversation_unproven in UNSAFE_REUSE:
         logger.warning(
-            "--conversation-unproven %s: engines without prefix hashes may answer turns from KV of "
-            "other tokens, because chat templates change earlier text; tokens is safe",
+            "%s %s: engines without prefix hashes may answer turns from KV of other tokens, because "
+            "chat templates change earlier text; the value tokens is safe",
+            flag_of("conversation_unproven"),
             settings.conversation_unproven,
         )
     if settings.ui:

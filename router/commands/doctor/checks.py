@@ -33,7 +33,7 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_SKEW_S = 5.0
 MAX_SHOWN = 3
 # The checks that depend on where the doctor runs, and on what it may ask.
-NO_REQUESTS = ", so it gets no requests beside engines that list theirs"
+NO_REQUESTS = ", so it gets no requests beside engines that list their models"
 REACH = ("name", "port", "answers", "health", "models")
 T = TypeVar("T")
 
