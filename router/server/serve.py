@@ -341,8 +341,8 @@ def announce(settings: Settings, listeners: Listeners) -> None:
     logger.info("disagg-router on %s://%s with %s", scheme, address, sources)
     if settings.conversation_unproven in UNSAFE_REUSE:
         logger.warning(
-            "%s %s: engines without prefix hashes may answer turns from KV of other tokens, because "
-            "chat templates change earlier text; the value tokens is safe",
+            "%s %s: engines without prefix hashes may answer turns from KV of other tokens, "
+            "because chat templates change earlier text; the value tokens is safe",
             flag_of("conversation_unproven"),
             settings.conversation_unproven,
         )
