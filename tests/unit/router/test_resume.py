@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_ext.common.resume_payload import decode_token_ids, encode_token_ids, token_id_comment
+from router.auth.api_keys import digest_of
 from router.fleet import probes
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.sse import MAX_EVENT_BYTES
@@ -61,6 +63,8 @@ def said(request: Received, number: int, finish: str | None = None) -> bytes:
             }
         ],
     }
+    if request.json.get("stream_options", {}).get("continuous_usage_stats"):
+        content["usage"] = {"prompt_tokens": 3, "completion_tokens": 100 * (number + 1)}
     asked = request.json.get("kv_transfer_params", {}).get("tell_token_ids")
     names_prompt = asked == "all" and number == 0
     comments = token_id_comment([number], PROMPT if names_prompt else ()) if asked else ""
@@ -629,3 +633,54 @@ def test_there_is_room_for_so_many() -> None:
     assert not one.can_resume  # it lacks one in the middle
     one.close()
     assert room.size == 0
+
+
+async def test_stream_with_an_unreadable_event_is_not_resumed_behind_it(
+    start: Start, d: MockEngine, d2: MockEngine
+) -> None:
+    """The router has the ids of the event's tokens, and the client of a dialect has no text."""
+    is_seen = asyncio.Event()
+
+    async def breaks(request: Received, peer: Peer) -> None:
+        first = {"choices": [{"index": 0, "delta": {"content": "one "}}]}
+        comment = token_id_comment([0], PROMPT)
+        await peer.send(STREAM_HEAD + chunk(f"{comment}data: {json.dumps(first)}\n\n".encode()))
+        await is_seen.wait()
+        await peer.send(chunk(f"{token_id_comment([1])}data: two\n\n".encode()))
+        await peer.wait_left()
+
+    router = await start()
+    d.usual = d2.usual = breaks
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    seen = ""
+    async with router.client.stream("POST", "/v1/messages", json={**body, "stream": True}) as got:
+        async for text in got.aiter_text():
+            seen += text
+            if "one " in seen:
+                is_seen.set()
+    assert "event: error" in seen
+    assert "message_stop" not in seen
+    assert len([leg for leg in (*d.requests, *d2.requests) if leg.json.get("stream")]) == 1
+
+
+async def test_resumed_stream_is_charged_for_the_tokens_of_both_engines(
+    start: Start, d: MockEngine, tmp_path: Path
+) -> None:
+    key = "sk-disagg-one"
+    entry = {"name": "one", "sha256": digest_of(key.encode()).hex(), "tokens_per_minute": 600}
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps({"keys": [entry]}))
+    router = await start(api_keys_file=keys)
+    d.usual = dies_after(3)
+    left = []
+    for prompt in ("hi", "ho"):
+        body = {"model": "m", "prompt": prompt, "stream": True}
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await router.client.post("/v1/completions", json=body, headers=headers)
+        assert texts_of(answer.text) == WORDS
+        assert "usage" not in answer.text
+        await router.settled()
+        left.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
+        d.usual = to_the_end
+    assert left[0] > 550
+    assert left[1] < 400, "a word is 100 tokens"

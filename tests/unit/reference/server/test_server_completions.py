@@ -1,5 +1,5 @@
 import re
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import pytest
@@ -82,6 +82,11 @@ async def test_a_stream_says_what_the_whole_answer_says(server: RunningServer) -
     assert last["usage"] == whole["usage"]
     assert last["kv_transfer_params"] == whole["kv_transfer_params"] == {"answer_to": PARAMS}
     assert all(chunk["usage"] is None for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events_of(await server.post(PATH, **body, stream=True, stream_options=options))
+    tokens = [len(chunk["choices"][0]["token_ids"] or ()) for chunk in chunks]
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [*accumulate(tokens)]
+    assert last["usage"] == whole["usage"]
 
 
 async def test_without_usage_the_finishing_chunk_carries_the_kv_parameters(
