@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from router.fleet.capabilities import EngineCapabilities
 from router.fleet.engine import (
@@ -57,6 +57,8 @@ logger = logging.getLogger("disagg_router.fleet")
 MAX_COOLING_S = 30.0
 # Other engines are preferred for this long to one that has failed a leg.
 RECENT_FAILURE_S = 1.0
+# An engine that is listed again within this time may be the same process, with its cache.
+MAX_ABSENCE_S = 60.0
 # The characters of a compatibility value in a group's name, if that distinguishes the groups.
 SHOWN_CHARS = 8
 MAX_TUPLES = 64
@@ -113,6 +115,14 @@ class Snapshot:
         return self.unknown_models if found is None else found
 
 
+class ProcessIdentity(NamedTuple):
+    """What tells the process of an engine from an earlier one at its address; empty if unknown."""
+
+    engine_ids: frozenset[str] = frozenset()
+    started: str = ""
+    """The Unix time of its start, as its metrics have it."""
+
+
 class Fleet:
     """The engines of the router; at first there are none.
 
@@ -121,9 +131,11 @@ class Fleet:
     may read them.
 
     Callbacks: `on_stale_models` is called with an engine whose models should be read again at once;
-    `on_lost` is called with an engine that became unhealthy, was removed, or plays
-    another role or belongs to another group now, so that KV it held is gone; `on_new_snapshot`
-    after each change; `on_new_groups` when `groups` has changed.
+    `on_lost` is called with an engine that has restarted, stays removed, or plays
+    another role or belongs to another group now, so that its cache is lost; `on_new_snapshot` after
+    each change; `on_new_groups` when `groups` has changed. An engine that did not answer for a
+    while, or was not listed, may still be the same process. Its identity page and its start time
+    show that; the `cached_tokens` of its answers correct what the router remembers in any case.
 
     `make_pool` makes the connections of an engine. An engine is unhealthy after
     `tolerated_failures` failed probes. `credential` is the Authorization header of the router's own
@@ -141,7 +153,7 @@ class Fleet:
         self._tolerated_failures = tolerated_failures
         self._engines: dict[str, Engine] = {}
         self._tuples = EngineTuples()
-        self._removed: set[Engine] = set()
+        self._processes: dict[str, ProcessIdentity] = {}
         self._in_batch = self._is_refresh_due = False
         self.unreachable_pairs = UnreachablePairs()
         self.on_stale_models: Callable[[Engine], None] = lambda engine: None
@@ -247,10 +259,16 @@ class Fleet:
         if engine is not None:
             engine.intent = Intent.DRAINING  # for requests whose plan names it
             engine.update_availability()
-            self._removed.add(engine)
+            self.unreachable_pairs.forget(name)
             self._refresh()
+            _call_later(MAX_ABSENCE_S, lambda: self._forget_removed(engine))
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
             engine.pool.close()
+
+    def _forget_removed(self, engine: Engine) -> None:
+        if engine.name not in self._engines:
+            self._processes.pop(engine.name, None)
+            self.on_lost(engine)
 
     def set_intent(self, engine: Engine, intent: Intent) -> None:
         """Serve with the engine, or drain it: it gets no new legs, and running ones continue."""
@@ -386,6 +404,16 @@ class Fleet:
         if has_changed or (capabilities.has_turns and not self.snapshot.has_turns):
             self._refresh_soon()
 
+    def note_process(self, engine: Engine, found: ProcessIdentity) -> None:
+        """The engine's pages were read. A process with another identity has an empty cache."""
+        known = self._processes.get(engine.name, found)
+        if any(old and new and old != new for old, new in zip(known, found, strict=True)):
+            logger.info("%s %s has restarted", engine.role.engine, engine.name)
+            self.on_lost(engine)
+        self._processes[engine.name] = ProcessIdentity(
+            found.engine_ids or known.engine_ids, found.started or known.started
+        )
+
     def note_ranks(self, engine: Engine, facts: Sequence[RankFacts]) -> None:
         """The engine's pages were read: it has these data-parallel ranks, in the order of the
         header's values; without `facts` the known ones stay. One rank is as good as none."""
@@ -465,8 +493,8 @@ class Fleet:
         if health is Health.UNHEALTHY:
             engine.lost_at = engine.health_since
             engine.prefill_rate = PrefillRate()
-            self.on_lost(engine)
-            engine.capabilities, engine.ranks = EngineCapabilities(), None
+            self.unreachable_pairs.forget(engine.name)
+            engine.capabilities = EngineCapabilities()
         else:
             engine.is_cold = self.starts_engines_cold
             # Another process, which reports other values or none, may be at the address now.
@@ -498,13 +526,10 @@ class Fleet:
         before, self.groups = self.groups, frozenset([engine.group for engine in self.engines])
         for engine in self.engines:
             engine.update_availability()
-        removed, self._removed = self._removed, set()
         self._tuples.renew(self.engines)
         self.snapshot = build_snapshot(
             self.engines, self._tuples, self.group_weights, self.free_groups
         )
-        for engine in removed:
-            self.on_lost(engine)
         if self.groups != before:
             self.on_new_groups()
         self.on_new_snapshot()

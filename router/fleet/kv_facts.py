@@ -17,6 +17,7 @@ MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12
 VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 SGLANG_CACHE = re.compile(r"^sglang:max_total_num_tokens(?:\{.*\})? (\d+)", re.MULTILINE)
+START_TIME = re.compile(r"^process_start_time_seconds (\S{1,32})$", re.MULTILINE)
 # Without the look-behind, a long text without quotes would take quadratic time.
 LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 # More data-parallel ranks than this behind one address are not credible.
@@ -132,6 +133,12 @@ def ranks_of_metrics(text: str) -> Sequence[RankFacts]:
     if 0 < len(tokens) <= MAX_RANKS:
         return [RankFacts(number, tokens[number] // len(tokens)) for number in sorted(tokens)]
     return [RankFacts(0, sum(map(_int, SGLANG_CACHE.findall(text))))]
+
+
+def start_time_in(text: str) -> str:
+    """Return when the process that writes these metrics started; empty if they do not say so."""
+    found = START_TIME.search(text)
+    return "" if found is None else found[1]
 
 
 def _int(text: str | None) -> int:

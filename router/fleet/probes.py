@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from router.fleet.engine import Engine, Health
-from router.fleet.fleet import Fleet
-from router.fleet.kv_facts import RankFacts, ranks_of_metrics, ranks_of_page
+from router.fleet.fleet import Fleet, ProcessIdentity
+from router.fleet.kv_facts import RankFacts, ranks_of_metrics, ranks_of_page, start_time_in
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
@@ -173,10 +173,13 @@ class Prober:
         engine.capabilities.is_identity_known = True
         content = json_of(answer)
         ranks: Sequence[RankFacts] = ()
+        process = ProcessIdentity()
         if isinstance(content, dict):
             try:
                 engine.capabilities.note_identity(content)
                 ranks = ranks_of_page(content)
+                endpoints = engine.capabilities.rank_endpoints.values()
+                process = ProcessIdentity(frozenset([one.remote_engine_id for one in endpoints]))
             except Exception:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
@@ -185,10 +188,13 @@ class Prober:
             with contextlib.suppress(UpstreamError):
                 metrics = await self._get(engine, "/metrics")
                 if _is_success(metrics):
-                    found = ranks_of_metrics(metrics.body.decode("utf-8", "replace"))
+                    text = metrics.body.decode("utf-8", "replace")
+                    process = process._replace(started=start_time_in(text))
+                    found = ranks_of_metrics(text)
                     ranks = ranks or found
                     tokens = sum(rank.cache_tokens for rank in found)
                     capabilities.cache_tokens = capabilities.cache_tokens or tokens
+        self._fleet.note_process(engine, process)
         self._fleet.note_ranks(engine, ranks)
 
     async def fetch_models(self, engine: Engine, timeout: float = MODELS_TIMEOUT_S) -> None:

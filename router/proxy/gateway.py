@@ -195,10 +195,10 @@ class RouteFinder:
         self._fleet.unreachable_pairs.forget(engine.name)
         if self.holders is not None:
             self.holders.forget(engine.name)
-        for policies in self._policies():
-            policies.forget(engine.name, engine.group)
-            for rank in engine.ranks or ():
-                policies.forget(rank.name, engine.group)
+        for name in (engine.name, *(rank.name for rank in engine.ranks or ())):
+            self.index.forget(name)  # whose group may be gone
+            for policies in self._policies():
+                policies.forget(name, engine.group)
 
     def _policies(self) -> Iterable[GroupPolicies]:
         return self._prefill, self._decode, self._adapter_prefill, self._adapter_decode

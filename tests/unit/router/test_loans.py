@@ -303,7 +303,7 @@ async def test_the_decode_engine_that_answered_lends_the_prompt_to_a_new_prefill
     router = await start_router(prefill_policy="prefix", decode_policy="prefix", target_itl=0)
     await router.knows_its_engines()
     await router.complete(prompt=PROMPT)
-    lending.prompts["p-1"].clear()
+    lending.add(p, "p-2")
     router.gateway.fleet.note_unreachable(router.engine(p), "restarted")
     await eventually(lambda: router.engine(p).capabilities.borrows)
     await router.complete(prompt=PROMPT)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from router.common.deadlines import Deadlines
+from router.fleet import fleet as fleet_module
 from router.fleet import registry as registry_module
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
@@ -129,10 +130,27 @@ async def test_engines_join_change_leave_and_return() -> None:
         await eventually(lambda: a.intent is Intent.DRAINING)
         a.in_flight = 0
         await eventually(lambda: world.names == {"b:1"})
-        assert world.lost == ["a:1"]
         source.lists(listed("a:1"), listed("b:1"))
         await eventually(lambda: world.names == {"a:1", "b:1"})
         assert world.engine("a:1") is not a
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_cache_of_an_unlisted_engine_is_forgotten_unless_it_returns(
+    monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_ABSENCE_S", 0.2)
+    source = FakeSource(first=SourceReport((listed("a:1"), listed("b:1"))))
+    async with running(source) as world:
+        source.lists(listed("b:1"))
+        await eventually(lambda: world.names == {"b:1"})
+        if returns:
+            source.lists(listed("a:1"))
+            await eventually(lambda: world.names == {"a:1"})
+        else:
+            source.lists()
+        await eventually(lambda: world.lost[-1:] == ["b:1"])
+        assert world.lost == (["b:1"] if returns else ["a:1", "b:1"])
 
 
 async def test_a_leaving_engine_has_limited_time_for_its_legs() -> None:

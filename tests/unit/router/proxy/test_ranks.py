@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import EngineRank
+from router.fleet.fleet import ProcessIdentity
 from router.routing.peers import PeerRouters
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
@@ -225,7 +226,7 @@ async def test_a_push_names_the_same_rank_in_both_legs(
     assert named(p)[0] == named(p)[1]
 
 
-async def test_a_lost_engine_has_neither_ranks_nor_a_memory_of_theirs(
+async def test_prompts_of_the_ranks_of_a_restarted_engine_are_forgotten(
     start_router: StartRouter, p: MockEngine
 ) -> None:
     p.identity = page()
@@ -234,8 +235,9 @@ async def test_a_lost_engine_has_neither_ranks_nor_a_memory_of_theirs(
     index, name = router.gateway.routes.index, f"127.0.0.1:{p.port}#{named(p)[0]}"
     assert index.bit(name)
     router.gateway.fleet.note_unreachable(router.engine(p), "gone")
+    assert index.bit(name), "it may be the same process"
+    router.gateway.fleet.note_process(router.engine(p), ProcessIdentity(frozenset(["another"])))
     assert not index.bit(name)
-    assert ranks_of(router, p) == []
 
 
 async def test_routers_report_the_load_and_the_prompts_of_each_rank(
