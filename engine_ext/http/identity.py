@@ -67,6 +67,8 @@ class EngineDescription:
     """It lends prefixes of its cache to engines that ask (engine_ext/scheduler/loans.py)."""
     loan_problem: str | None = None
     """Why it does not lend, and does not borrow either if `borrows` is False."""
+    loan_scheme: str | None = None
+    """How it names the blocks of its cache: loans need equal names (`PrefixCache.scheme`)."""
     borrows: bool = False
     """It asks the `holders` of a request for loans (engine_ext/scheduler/borrows.py)."""
     target_itl_ms: float | None = None
@@ -164,6 +166,7 @@ def _rank(
         "attn_backend": metadata.attn_backend_name,
         "lends": engine.lends,
         "borrows": engine.borrows,
+        **({} if engine.loan_scheme is None else {"loan_scheme": engine.loan_scheme}),
         **({} if engine.loan_problem is None else {"loan_problem": engine.loan_problem}),
         **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
         **({} if engine.max_num_seqs is None else {"max_num_seqs": engine.max_num_seqs}),

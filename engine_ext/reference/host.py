@@ -25,6 +25,7 @@ from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.kv_cache import max_model_len
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import ModelConfig, model_factors, read_model_config, renders
+from engine_ext.reference.scheduler import loan_scheme
 from engine_ext.reference.server.app import build_app
 from engine_ext.reference.server.job import ServedModel
 from engine_ext.reference.server.serving import serve
@@ -182,6 +183,7 @@ def _description(settings: ReferenceSettings) -> identity.EngineDescription:
         max_step_tokens=settings.engine.tokens_per_step,
         max_num_seqs=settings.engine.max_num_seqs,
         target_itl_ms=settings.engine.target_itl_ms,
+        loan_scheme=loan_scheme(settings.engine.block_size),
         lends=problem is None,
         borrows=not is_staged(connector, settings.engine),
         loan_problem=problem,

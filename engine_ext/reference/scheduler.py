@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def loan_scheme(block_size: int) -> str:
+    """Return how this engine names the blocks of its cache, for loans."""
+    return f"disagg-engine blake2b-256 {block_size}"
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The next `num_tokens` tokens of a sequence, to be run through the model."""
@@ -226,7 +231,7 @@ class Scheduler:
     def scheme(self) -> str:
         """This property, `find` and `pin` implement engine_ext.scheduler.loans.PrefixCache, and
         with `keys_of` engine_ext.scheduler.borrows.PromptKeys."""
-        return f"disagg-engine blake2b-256 {self._blocks.block_size}"
+        return loan_scheme(self._blocks.block_size)
 
     def find(self, keys: Seq[bytes]) -> BlockIds:
         return (tuple(self._blocks.find(keys)),)

@@ -28,15 +28,20 @@ Bounds
     is longer.
 """
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import LOAN_PREFIX, BlockIds, LeaseGrant, LoanAnswer, LoanRequest
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.report_deadlines import AwaitedReports
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogRateLimit())
 
 MAX_LOANS = 64
 LOAN_SHARE = 0.125
@@ -158,7 +163,16 @@ class Loans:
     def _find(self, request: LoanRequest) -> tuple[Prefix, bool]:
         """Return the prefix that may be lent, or NOTHING, and True if the cache may hold more."""
         cache = self._cache
-        if cache is None or self._is_stopped or self._lacks_room or request.scheme != cache.scheme:
+        if cache is None or self._is_stopped or self._lacks_room:
+            return NOTHING, True
+        if request.scheme != cache.scheme:
+            logger.warning(
+                "no loan for agent %s: it names blocks by %.200r, this engine by %r. Engines lend "
+                "to each other if block size, hash algorithm, PYTHONHASHSEED and release are equal",
+                request.reader,
+                request.scheme,
+                cache.scheme,
+            )
             return NOTHING, True
         found = cache.find(request.keys[: self._max_blocks])
         blocks = self._cut(found)

@@ -157,6 +157,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._loans = NO_RESULTS
         """The worker half's messages about loans, which are sent with the next step's output."""
         self._lent: CachedBlocks | None = None
+        self.loan_scheme: str | None = None
+        """How vLLM's cache names its blocks, if it lends or borrows."""
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
             if not describe.may_load(vllm_config):
@@ -487,7 +489,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(nothing)
     def lend_from(self, cache: "CachedBlocks") -> None:
-        self._lent = cache
+        self._lent, self.loan_scheme = cache, cache.scheme
         self.scheduler.lend_from(cache)
 
     @guarded(nothing)
@@ -507,6 +509,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(nothing)
     def borrow_with(self, cache: "CachedBlocks") -> None:
         self.scheduler.borrow_with(cache)
+        self.loan_scheme = cache.scheme
 
     @property
     def borrows(self) -> bool:

@@ -107,6 +107,7 @@ def _identity(state: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         step_models={rank["dp_rank"]: rank["step_model"] for rank in ranks if rank["step_model"]},
         lends=bool(ranks) and all(rank["lends"] for rank in ranks),
         borrows=bool(ranks) and all(rank["borrows"] for rank in ranks),
+        loan_scheme=next((rank["loan_scheme"] for rank in ranks if rank["loan_scheme"]), None),
         loan_problem=next((rank["loan_problem"] for rank in ranks if rank["loan_problem"]), None),
     )
     return identity.identity(found)
@@ -171,6 +172,7 @@ def _facts_in_engine(core: Any) -> dict[str, Any]:
         "lends": connector is not None and connector.lends,
         "borrows": connector is not None and connector.borrows,
         "loan_problem": None if connector is None else connector.loan_problem,
+        "loan_scheme": None if connector is None else connector.loan_scheme,
     }
 
 

@@ -16,6 +16,7 @@ from router.fleet.kv_facts import (
     cache_tokens_of_ranks,
     parse_kv_facts,
     rank_number,
+    short_text,
 )
 from router.fleet.step_model import (
     StepModel,
@@ -106,6 +107,8 @@ class EngineCapabilities:
     """Other engines can borrow prefixes of its cache."""
     borrows: bool = False
     """It can borrow a prefix from the holders that a leg names."""
+    loan_scheme: str = ""
+    """How it names the blocks of its cache, if it reports that."""
     loan_problem: str = ""
     """Why it lends no prefixes, if it reports that."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
@@ -210,11 +213,18 @@ class EngineCapabilities:
                 and all(isinstance(rank, dict) and rank.get(name) is True for rank in ranks)
                 for name in ("lends", "borrows")
             )
+            maps = [rank for rank in ranks if isinstance(rank, dict)]
+            schemes = {short_text(rank.get("loan_scheme")) for rank in maps}
+            self.loan_scheme = schemes.pop() if len(schemes) == 1 else ""
             problems = [rank.get("loan_problem") for rank in ranks if isinstance(rank, dict)]
             self.loan_problem = next((why for why in problems if isinstance(why, str)), "")
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
+
+    def names_blocks_as(self, other: EngineCapabilities) -> bool:
+        """Return True unless the two engines report different schemes: a loan needs equal names."""
+        return "" in (self.loan_scheme, other.loan_scheme) or self.loan_scheme == other.loan_scheme
 
     def header_value(self, number: int) -> int:
         """Return what the header X-data-parallel-rank calls the rank with this number: vLLM counts

@@ -141,6 +141,8 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
             return 0  # a source may name one group for engines of several models
         if not (holder.is_available and holder.capabilities.lends):
             return 0
+        if not holder.capabilities.names_blocks_as(engine.capabilities):
+            return 0
         if pairs.failing and pairs.is_avoided(holder.name, engine.name, moment):
             return 0
         notes = route.decode_feedback if holder.role is DECODE else route.prefill_feedback

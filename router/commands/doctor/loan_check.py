@@ -53,6 +53,7 @@ def choose_loan(engines: Sequence[Engine]) -> CheckedLoan | None:
         if borrower.capabilities.borrows
         for lender in lenders
         if lender is not borrower and lender.group == borrower.group
+        if lender.capabilities.names_blocks_as(borrower.capabilities)
         if (loan := CheckedLoan(lender, borrower)).models
     ]
     possible.sort(key=lambda loan: [not one.role.plays(PREFILL) for one in reversed(loan)])
@@ -67,7 +68,10 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
         lends = any(one.capabilities.lends for one in engines)
         text = "no engine lends its prefix cache"
         if lends:
+            schemes = sorted({one.capabilities.loan_scheme for one in engines} - {""})
             text = "no engine of the same group borrows from the engines that lend"
+            if len(schemes) > 1:
+                text += f", or they name blocks differently: {'; '.join(schemes)}"
         found.skip(NAME, text)
         return found.checks
     cure = f"look at the log of {loan.borrower.name}: can it reach the side channel and UCX port "

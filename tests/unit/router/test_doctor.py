@@ -140,6 +140,12 @@ async def test_prefill_engine_that_cannot_read_from_the_decode_engine_is_named(
         ("no lender", State.SKIPPED, "no engine lends its prefix cache"),
         ("no borrower", State.SKIPPED, "no engine of the same group borrows"),
         ("one unhealthy", State.SKIPPED, "no engine of the same group borrows"),
+        (
+            "other keys",
+            State.SKIPPED,
+            "no engine of the same group borrows from the engines that lend, "
+            "or they name blocks differently: sha256 16; sha256 32",
+        ),
     ],
 )
 async def test_a_loan_between_two_prefill_engines_is_tested(
@@ -152,7 +158,10 @@ async def test_a_loan_between_two_prefill_engines_is_tested(
         lending.rank["remote_engine_id"] = "empty"
         lending.prompts["empty"] = []
     async with running_engine(usual_prefill) as p2:
+        lending.rank["loan_scheme"] = "sha256 16"
         lending.add(p, "p-1")
+        if change == "other keys":
+            lending.rank["loan_scheme"] = "sha256 32"
         lending.add(p2, "p-2")
         if change == "failing":
             p2.usual = fails

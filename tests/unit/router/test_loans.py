@@ -240,10 +240,11 @@ async def test_nothing_is_named_without_the_setting_or_the_capabilities(
     await release(router, p)
 
 
-@pytest.mark.parametrize("state", ["short", "drained", "lost", "unreachable"])
+@pytest.mark.parametrize("state", ["short", "drained", "lost", "unreachable", "other keys"])
 async def test_holders_that_cannot_lend_are_not_named(
-    start_lending: StartRouter, p: MockEngine, p2: MockEngine, state: str
+    start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine, state: str
 ) -> None:
+    lending.rank["loan_scheme"] = "vllm 0.33 sha256 16"
     router = await start_lending()
     known, holder = router.gateway.fleet, router.engine(p)
     if state == "drained":
@@ -252,6 +253,8 @@ async def test_holders_that_cannot_lend_are_not_named(
         known.note_unreachable(holder, "gone")
     elif state == "unreachable":
         known.unreachable_pairs.record_failure(holder.name, router.engine(p2).name, now())
+    elif state == "other keys":
+        holder.capabilities.loan_scheme = "vllm 0.33 sha256 32"
     prompt = PROMPT[:4000] if state == "short" else PROMPT
     await router.complete(prompt=prompt)
     assert "holders" not in params_of(p2)
