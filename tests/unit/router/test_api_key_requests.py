@@ -480,10 +480,10 @@ async def test_a_key_is_served_those_models_that_it_may_ask_for(
         answer = await ask(router, model=model)
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
-    for model in (None, 5, ["other"]):
+    for model in (5, ["other"], None):
         answer = await ask(router, model=model)
         assert answer.status_code == 400
-        assert "'m'" not in answer.json()["error"]["message"], "it lists the key's models alone"
+    assert answer.json()["error"]["message"].endswith(": other."), "it lists the key's models alone"
     assert len(p.requests) == 1
 
 
