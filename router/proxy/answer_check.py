@@ -56,6 +56,7 @@ from router.openai.errors import (
     error_body,
     type_of_status,
 )
+from router.proxy.internal_fields import PARAMS, events_without_fields
 from router.proxy.kv_params import PREFIX_HASHES_KEY, KvParams
 from router.proxy.messages import error_text
 
@@ -241,10 +242,17 @@ def generation_content(answer: EngineAnswer, raw: bytes) -> Json | None:
 class _CheckedChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: Any = None
+    disaggregated_params: None = None
 
 
 class _CheckedFields(msgspec.Struct, gc=False):
+    """Of internal fields, only null can be decoded."""
+
     choices: list[_CheckedChoice]
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    disaggregated_params: None = None
+    nvext: None = None
     error: Any = None
     object: Any = None
     type: Any = None
@@ -255,7 +263,8 @@ _decode_checked = msgspec.json.Decoder(_CheckedFields).decode
 
 
 def _is_surely_answer(raw: bytes) -> bool:
-    """Return True for JSON without an error whose finish reasons are usual ones."""
+    """Return True for JSON whose finish reasons are usual ones, without an error and without values
+    of internal fields where engines write them."""
     try:
         content = _decode_checked(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -410,7 +419,8 @@ class StreamValidator:
     error to raise when the stream is over. A generation's stream also fails if it ends inside an
     event, or without a finish reason and without [DONE]. `is_several`: the stream has several
     choices, which may end at different times, so only [DONE] ends it. `inner` is the tap behind
-    this one, which the relay may set before the first block passes. `last` is the final block,
+    this one, which the relay may set before the first block passes. With `hides_fields`, internal
+    fields do not pass; a turn's tap takes them itself. `last` is the final block,
     which the owner of the stream sends.
 
     A leg first asks whether it `accepts` what the engine has sent so far, and waits for the
@@ -418,11 +428,11 @@ class StreamValidator:
 
     Most blocks are one event of one line that ends as the event before it did, from
     `"finish_reason":null` on. Such a block neither ends the stream nor has the finish reason of a
-    failure, so the validator only searches it for an error.
+    failure, so the validator only searches it for an error, and for internal fields.
     """
 
     __slots__ = ("_checked", "_is_done", "_is_ended", "_is_generation", "_is_several", "_role",
-                 "_usual_end", "failure", "inner", "last")  # fmt: skip
+                 "_usual_end", "failure", "hides_fields", "inner", "last")  # fmt: skip
 
     def __init__(
         self,
@@ -439,6 +449,7 @@ class StreamValidator:
         self._is_done = False
         self._is_ended = not is_generation
         self._usual_end = NO_EVENT
+        self.hides_fields = False
         self.failure: Exception | None = None
         self.last = b""
 
@@ -483,9 +494,15 @@ class StreamValidator:
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.failure is not None:
             return b""
-        if block.endswith(self._usual_end) and block.find(b"\n") == len(block) - 2:
+        if (
+            block.endswith(self._usual_end)
+            and block.find(b"\n") == len(block) - 2
+            and block.rfind(PARAMS) < 0
+        ):
             is_suspect = block.rfind(ERROR_KEY) >= 0
         else:
+            if self.hides_fields:
+                block = events_without_fields(block)
             is_suspect = self._note_end(block, last)
         if is_suspect:
             start, self.failure = failure_midway(block, self._role, last)

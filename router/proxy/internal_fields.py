@@ -132,16 +132,15 @@ def answer_without_internal_fields(raw: bytes) -> bytes:
         raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
 
 
-def hide_internal_fields(answer: EngineAnswer) -> None:
-    """Remove the fields from an answer while it is relayed."""
-    remove = _events_without_fields if answer.is_event_stream else LongAnswerFields().passing
-    before = answer.watch
+def hide_fields_of_long_answer(answer: EngineAnswer) -> None:
+    """Empty the fields of an answer that is no stream while it is relayed."""
+    remove, before = LongAnswerFields().passing, answer.watch
     answer.watch = remove if before is None else lambda block: remove(before(block))
 
 
-def _events_without_fields(block: bytes) -> bytes:
+def events_without_fields(block: bytes) -> bytes:
     """Return events of a stream without the fields."""
-    if block.rfind(PARAMS) < 0 and block.rfind(BOOTSTRAP) < 0:  # as most blocks of streams
+    if block.rfind(PARAMS) < 0 and block.rfind(BOOTSTRAP) < 0:
         return block
     return take_fields_from_events(block)[0]
 

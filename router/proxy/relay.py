@@ -50,8 +50,9 @@ from router.proxy.answer_check import (
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.internal_fields import (
+    BOOTSTRAP,
     answer_without_internal_fields,
-    hide_internal_fields,
+    hide_fields_of_long_answer,
     mentions_internal_fields,
     take_fields_from_events,
     take_internal_fields,
@@ -92,7 +93,8 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
     hides_fields = request.decode_only_reason != CLIENT_PARAMS
     if raw is not None:
         record.answer_end = raw[-USAGE_SEARCH_BYTES:]
-        if hides_fields:
+        # What is checked has no other one.
+        if hides_fields and (not answer.checked or raw.rfind(BOOTSTRAP) >= 0):
             raw = answer_without_internal_fields(raw)
         await exchange.respond(answer.status, passed, raw)
         record.stage, record.outcome = DONE, "ok"
@@ -103,11 +105,11 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
         _record(buffer, gateway.metrics, None)
         answer.tap = answer.resume_buffer = buffer
     elif validator is not None:
-        answer.tap = validator
+        answer.tap, validator.hides_fields = validator, hides_fields
     elif request.decode_only_reason != PASSED:
         answer.watch = LongAnswerCheck(answer).passing
-    if hides_fields:
-        hide_internal_fields(answer)
+    if hides_fields and not answer.is_event_stream:
+        hide_fields_of_long_answer(answer)
     try:
         await exchange.relay(
             answer.status, passed, answer, limits.stream_idle_timeout, request.latest

@@ -43,6 +43,7 @@ from router.openai.answers import (
     error_in,
     parse_object,
 )
+from router.proxy.internal_fields import events_without_fields
 from router.proxy.kv_params import PROMPT_IDS, KvParams, with_field
 
 # Which ids an engine is asked for: the prompt's, too, unless they are known.
@@ -180,6 +181,9 @@ class ResumeBuffer:
             block, self.is_cut = self._before_ending(block, last)
             if block.find(COMMENT_NAME) >= 0:
                 block = COMMENT.sub(self._record_ids, block)
+            # Engines that report ids have internal fields in the last events alone.
+            if self.inner is None:
+                block = events_without_fields(block)
         if self._is_renaming and block:
             block = self._renamed(block)
         if self.inner is not None:
