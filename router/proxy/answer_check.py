@@ -56,7 +56,7 @@ from router.openai.errors import (
     error_body,
     type_of_status,
 )
-from router.proxy.internal_fields import PARAMS, events_without_fields
+from router.proxy.internal_fields import PARAMS, events_without_fields, quotes_params
 from router.proxy.kv_params import PREFIX_HASHES_KEY, KvParams
 from router.proxy.messages import error_text
 
@@ -119,7 +119,9 @@ def _error_of(error: object, role: EngineRole) -> Exception:
         except orjson.JSONEncodeError:  # it can be read, but not written: nested too deep
             body = error_body(code, type_of_status(code), str(message)[:1000])
         return EngineRejectedError(code, JSON, body)
-    text = f": {message[:1000]}" if isinstance(message, str) else ""
+    text = ""
+    if isinstance(message, str) and not quotes_params(message):
+        text = f": {message[:1000]}"
     return EngineError(f"the {role.engine} answered with an error{text}")
 
 

@@ -20,7 +20,7 @@ from router.proxy.admission import EngineSlot
 from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
-from router.proxy.internal_fields import answer_without_internal_fields
+from router.proxy.internal_fields import error_without_internal_fields
 from router.proxy.messages import REQUEST_ID, LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.relay import DONE
@@ -42,7 +42,9 @@ from router.telemetry.record import Record
 
 logger = logging.getLogger("disagg_router.proxy")
 BodyReader = Callable[[Request, Gateway], Awaitable[None]]
-VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:~@+=/-]{1,128}")
+# vLLM's P2pNccl and MoRIIO connectors take the addresses of engines from ids, so such an id is not
+# a client's to choose.
+VALID_REQUEST_ID = re.compile(rb"(?!.*___(?:prefill|decode)_addr_)[A-Za-z0-9._:~@+=/-]{1,128}")
 CLIENT_CLOSED_REQUEST = 499  # never sent: nginx's status for access logs and metrics
 
 
@@ -230,7 +232,7 @@ async def _pass_on(
     record, body = request.record, rejected.body
     if request.decode_only_reason != CLIENT_PARAMS:
         try:
-            body = answer_without_internal_fields(body)
+            body = error_without_internal_fields(rejected.status, body)
         except BrokenAnswerError as broken:
             return await _refuse(request, gateway, broken)
     record.status = rejected.status

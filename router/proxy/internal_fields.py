@@ -12,6 +12,7 @@ stays.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -21,27 +22,48 @@ from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError
 from router.http_client.sse import events_in, with_data
 from router.openai.answers import parse_object
-from router.openai.errors import event_of
+from router.openai.errors import error_body, event_of, type_of_status
 
 Json = dict[str, Any]
 EXTRA_ARGS = "vllm_xargs"
-# Of vLLM, of TensorRT-LLM, and of SGLang, which has several that begin with `bootstrap_`.
+# Objects whose fields engines, or what stands before them, read like those of the request.
+CONTAINERS = (EXTRA_ARGS, "extra_body", "nvext")
+# Of vLLM, of TensorRT-LLM, of SGLang, which has several that begin with `bootstrap_`, and of
+# Dynamo, whose frontends read them in `nvext`.
 FIELDS = frozenset(
     (
         "kv_transfer_params",
         "ec_transfer_params",
         "disaggregated_params",
+        "decode_tp_size",
         "disagg_prefill_dp_rank",
+        "backend_instance_id",
+        "decode_worker_id",
+        "prefill_dp_rank",
+        "prefill_result",
+        "prefill_worker_id",
     )
 )
 FIELD_PREFIX = "bootstrap_"
-# Headers by which gateways, and the routers of llm-d, name the engines of a request. Clients may
-# not send any other with the prefix either.
+# Headers by which gateways, and the routers of llm-d and Dynamo, name the engines of a request.
+# Clients may not send any other with the prefix either. X-data-parallel-rank names no other engine.
 ROUTING_HEADER_PREFIX = b"x-gateway-destination-endpoint"
 ROUTING_HEADERS = frozenset(
     (
-        b"x-prefiller-host-port",
+        b"x-data-parallel-host-port",
         b"x-encoder-hosts-ports",
+        b"x-kv-cache-source-host-port",
+        b"x-prefiller-host-port",
+        b"x-llm-d-encoder-hosts-ports",
+        b"x-llm-d-kv-cache-source-host-port",
+        b"x-llm-d-prefiller-host-port",
+        b"x-llm-d-reserved-host-port",
+        b"x-dynamo-routing-mode",
+        b"x-dynamo-token-data",
+        b"x-epp-inject-nvext-token-data",
+        b"x-prefill-dp-rank",
+        b"x-prefill-instance-id",
+        b"x-worker-instance-id",
         ROUTING_HEADER_PREFIX,
         ROUTING_HEADER_PREFIX + b"-served",
         ROUTING_HEADER_PREFIX + b"-subset",
@@ -71,24 +93,27 @@ def is_internal(name: str) -> bool:
 # What clients send.
 
 
-def has_internal_fields(body: Json) -> bool:
-    """Return True if an engine would read such a field, at the top or in `vllm_xargs`."""
-    extra = body.get(EXTRA_ARGS)
-    return any(map(is_internal, body)) or (isinstance(extra, dict) and any(map(is_internal, extra)))
-
-
 def without_internal_fields(body: Json) -> Json:
-    """Return the body without these fields, wherever an engine would read them."""
-    rest = {name: value for name, value in body.items() if not is_internal(name)}
-    extra = rest.get(EXTRA_ARGS)
-    if isinstance(extra, dict):
-        rest[EXTRA_ARGS] = {name: extra[name] for name in extra if not is_internal(name)}
+    """Return the body without these fields, wherever an engine would read them; `body` itself if it
+    has none."""
+    rest = _without(body, is_internal)
+    for container in CONTAINERS:
+        given = rest.get(container)
+        if isinstance(given, dict):
+            # No engine reads a container within a container.
+            kept = _without(given, lambda name: is_internal(name) or name in CONTAINERS)
+            rest = rest if kept is given else {**rest, container: kept}
     return rest
+
+
+def _without(given: Json, is_dropped: Callable[[str], bool]) -> Json:
+    dropped = {*filter(is_dropped, given)}
+    return {name: given[name] for name in given if name not in dropped} if dropped else given
 
 
 def is_internal_in_form(name: bytes, value: bytes) -> bool:
     """Return True if this field of a form is, or may have, such a field."""
-    if name != EXTRA_ARGS.encode():
+    if name.decode("latin-1") not in CONTAINERS:
         return IN_FORM_NAME.search(name) is not None
     extra = parse_object(value)
     return extra is None or any(map(is_internal, extra))
@@ -130,6 +155,21 @@ def answer_without_internal_fields(raw: bytes) -> bytes:
         return dumps(content) if take_internal_fields(content) else raw
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
         raise BrokenAnswerError(f"it cannot be passed on: {error}") from error
+
+
+def error_without_internal_fields(status: int, raw: bytes) -> bytes:
+    """Return an engine's error without the fields. Engines quote invalid requests as text, and the
+    router has added its params to them: such an error is replaced. Raises BrokenAnswerError."""
+    raw = answer_without_internal_fields(raw)
+    if not quotes_params(raw.decode("latin-1")):
+        return raw
+    text = "the engine rejected the request with an error that quotes the router's own fields"
+    return error_body(status, type_of_status(status), text)
+
+
+def quotes_params(text: str) -> bool:
+    """Return True for a text with params that name an engine."""
+    return "_transfer_params" in text and "remote_" in text
 
 
 def hide_fields_of_long_answer(answer: EngineAnswer) -> None:

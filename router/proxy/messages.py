@@ -27,7 +27,7 @@ from router.common.exact_json import dumps
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.proxy.exchange import Header
-from router.proxy.internal_fields import ROUTING_HEADER_PREFIX, ROUTING_HEADERS
+from router.proxy.internal_fields import ROUTING_HEADER_PREFIX, ROUTING_HEADERS, quotes_params
 from router.proxy.kv_params import KvParams
 from router.proxy.request import CONVERSATION_STREAM, KV_PARAMS, THRESHOLD, Body
 from router.proxy.resume_buffer import ResumeBuffer
@@ -229,7 +229,9 @@ def error_text(answer: bytes) -> str:
         message = error["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
         return ""
-    return f": {message[:1000]}" if isinstance(message, str) else ""
+    if not isinstance(message, str) or quotes_params(message):
+        return ""
+    return f": {message[:1000]}"
 
 
 REQUEST_ID = b"x-request-id"

@@ -37,10 +37,10 @@ from router.openai.request_fields import (
 from router.proxy.exchange import Exchange, Header
 from router.proxy.first_token import asks_one_token, wants_logprobs
 from router.proxy.internal_fields import (
+    CONTAINERS,
     EXTRA_ARGS,
     FIELD_PREFIX,
     FIELDS,
-    has_internal_fields,
     without_internal_fields,
 )
 from router.proxy.model_aliases import ModelAliases
@@ -129,7 +129,7 @@ CONSUMED = frozenset(("conversation_id", STREAM_FIELD))
 # A body without any of these needs no further look.
 LOOKED_AT = CONSUMED | {
     *FIELDS,
-    EXTRA_ARGS,
+    *CONTAINERS,
     THRESHOLD,
     "n",
     "best_of",
@@ -203,12 +203,11 @@ def take_body(
     if not CONSUMED.isdisjoint(body):
         body = {name: body[name] for name in body if name not in CONSUMED}
     body = without_nested(body, THRESHOLD)
-    has_internal = has_internal_fields(body)
-    if has_internal and limits.trust_client_kv_params:
+    allowed = without_internal_fields(body)
+    if allowed is not body and limits.trust_client_kv_params:
         request.decode_only_reason = CLIENT_PARAMS
     else:
-        if has_internal:
-            body = without_internal_fields(body)
+        body = allowed
         request.decode_only_reason = find_decode_only_reason(body)
     request.body = body
 

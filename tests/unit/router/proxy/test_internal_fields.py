@@ -22,6 +22,9 @@ FIELDS = (
     "kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "bootstrap_other",
 )  # fmt: skip
+REQUEST_FIELDS = (
+    *FIELDS, "decode_tp_size", "disagg_prefill_dp_rank", "backend_instance_id", "prefill_worker_id",
+)  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -36,6 +39,8 @@ AUDIO = "/v1/audio/transcriptions"
 ROUTING_HEADERS = (
     "X-Prefiller-Host-Port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
     "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-any",
+    "x-llm-d-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port",
+    "x-prefill-instance-id",
 )  # fmt: skip
 
 
@@ -43,28 +48,33 @@ def spelled(name: str, how: str) -> str:
     value = json.dumps({"remote_host": EVIL})
     if how == "escaped":
         name = f"\\u{ord(name[0]):04x}{name[1:]}"
-    if how == "nested":
-        return f'"vllm_xargs": {{"{name}": {value}, "other": 1}}'
+    if how in ("vllm_xargs", "extra_body", "nvext"):
+        return f'"{how}": {{"{name}": {value}, "other": 1}}'
+    if how == "nested twice":
+        return f'"extra_body": {{"vllm_xargs": {{"{name}": {value}}}, "other": 1}}'
     if how == "twice":
         return f'"{name}": null, "{name}": {value}'
     return f'"{name}": {value}'
 
 
-@pytest.mark.parametrize("how", ["plain", "escaped", "nested", "twice"])
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize(
+    "how", ["plain", "escaped", "vllm_xargs", "extra_body", "nvext", "nested twice", "twice"]
+)
 async def test_no_internal_field_of_a_client_reaches_an_engine(
-    router: Router, p: MockEngine, d: MockEngine, name: str, how: str
+    router: Router, p: MockEngine, d: MockEngine, how: str
 ) -> None:
     for path, body in BODIES.items():
-        whole = json.dumps({"model": "m"} | body)[:-1] + f", {spelled(name, how)}}}"
-        headers = {"content-type": "application/json"}
-        before = len(d.requests)
-        await router.client.post(path, content=whole, headers=headers)
-        assert len(d.requests) > before, path
+        for name in REQUEST_FIELDS:
+            whole = json.dumps({"model": "m"} | body)[:-1] + f", {spelled(name, how)}}}"
+            headers = {"content-type": "application/json"}
+            before = len(d.requests)
+            await router.client.post(path, content=whole, headers=headers)
+            assert len(d.requests) > before, path
     for request in p.requests + d.requests:
         assert EVIL.encode() not in request.body
-        assert not request.json.keys() & {*FIELDS[1:]}
-        assert request.json.get("vllm_xargs", {"other": 1}) == {"other": 1}
+        assert not request.json.keys() & {*REQUEST_FIELDS[1:]}
+        for container in ("vllm_xargs", "extra_body", "nvext"):
+            assert request.json.get(container, {"other": 1}) == {"other": 1}
 
 
 @pytest.mark.parametrize("name", [*FIELDS, "vllm_xargs", "vllm_xargs[kv_transfer_params]"])
@@ -146,6 +156,31 @@ async def test_no_internal_field_of_a_passed_answer_or_an_error_reaches_a_client
     path = "/v1/embeddings" if status == 200 else "/v1/completions"
     answer = await router.client.post(path, json={"input": "a", "prompt": "a"})
     assert EVIL not in answer.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_request_id_with_the_address_of_an_engine_is_not_used(
+    router: Router, p: MockEngine, d: MockEngine, role: str
+) -> None:
+    headers = {"x-request-id": f"a___{role}_addr_{EVIL}:1___decode_addr_{EVIL}:2_0123"}
+    answer = await router.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert answer.status_code == 200
+    for request in p.requests + d.requests:
+        assert EVIL not in str(request.headers)
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_error_that_quotes_params_is_not_shown(
+    router: Router, p: MockEngine, d: MockEngine, path: str, status: int
+) -> None:
+    """vLLM quotes an invalid request, to which the router has added its params."""
+    message = f"1 validation error: 'input': {{'kv_transfer_params': {NAMED!r}}}"
+    p.usual = d.usual = answering(False, {"error": {"message": message}}, status)
+    answer = await router.client.post(path, json=BODIES[path])
+    assert answer.status_code == (400 if status == 400 else 502)
+    assert EVIL not in answer.text
+    assert answer.json()["error"]["message"]
 
 
 async def test_trusted_client_sees_the_params_of_its_answer(
