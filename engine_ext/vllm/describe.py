@@ -383,8 +383,7 @@ def _configuration_digest(model: ModelConfig) -> str:
     """Return a digest of what the KV of equal tokens depends on, beside weights, and beside the
     other factors: the configuration with its overrides, and the revisions of weights and code."""
     config = model.hf_config
-    text = getattr(model, "hf_text_config", config)
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     trained = rope.get("original_max_position_embeddings")
     is_long = isinstance(trained, int) and model.max_model_len > trained
     return short_hash(

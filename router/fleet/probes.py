@@ -142,12 +142,12 @@ class Prober:
                 if engine.health is not Health.HEALTHY:
                     # Its group and models must be known before its first leg. Those of the process
                     # that was at the address before may not be those of this one.
-                    with contextlib.suppress(UpstreamError):
-                        await self.fetch_identity(engine)
                     try:
                         await self.fetch_models(engine, self._timeout)
                     except UpstreamError as error:
                         self._fleet.note_no_models(engine, f"/v1/models: {error}")
+                    with contextlib.suppress(UpstreamError):
+                        await self.fetch_identity(engine)
                 self._fleet.note_probe_passed(engine)
             else:
                 self._fleet.note_probe_failed(engine, f"/health returned {answer.status}")

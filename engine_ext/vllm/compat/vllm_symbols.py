@@ -81,9 +81,9 @@ CACHE = Feature(
         - what two engines compare before KV moves, and what is refused at start. Engines with
             different caches exchange KV
         {CONFIG}:CacheConfig has block_size cache_dtype get_resolved_kv_cache_layout
-        {CONFIG}:ModelConfig has dtype enable_cumem_allocator enable_sleep_mode get_head_size
-            get_total_num_hidden_layers get_total_num_kv_heads hf_text_config max_model_len
-            model use_mla
+        {CONFIG}:ModelConfig has code_revision dtype enable_cumem_allocator enable_sleep_mode
+            get_head_size get_total_num_hidden_layers get_total_num_kv_heads hf_config
+            hf_text_config max_model_len model quantization revision use_mla
         {CONFIG}:SchedulerConfig has disable_hybrid_kv_cache_manager
         {CONFIG}:SpeculativeConfig has method num_speculative_tokens
         {CONFIG}:VllmConfig has cache_config kv_transfer_config max_concurrent_batches

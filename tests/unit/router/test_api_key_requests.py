@@ -476,14 +476,12 @@ async def test_a_key_is_served_those_models_that_it_may_ask_for(
     listed = (await router.client.get("/v1/models", headers=BEARER)).json()
     assert [model["id"] for model in listed["data"]] == ["other"]
     assert (await ask(router, model="other")).status_code == 200
-    for model in ("m", "Other"):
+    for model in ("m", None, "Other"):
         answer = await ask(router, model=model)
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
-    for model in (5, ["other"], None):
-        answer = await ask(router, model=model)
-        assert answer.status_code == 400
-    assert answer.json()["error"]["message"].endswith(": other."), "it lists the key's models alone"
+    for unreadable in (5, ["other"]):
+        assert (await ask(router, model=unreadable)).status_code == 400
     assert len(p.requests) == 1
 
 

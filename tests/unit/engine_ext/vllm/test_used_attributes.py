@@ -42,9 +42,11 @@ NOT_VLLMS = {
     "of Python's": {"name", "put_nowait"},
     "of torch's generators": {"device", "get_offset", "set_offset", "type"},
     "of transformers'": {
+        "_commit_hash",
         "backend_tokenizer",
         "get_vocab",
         "index_topk",
+        "rope_parameters",
         "special_tokens_map",
         "to_dict",
         "to_str",
