@@ -28,7 +28,7 @@ CLEAN = post(SHOWN, headers=CLOSE)
 async def impatient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
     """Does not wait long for the rest of what was begun."""
     settings = settings_for(p=[p], d=[d], client_read_timeout=0.1, keep_alive_timeout=0.1)
-    async with running_router(settings) as router:
+    async with running_router(changes) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 
@@ -37,7 +37,8 @@ async def impatient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
 async def patient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
     """Waits for a request, however much the machine delays it, and soon closes a connection that it
     has answered."""
-    async with running_router(settings_for(p=[p], d=[d], keep_alive_timeout=0.1)) as router:
+    changes = settings_for(p=[p], d=[d], keep_alive_timeout=0.1, without_prefiller="decode")
+    async with running_router(changes) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 

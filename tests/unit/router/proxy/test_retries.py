@@ -53,6 +53,7 @@ UNPROVEN = {
     "stale",
     "preempted",
     "kv_load",
+    "no_kv",
     "unserved_model",
 }
 FREE = NOTHING_DONE | {"stale", "preempted"}
