@@ -34,6 +34,10 @@ class Tokenizer:
         is_byte_level = any(part.get("type") == "ByteLevel" for part in parts)
         self._byte_of = byte_alphabet() if is_byte_level else {}
         self._added = frozenset(backend.get_added_tokens_decoder())
+        # The bytes of the longest token; 0 if tokens are not the bytes of the text as it is.
+        is_exact = is_byte_level and backend.normalizer is None
+        self._longest = max((len(name.encode()) for name in backend.get_vocab()), default=0)
+        self._longest *= is_exact
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -50,8 +54,14 @@ class Tokenizer:
         return cls(backend, read_json_object(directory / "tokenizer_config.json"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `backend.encode` holds the GIL to its end, and no thread could answer a probe meanwhile.
+        (found,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found without encoding it."""
+        return len(text.encode("utf-8", "replace")) // self._longest if self._longest else 0
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes, even if they are no whole UTF-8 character."""

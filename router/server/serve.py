@@ -40,6 +40,7 @@ from router.settings import UNSAFE_REUSE, Address, Settings, flag_of, is_loopbac
 from router.telemetry.metrics_server import (
     LivenessServer,
     collect_worker_metrics,
+    metrics_socket,
     serve_in_thread,
     serve_worker_metrics,
 )
@@ -166,7 +167,7 @@ async def _serve_as_worker(
     state = state_of(app)
     own, state.exposition = state.exposition, partial(collect_worker_metrics, directory)
     process = _worker_process(settings, state)
-    with serve_worker_metrics(directory / f"{number}.sock", own):
+    with serve_worker_metrics(metrics_socket(directory, number, os.getpid()), own):
         async with (
             follow_control(directory / SOCKET_NAME, process),
             _shared_dashboard(state.dashboard, settings, directory, number),

@@ -31,7 +31,7 @@ from router.server import serve
 from router.server.app import with_store_keys
 from router.settings import BrokenFileError, Settings, SettingsError
 from router.telemetry import logs
-from router.telemetry.metrics_server import collect_worker_metrics
+from router.telemetry.metrics_server import collect_worker_metrics, metrics_socket
 from router.telemetry.tracing import warn_if_missing
 
 logger = logging.getLogger("disagg_router")
@@ -111,6 +111,7 @@ class Supervisor:
     def _replace(self, dead: RunningWorker) -> None:
         status = dead.process.exitcode
         logger.error("worker %d ended with status %s and is restarted", dead.number, status)
+        metrics_socket(self._directory, dead.number, dead.process.pid).unlink(missing_ok=True)
         if time.monotonic() - dead.started < RESTART_DELAY_S:
             self._wait(RESTART_DELAY_S)
         if not self._signals:

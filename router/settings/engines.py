@@ -158,13 +158,13 @@ class HealthSettings(SettingsGroup):
     """Health
 
     health_interval: Time between two probes of an engine (GET /health).
-    health_timeout: Longest wait for the answer to a probe.
+    health_timeout: Longest wait for the answer to a probe. SGLang's takes a second.
     health_failures: Number of failed probes in a row after which an engine is unhealthy. A refused
         connection makes it unhealthy at once.
     """
 
     health_interval: fields.Seconds = 1.0
-    health_timeout: fields.Seconds = 1.0
+    health_timeout: fields.Seconds = 3.0
     health_failures: fields.PositiveCount = 2
 
 

@@ -5,13 +5,15 @@ A process whose event loop is busy for seconds must not be killed, so /health re
 process is alive. Readiness is GET /ready on the router's port.
 
 Each worker process serves its metrics on a Unix socket, from a thread. The process that gets GET
-/metrics reads all sockets and adds the samples up. A worker that has died is left out with its
-counts, which Prometheus treats as a counter reset.
+/metrics reads all sockets and adds the samples up. It also saves each worker's page beside the
+socket. If a worker has died or does not answer, its counters are those of its last page, because
+Prometheus would take a sum that falls for a restart and count everything again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import threading
 from collections import defaultdict
@@ -30,6 +32,9 @@ from router.telemetry.metrics import CONTENT_TYPE
 
 Exposition = Callable[[], bytes]
 CLIENT_TIMEOUT_S = 5.0
+# Endings and names of the files with pages of workers, and of those that have ended.
+PAGE, ENDED = ".page", "ended"
+END_OF_PAGE = b"# EOF\n"
 WORKER_TIMEOUT_S = 2.0
 # These samples are not added up: the worst value of any worker counts.
 MERGED_BY_MINIMUM = frozenset(
@@ -131,13 +136,17 @@ class WorkerMetricsHandler(BaseRequestHandler):
 
     def handle(self) -> None:
         self.request.settimeout(WORKER_TIMEOUT_S)
-        self.request.sendall(self.server.exposition())
+        self.request.sendall(self.server.exposition() + END_OF_PAGE)
+
+
+def metrics_socket(directory: Path, number: int, pid: int | None) -> Path:
+    """Return the path of a worker process's socket: its successor has another one."""
+    return directory / f"{number}-{pid}.sock"
 
 
 @contextlib.contextmanager
 def serve_worker_metrics(path: Path, exposition: Exposition) -> Iterator[None]:
     """Serve this worker's metrics at the Unix socket `path` until the block ends."""
-    path.unlink(missing_ok=True)  # left by a worker that was killed
     with serve_in_thread(WorkerMetricsServer(path, exposition)):
         try:
             yield
@@ -146,19 +155,52 @@ def serve_worker_metrics(path: Path, exposition: Exposition) -> Iterator[None]:
 
 
 def collect_worker_metrics(directory: Path) -> bytes:
-    """Return the merged metrics of all workers that answer."""
-    texts = [_read_worker(path) for path in sorted(directory.glob("*.sock"))]
-    return merge_expositions(text for text in texts if text is not None)
+    """Return the merged metrics of all workers: present values of those that answer, and the last
+    known counters of the others."""
+    with (directory / "pages.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may be asked for metrics
+        answers = {path.stem: _read_worker(path) for path in directory.glob("*.sock")}
+        present = {name: text for name, text in answers.items() if text}
+        for name, text in present.items():
+            _save_page(directory, name, text)
+        saved = [path for path in directory.glob(f"*{PAGE}") if path.stem not in present]
+        counters = {path: counters_of(path.read_text()) for path in saved}
+        ended = [path for path in saved if answers.get(path.stem) is None]
+        if len(ended) > 1:  # a worker that dies again and again leaves one page
+            folded = merge_expositions([counters[path] for path in ended])
+            _save_page(directory, ENDED, folded.decode())
+            for path in ended:
+                if path.stem != ENDED:
+                    path.unlink()
+    return merge_expositions([*present.values(), *counters.values()])
+
+
+def _save_page(directory: Path, name: str, text: str) -> None:
+    written = directory / f"{name}.new"
+    written.write_text(text)
+    written.replace(directory / f"{name}{PAGE}")
 
 
 def _read_worker(path: Path) -> str | None:
+    """Return the worker's page, "" if the worker sends no whole page in time, or None if it has
+    ended."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(WORKER_TIMEOUT_S)
             connection.connect(str(path))
-            return connection.makefile("rb").read().decode()
-    except OSError:
+            page = connection.makefile("rb").read()
+    except (ConnectionRefusedError, FileNotFoundError):
         return None
+    except OSError:
+        return ""
+    return page.decode() if page.endswith(END_OF_PAGE) else ""
+
+
+def counters_of(text: str) -> str:
+    """Return the counters and histograms of a page. Its other samples describe the present."""
+    families = text_string_to_metric_families(text)
+    kept = [family for family in families if family.type in ("counter", "histogram", "summary")]
+    return generate_latest(MergedMetrics(kept)).decode()
 
 
 class MergedMetrics(Collector):

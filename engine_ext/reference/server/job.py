@@ -244,19 +244,25 @@ def encode(
     """Raises EngineBadRequestError for an empty or too long prompt, or an unknown token id."""
     limit = model.max_model_len
     if isinstance(prompt, str):
+        if (least := model.tokenizer.least_tokens(prompt)) > limit:
+            raise _too_long(limit, f"at least {least}")
         prompt = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     else:
         check_token_ids(prompt, model, "prompt")
     if not prompt:
         raise EngineBadRequestError("the prompt must not be empty", "prompt")
     if len(prompt) > limit:
-        raise EngineBadRequestError(
-            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
-            f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
-            "Please reduce the length of the input prompt.",
-            "input_tokens",
-        )
+        raise _too_long(limit, f"{len(prompt)}")
     return tuple(prompt)
+
+
+def _too_long(limit: int, count: str) -> EngineBadRequestError:
+    return EngineBadRequestError(
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+        f"{count} input tokens, which exceeds this limit even without any output tokens. "
+        "Please reduce the length of the input prompt.",
+        "input_tokens",
+    )
 
 
 def check_token_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:

@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -137,3 +139,14 @@ def test_the_command_writes_a_model_of_the_shape_asked_for(tmp_path: Path) -> No
     assert weights["model.embed_tokens.weight"].shape == (259, 64)
     assert "model.layers.1.mlp.up_proj.weight" in weights
     assert "model.layers.2.mlp.up_proj.weight" not in weights
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """The tokenizer does not hold the GIL, so that the server answers probes."""
+    encoding = threading.Thread(target=tokenizer.encode, args=("many words " * 100_000,))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0)
+        turns += 1
+    assert turns > 100

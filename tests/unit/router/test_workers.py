@@ -10,12 +10,20 @@ import socket
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from router.commands.cli import main
-from router.telemetry.metrics_server import LivenessServer, merge_expositions, serve_in_thread
+from router.telemetry.metrics_server import (
+    LivenessServer,
+    collect_worker_metrics,
+    merge_expositions,
+    metrics_socket,
+    serve_in_thread,
+    serve_worker_metrics,
+)
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually
@@ -77,6 +85,10 @@ def _values(text: str, name: str) -> list[float]:
 @pytest.mark.slow
 async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> None:
     async with family(p, d) as (router, pids):
+        for _ in range(8):
+            async with httpx.AsyncClient(base_url=router.url) as client:
+                await client.post("/v1/completions", json=BODY)
+        assert await requests_counted(router.url) == 8
         os.kill(pids[0], signal.SIGKILL)
         await router.until("worker 0 ended with status -9 and is restarted")
         new = int((await router.until(r"worker 0 is process (\d+)")).group(1))
@@ -86,8 +98,33 @@ async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> N
         for _ in range(8):
             async with httpx.AsyncClient(base_url=router.url) as client:
                 assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert await requests_counted(router.url) == 16
         router.process.terminate()
         assert await router.ended() == 0
+
+
+async def requests_counted(url: str) -> float:
+    async with httpx.AsyncClient(base_url=url) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(one.split()[-1]) for one in lines if one.startswith("disagg_router_requests_total{"))
+
+
+def test_counters_of_workers_that_have_ended_are_added_to_those_that_run(tmp_path: Path) -> None:
+    """Gauges describe the present: only running workers have them."""
+
+    def page(count: int) -> bytes:
+        return f"# TYPE a_total counter\na_total {count}\n# TYPE b gauge\nb {count}\n".encode()
+
+    def figures() -> list[str]:
+        lines = collect_worker_metrics(tmp_path).decode().splitlines()
+        return [line for line in lines if not line.startswith("#")]
+
+    with serve_worker_metrics(metrics_socket(tmp_path, 0, 1), lambda: page(100)):
+        for pid in (2, 3, 4):
+            with serve_worker_metrics(metrics_socket(tmp_path, 1, pid), lambda: page(5)):
+                assert figures() == [f"a_total {100 + 5 * (pid - 1)}.0", "b 105.0"]
+            assert figures() == [f"a_total {100 + 5 * (pid - 1)}.0", "b 100.0"]
+    assert figures() == ["a_total 115.0"]
 
 
 @pytest.mark.slow

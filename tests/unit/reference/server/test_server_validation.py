@@ -192,6 +192,8 @@ async def test_what_is_too_long_is_refused_in_vllms_words(client: httpx.AsyncCli
         f"{shorter}",
         "input_tokens",
     )
+    message, param = await _refusal(client, COMPLETIONS, prompt="a" * 280_000)
+    assert (message.startswith(f"{context}at least "), param) == (True, "input_tokens")
     assert await _refusal(client, COMPLETIONS, prompt="a" * 256) == (
         "max_tokens must be at least 1, got 0.",
         "max_tokens",
