@@ -28,7 +28,7 @@ CLEAN = post(SHOWN, headers=CLOSE)
 async def impatient(p: MockEngine, d: MockEngine) -> AsyncIterator[Router]:
     """Does not wait long for the rest of what was begun."""
     settings = settings_for(p=[p], d=[d], client_read_timeout=0.1, keep_alive_timeout=0.1)
-    async with running_router(changes) as router:
+    async with running_router(settings) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 

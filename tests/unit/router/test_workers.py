@@ -106,7 +106,8 @@ async def test_a_worker_that_dies_is_replaced(p: MockEngine, d: MockEngine) -> N
 async def requests_counted(url: str) -> float:
     async with httpx.AsyncClient(base_url=url) as client:
         lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(one.split()[-1]) for one in lines if one.startswith("disagg_router_requests_total{"))
+    counted = [one for one in lines if one.startswith("disagg_router_requests_total{")]
+    return sum(float(one.split()[-1]) for one in counted)
 
 
 def test_counters_of_workers_that_have_ended_are_added_to_those_that_run(tmp_path: Path) -> None:
