@@ -23,8 +23,10 @@ from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
 
 # Successive watches until the next list: ten minutes, if nothing fails.
 WATCHES_PER_LIST = 10
-# A watch that lasted this long is no failure, whatever ended it.
-MIN_WATCH_S = 5.0
+# A watch that lasted this long is no failure, whatever ended it: proxies cut long connections.
+MIN_WATCH_S = 2.0
+# After a list that was read, the backoff continues with at most so many failures: a pause of 4 s.
+MAX_FAILURES_AFTER_LIST = 3
 MAX_REPORTED_PODS = 3
 # Labels and annotations of a pod that describe its engine; annotations take precedence.
 PREFIX = "disagg-router.io/"
@@ -98,17 +100,24 @@ class KubernetesSource:
         pods, version = await self._api.list_all()
         self._pods = {pod.metadata.name: self._read(pod) for pod in pods}
         yield self._report()
+        self._backoff.reset(MAX_FAILURES_AFTER_LIST)
         for _ in range(WATCHES_PER_LIST):
-            began = time.monotonic()
-            async with contextlib.aclosing(self._api.watch(version)) as arriving:
-                async for changes in arriving:
-                    version = changes[-1].version or version
-                    effects = [self._apply(change) for change in changes]
-                    if any(effects):
-                        yield self._report()
-            if time.monotonic() - began < self._min_watch:
-                raise SourceError("the API server ends each watch at once")
-            self._backoff.reset()
+            began, failure = time.monotonic(), None
+            try:
+                async with contextlib.aclosing(self._api.watch(version)) as arriving:
+                    async for changes in arriving:
+                        version = changes[-1].version or version
+                        effects = [self._apply(change) for change in changes]
+                        if any(effects):
+                            yield self._report()
+            except SourceError as error:
+                failure = error
+            if time.monotonic() - began >= self._min_watch:
+                self._backoff.reset()
+            elif failure is None:
+                failure = SourceError("the API server ends each watch at once")
+            if failure is not None:
+                raise failure
             yield self._report()
 
     def _apply(self, change: PodChange) -> bool:

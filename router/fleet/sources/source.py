@@ -71,8 +71,9 @@ class Backoff:
         self._failures += 1
         return pause * (0.5 + self._random() / 2)
 
-    def reset(self) -> None:
-        self._failures = 0
+    def reset(self, failures: int = 0) -> None:
+        """Continue as after at most so many failures."""
+        self._failures = min(self._failures, failures)
 
 
 def one_line(error: BaseException) -> str:

@@ -91,6 +91,12 @@ class ApiServer:
         for watcher in [] if self.is_deaf else self._watchers:
             watcher.put_nowait(line)
 
+    def cut(self) -> None:
+        """Resets all connections, as a proxy does that has waited long enough."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self.tell(b"")  # so that watches find out
+
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
@@ -98,8 +104,7 @@ class ApiServer:
         """Refuses connections from now on, and resets those there are."""
         if self._server is not None:
             self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        self.cut()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

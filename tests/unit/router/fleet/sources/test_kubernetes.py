@@ -147,6 +147,39 @@ async def test_watches_continue_and_pods_are_listed_periodically(
         assert all(not report.problem for report in watched.reports)
 
 
+@pytest.mark.parametrize(
+    ("min_watch", "expected"),
+    [(0.0, [0.5] * 6), (60.0, [0.5, 1.0, 2.0, 4.0, 4.0, 4.0])],
+    ids=["after a while", "at once"],
+)
+async def test_pauses_stay_short_while_lists_are_read_and_watches_are_cut(
+    server: ApiServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    min_watch: float,
+    expected: list[float],
+) -> None:
+    pauses: list[float] = []
+
+    async def note_pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(source, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(source, "MAX_PAUSE_S", 30.0)
+    monkeypatch.setattr(kubernetes_module, "sleep", note_pause)
+    how = {"min_watch": min_watch, "random_share": lambda: 1.0}
+    async with watching(server, tmp_path, life=2000, **how) as watched:
+        cuts: list[int] = []
+        for number in range(6):
+            await eventually(lambda: server.lists > len(cuts) and server.watching)
+            server.put(pod("a", f"10.0.0.{number}"))
+            await watched.lists(f"10.0.0.{number}")
+            server.cut()
+            cuts.append(number)
+            await eventually(lambda: len(pauses) == len(cuts))
+        assert pauses == expected
+
+
 async def test_a_bookmark_spares_the_next_watch_what_is_known(
     server: ApiServer, tmp_path: Path
 ) -> None:
