@@ -33,7 +33,7 @@ from router.telemetry.metrics import CONTENT_TYPE
 Exposition = Callable[[], bytes]
 CLIENT_TIMEOUT_S = 5.0
 # Endings and names of the files with pages of workers, and of those that have ended.
-PAGE, ENDED = ".page", "ended"
+PAGE, ENDED = ".metrics", "ended"
 END_OF_PAGE = b"# EOF\n"
 WORKER_TIMEOUT_S = 2.0
 # These samples are not added up: the worst value of any worker counts.

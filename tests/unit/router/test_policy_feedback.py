@@ -58,20 +58,6 @@ async def test_who_was_sent_a_prompt_gets_what_extends_it(
     assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
 
 
-async def test_an_engine_that_is_lost_holds_nothing_any_more(
-    start_router: StartRouter, others: list[MockEngine]
-) -> None:
-    router = await start_router(ps=others, prefill_policy="prefix")
-    await router.complete(prompt=LONG)
-    (holder,) = [engine for engine in others if engine.requests]
-    name = f"127.0.0.1:{holder.port}"
-    assert policy(router, EngineRole.PREFILL)._index.bit(name)
-    engine = router.gateway.fleet.find_alive(name)
-    assert engine is not None
-    router.gateway.fleet.note_unreachable(engine, "gone")
-    assert not policy(router, EngineRole.PREFILL)._index.bit(name)
-
-
 async def test_rate_of_an_engine_is_learned_from_its_answers_and_forgotten_with_it(
     start_router: StartRouter, others: list[MockEngine]
 ) -> None:
@@ -159,7 +145,8 @@ async def test_the_same_engines_are_the_same_tuple_whatever_happened_between(
     router = await start_router(ps=others)
     known = router.gateway.fleet
     await eventually(lambda: len(known.snapshot.by_model) == 2)
-    (one,), (two,), (anyone,) = (known.snapshot.pools(name) for name in ("m", "other", None))
+    (one,), (two,) = (known.snapshot.pools(name) for name in ("m", "other"))
+    (anyone,) = known.snapshot.any_model
     assert one.prefillers is two.prefillers is anyone.prefillers
     engine = known.engines[0]
     known.note_unreachable(engine, "gone")
