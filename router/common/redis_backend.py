@@ -88,7 +88,7 @@ class RedisClients(NamedTuple):
 
 
 class _Breaker(NamedTuple):
-    """What pauses: an operation on a node, or all operations on a node if `operation` is empty."""
+    """An operation on a node, or all operations on the node if `operation` is empty."""
 
     node: str
     operation: str = ""

@@ -116,7 +116,7 @@ class Snapshot:
 
 
 class ProcessIdentity(NamedTuple):
-    """What tells the process of an engine from an earlier one at its address; empty if unknown."""
+    """Identifies the process of an engine, as an earlier one had its address; empty if unknown."""
 
     engine_ids: frozenset[str] = frozenset()
     started: str = ""

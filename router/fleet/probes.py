@@ -296,7 +296,7 @@ def json_of(answer: CompleteAnswer) -> object:
 
 
 class ModelFacts(NamedTuple):
-    """What `Fleet.note_models` takes of a list of models."""
+    """The facts in a list of models that `Fleet.note_models` takes."""
 
     names: frozenset[str]
     context_lengths: dict[str, int]

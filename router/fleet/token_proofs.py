@@ -1,4 +1,4 @@
-"""Whether engines tokenize prompts for `POST /tokenize` as they render them for an answer.
+"""Records whether engines tokenize prompts for `POST /tokenize` as they render them for an answer.
 
 `proxy.turn_tokens` finds it out, by the shape of prompts. No I/O.
 """
@@ -17,7 +17,7 @@ MAX_SHAPES = 1024
 
 
 class TokenProof(Struct, eq=False):
-    """Whether the prompts of one shape are tokenized as they are rendered, by one engine process.
+    """Records whether one engine process tokenizes the prompts of one shape as it renders them.
 
     `capabilities` identify the process: the fleet replaces them when the engine is lost.
     """

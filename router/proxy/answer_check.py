@@ -248,7 +248,7 @@ class _CheckedChoice(msgspec.Struct, gc=False):
 
 
 class _CheckedFields(msgspec.Struct, gc=False):
-    """Of internal fields, only null can be decoded."""
+    """Decode null alone among internal fields."""
 
     choices: list[_CheckedChoice]
     kv_transfer_params: None = None

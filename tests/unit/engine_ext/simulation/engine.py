@@ -495,7 +495,7 @@ class SimEngine:
             self._loaded(request_id, results)
 
     def _lose(self, results: TransferResults) -> None:
-        """What waits for these reports waits for `REPORT_SECONDS` more."""
+        """Extend the deadline of these reports by `REPORT_SECONDS`."""
         self._note("loses the reports", results)
         until = self.network.now + REPORT_SECONDS * 1.1
         for request in self.loading.values():

@@ -1,4 +1,4 @@
-"""What a Redis refuses, loses or delays costs only that: real servers, a cluster and slow links."""
+"""A refused, lost or slow Redis operation costs only itself: real servers, a cluster, slow link."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ async def test_404_that_is_not_about_the_model_is_the_clients(
 async def test_without_any_list_a_request_stays_with_the_model_of_its_prefill_engine(
     start_router: StartRouter, two: list[MockEngine]
 ) -> None:
-    """Of engines that require the client's key, no list can be read."""
+    """An engine that requires the client's key sends no list."""
 
     def prefill(model: str) -> Script:
         async def answer(request: Received, peer: Peer) -> None:
