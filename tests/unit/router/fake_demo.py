@@ -39,7 +39,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         side_channel = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
         self._answer(
-            {"got": body, "choices": [{}], "kv_transfer_params": {"remote_port": side_channel}}
+            {
+                "got": json.dumps(body),
+                "choices": [{}],
+                "kv_transfer_params": {"remote_port": side_channel},
+            }
         )
 
     def _stream(self, body: dict[str, Any]) -> None:
