@@ -18,7 +18,7 @@ OUTSIDE = {
     *("change_weights", "is_stale_load", "lend_from", "borrow_with"),
 }
 """Not called by vLLM's steps, or in push mode alone."""
-IDLE = {"has_pending_work", "load_failure_policy", "recover"}
+IDLE = {"has_pending_work", "is_passed_over", "load_failure_policy", "recover"}
 """Called where there are no requests, after a failed load, or after a lost report."""
 
 
