@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import uniform
 from time import monotonic as now
@@ -54,7 +54,6 @@ class WorkerExchange:
         self._buffer = bytearray(MAX_REPORT_BYTES + 1)
         self._senders: dict[str, socket.socket] = {}
         self._throttle = LogThrottle(logger, LOG_INTERVAL_S)
-        self._folder = str(directory)
         self.failure = ""
         """The reason why this worker cannot exchange reports; empty if it can."""
 
@@ -64,8 +63,7 @@ class WorkerExchange:
         with contextlib.ExitStack() as stack:
             receiver = stack.enter_context(_datagram_socket())
             try:
-                self._folder = stack.enter_context(_short_name(self._directory))
-                receiver.bind(f"{self._folder}/{self._own}")
+                receiver.bind(str(self._directory / self._own))
             except OSError as error:
                 self.failure = f"workers cannot exchange their load: {error}"
                 logger.error(self.failure)
@@ -109,7 +107,7 @@ class WorkerExchange:
         for name in names - {self._own}:
             try:
                 if name not in self._senders:
-                    self._senders[name] = _connect(f"{self._folder}/{name}")
+                    self._senders[name] = _connect(str(self._directory / name))
                 self._senders[name].send(report)
             except BlockingIOError:
                 pass  # the worker is frozen or behind
@@ -121,18 +119,6 @@ class WorkerExchange:
     def _note_failure(self, result: str, error: object) -> None:
         self._errors.labels("exchange", result).inc()
         self._throttle.warn("workers cannot exchange their load", str(error))
-
-
-@contextlib.contextmanager
-def _short_name(directory: Path) -> Iterator[str]:
-    """Yield a name of the folder that is short enough for the address of a socket (107 bytes), if
-    the system has one."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        name = f"/proc/self/fd/{opened}"
-        yield name if os.path.exists(name) else str(directory)
-    finally:
-        os.close(opened)
 
 
 def _datagram_socket() -> socket.socket:

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -39,6 +39,9 @@ logger = logging.getLogger("disagg_router")
 RESTART_DELAY_S = 2.0
 # Time that workers have after their shutdown timeouts before they are killed.
 KILL_DELAY_S = 3.0
+# The address of a Unix socket has at most 107 bytes. This many are left for the names in the
+# workers' folder: the longest is that of the worker exchange.
+MAX_FOLDER_BYTES = 107 - 32
 
 
 @dataclass(slots=True)
@@ -55,12 +58,24 @@ def run(settings: Settings, read_again: Callable[[], Settings]) -> int:
     loaded, settings = settings, with_store_keys(settings)
     with contextlib.ExitStack() as stack:
         listeners = _bind_all(settings, stack)
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="disagg-router-")))
+        directory = stack.enter_context(_folder_for_sockets())
         stack.enter_context(serve.watched(settings, partial(collect_worker_metrics, directory)))
         admin = stack.enter_context(serve.admin_listener(settings))
         control_thread = ControlThread(loaded, read_again, directory, admin)
         stack.enter_context(control_thread.open())
         return Supervisor(settings, listeners, directory, control_thread.reload).run()
+
+
+@contextlib.contextmanager
+def _folder_for_sockets() -> Iterator[Path]:
+    """Make the workers' private folder: in /tmp if the user's folder for temporary files has too
+    long a name for sockets."""
+    with tempfile.TemporaryDirectory(prefix="disagg-router-") as usual:
+        if len(os.fsencode(usual)) <= MAX_FOLDER_BYTES:
+            yield Path(usual)
+            return
+    with tempfile.TemporaryDirectory(prefix="disagg-router-", dir="/tmp") as short:
+        yield Path(short)
 
 
 class Supervisor:

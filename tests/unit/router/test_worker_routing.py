@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -70,11 +71,18 @@ async def ps() -> AsyncIterator[list[MockEngine]]:
         yield [await stack.enter_async_context(running_engine(usual_prefill)) for _ in range(4)]
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A folder for temporary files with a short name: workers move out of one with a long name."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
 @contextlib.asynccontextmanager
 async def router(
-    ps: list[MockEngine], d: MockEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ps: list[MockEngine], d: MockEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[RouterProcess, Listener]]:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(directory))
     engines = ["--prefill", *(f"http://127.0.0.1:{p.port}" for p in ps)]
     engines += ["--decode", f"http://127.0.0.1:{d.port}"]
     options = (
@@ -89,7 +97,7 @@ async def router(
             await process.until("is healthy")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
             receiver.setblocking(False)
-            receiver.bind(str(socket_path(tmp_path)))
+            receiver.bind(str(socket_path(directory)))
             listener = Listener(receiver)
             await listener.until_idle()
             yield process, listener
@@ -108,9 +116,9 @@ async def ask(router: RouterProcess, prompt: str) -> None:
 
 
 async def test_prompt_goes_to_the_engine_that_any_worker_has_chosen(
-    ps: list[MockEngine], d: MockEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ps: list[MockEngine], d: MockEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with router(ps, d, tmp_path, monkeypatch) as (process, listener):
+    async with router(ps, d, directory, monkeypatch) as (process, listener):
         for number in range(4):
             before = [len(p.requests) for p in ps]
             since = len(listener.reports)
@@ -125,12 +133,12 @@ async def test_prompt_goes_to_the_engine_that_any_worker_has_chosen(
 
 
 async def test_engine_that_another_worker_has_loaded_is_avoided(
-    ps: list[MockEngine], d: MockEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ps: list[MockEngine], d: MockEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = asyncio.Event()
     for engine in ps:
         engine.usual = answer_after(release, usual_prefill)
-    async with router(ps, d, tmp_path, monkeypatch) as (process, listener):
+    async with router(ps, d, directory, monkeypatch) as (process, listener):
         for turn in range(3):
             release.clear()
             running = []

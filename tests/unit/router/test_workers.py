@@ -62,8 +62,10 @@ async def family(
 
 @pytest.mark.slow
 async def test_workers_share_a_port_and_tell_one_set_of_figures(
-    p: MockEngine, d: MockEngine
+    p: MockEngine, d: MockEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (long := tmp_path / ("long" * 20)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))  # its names do not fit into a socket's address
     async with family(p, d) as (router, _), httpx.AsyncClient(base_url=router.url) as client:
         for _ in range(32):
             async with httpx.AsyncClient(base_url=router.url) as other:  # a connection of its own
