@@ -59,6 +59,8 @@ class EngineDescription:
     """Access to the side channels, which the page asks as another engine would."""
     lease_seconds: float | None = None
     """The connector's `kv_lease_duration`: other engines have to renew leases in time."""
+    factors: Mapping[str, str] = field(default_factory=dict)
+    """Further `compatibility_factors`; those of the side channels count first."""
     max_step_tokens: int | None = None
     """The most prompt tokens that a step computes beside decoding requests."""
     max_num_seqs: int | None = None
@@ -159,7 +161,7 @@ def _rank(
         "tp_size": engine.tp_size,
         "pp_size": engine.pp_size,
         "compatibility_hash": payload.effective_hash,
-        "compatibility_factors": payload.compat_factors,
+        "compatibility_factors": {**engine.factors, **(payload.compat_factors or {})},
         "block_size": metadata.block_size,
         "num_blocks": metadata.num_blocks,
         "kv_cache_layout": metadata.kv_cache_layout,

@@ -444,6 +444,8 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
         capabilities=_capabilities(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         lease_seconds=None if ours is None else ours.lease_duration,
+        # A stock connector's side channel does not tell it.
+        factors={CONFIGURATION: _configuration_digest(vllm_config.model_config)},
         target_itl_ms=None if ours is None else target_itl_ms(vllm_config, ours),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
