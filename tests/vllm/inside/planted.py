@@ -15,7 +15,7 @@ OUTSIDE = {
     *("set_handshake_metadata", "register_kv_caches", "get_handshake_payload", "set_wake"),
     *("stats", "shutdown", "wait_for_save", "release", "revoke", "inspect"),
     *("on_step", "on_preempted", "wants_steps_of"),
-    *("change_weights", "is_stale_load", "lend_from", "borrow_with"),
+    *("change_weights", "is_stale_load", "lend_from", "borrow_with", "revoke_loans"),
 }
 """Not called by vLLM's steps, or in push mode alone."""
 IDLE = {"has_pending_work", "is_passed_over", "load_failure_policy", "recover"}
