@@ -1,6 +1,7 @@
-"""A reader that stops the holder (SIGSTOP) as soon as it has started a READ of the holder's memory.
+"""A reader that stops the holder, or itself (SIGSTOP), as soon as it has started a READ of the
+holder's memory.
 
-The ids of the holder's processes are in the file that HOLDER names: without it nothing is stopped,
+The ids of the processes to stop are in the file that HOLDER names: without it nothing is stopped,
 and the first READ deletes it. The READ hangs if it needs the holder's help: see `nixl_puppet.TCP`.
 
 A plugin of vLLM's, or `python -m tests.integration.stopping_engine` with the options of
@@ -19,10 +20,10 @@ from tests.integration.processes import Server, family
 HOLDER = "TEST_HOLDER_PROCESSES"
 
 
-def stop_at_next_read(holder: Server, file: Path) -> None:
-    """Make the reader stop `holder`, its first process last. `file` is the reader's HOLDER."""
+def stop_at_next_read(server: Server, file: Path) -> None:
+    """Make the reader stop `server`, its first process last. `file` is the reader's HOLDER."""
     whole = file.with_suffix(".new")
-    whole.write_text(" ".join(map(str, reversed(family(holder.process.pid)))))
+    whole.write_text(" ".join(map(str, reversed(family(server.process.pid)))))
     whole.rename(file)
 
 
@@ -33,9 +34,10 @@ def register() -> None:
         transfer = start_read(self, *args)
         file = Path(os.environ[HOLDER])
         if file.exists():
-            for pid in file.read_text().split():
-                os.kill(int(pid), signal.SIGSTOP)
+            stopped = [int(pid) for pid in file.read_text().split()]
             file.unlink()
+            for pid in sorted(stopped, key=os.getpid().__eq__):  # itself last
+                os.kill(pid, signal.SIGSTOP)
         return transfer
 
     NixlAgent.start_read = start_read_and_stop  # type: ignore[assignment] # the planted fault

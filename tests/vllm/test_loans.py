@@ -183,6 +183,30 @@ def test_a_holder_frozen_in_the_middle_of_a_read_fails_the_leg_and_not_its_retry
             assert borrow(engines, prompt, {}) == (0, SYSTEM + 64)
 
 
+def test_pauses_and_resets_succeed_beside_a_loan_that_is_out(engines: Engines) -> None:
+    """Each mode of each of vLLM's calls. The reader has begun to read, and stands still."""
+    holder, reader = engines.holder, engines.reader
+    prompt = [*known_to(holder, 680), *tokens_of(64, 682)]
+    body = prefill_body(prompt, holders(holder, SYSTEM))
+    calls = [("/reset_prefix_cache", ""), ("/sleep?level=1", "/wake_up")]
+    calls += [(f"/pause?mode={mode}", "/resume") for mode in ("wait", "abort", "keep")]
+    calls += [("/pause?mode=wait&clear_cache=false", "/resume")]
+    stopping_engine.stop_at_next_read(reader, engines.to_stop)
+    with nothing_left(*engines.connected), ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(reader.post, "/v1/completions", body)
+        wait_until_stopped(reader.process.pid)
+        with reader.frozen():
+            for call, undo in calls:
+                assert holder.post(call, {}).status_code == 200, call
+                if undo:
+                    assert holder.post(undo, {}).status_code == 200, undo
+                own = tokens_of(64, 683)
+                assert differences([complete(engines.alone, own)], [complete(holder, own)]) == []
+        params = leg.result(timeout=60).json()["kv_transfer_params"]
+        turn = decode(engines.decoder, prompt, params)
+        assert differences([complete(engines.alone, prompt)], [turn.answer]) == []
+
+
 @pytest.mark.nightly
 def test_hundreds_of_conversations_are_those_of_one_vllm_alone(engines: Engines) -> None:
     """They branch off each other, at both engines, which name each other."""
