@@ -1,13 +1,15 @@
 """Two prefill and two decode engines that are killed, started again, and frozen."""
 
 import asyncio
+import os
 import random
 from contextlib import ExitStack
 from typing import Any
 
 from tests.conftest import find_free_ports
 from tests.integration.legs import coordinates_in, prefill
-from tests.integration.processes import CONNECTORS, Launcher, Server
+from tests.integration.processes import CONNECTORS, REFERENCE, Launcher, Server
+from tests.soak.telling_engine import EAR
 
 NUM_BLOCKS = 36
 """Few, so that what is freed is soon refilled."""
@@ -30,12 +32,19 @@ class Fleet:
     """Engines by name, restarted on their addresses."""
 
     def __init__(
-        self, launcher: Launcher, mode: str, stack: ExitStack, extra: dict[str, Any]
+        self,
+        launcher: Launcher,
+        mode: str,
+        stack: ExitStack,
+        extra: dict[str, Any],
+        options: tuple[str, ...] | None = None,
     ) -> None:
+        """`options` of all engines, instead of those that differ by name."""
         self._launcher = launcher
         self._mode = mode
         self._stack = stack
         self._extra = {**EXTRA, **extra}
+        self._options = options
         self._ports: dict[str, tuple[int, int]] = {}
         self._shunned: set[str] = set()
         self.frozen: str | None = None
@@ -57,12 +66,13 @@ class Fleet:
 
     def _start(self, name: str) -> None:
         """One decode engine ends a failed load with an error, the other computes."""
-        caching = [] if name in CACHING else ["--no-enable-prefix-caching"]
+        caching = () if name in CACHING else ("--no-enable-prefix-caching",)
+        usual = ("--num-blocks", str(NUM_BLOCKS), *caching)
         server = self._stack.enter_context(
             self._launcher.engine(
                 name,
-                *("--num-blocks", str(NUM_BLOCKS), *caching),
-                module="tests.soak.telling_engine",
+                *(usual if self._options is None else self._options),
+                module=REFERENCE if EAR not in os.environ else "tests.soak.telling_engine",
                 connector=CONNECTORS[self._mode],
                 extra=self._extra,
                 policy="recompute" if name == "d2" else "fail",

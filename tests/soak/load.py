@@ -78,7 +78,7 @@ class Load:
             return await self._push(prompt)
         body = decode_body(prompt, {}, TOKENS)
         del body["kv_transfer_params"]
-        return await _post(self.router, body)
+        return await post(self.router, body)
 
     async def _push(self, prompt: str) -> LoadExchange:
         """Send both legs at once; one that fails takes the other with it, as a router would."""
@@ -106,13 +106,18 @@ class Load:
 
     async def _leg(self, name: str, body: dict[str, Any], request_id: str) -> LoadExchange:
         await asyncio.sleep(self.rng.uniform(0, MAX_LEG_DELAY_S))
-        return await _post(self.fleet.servers[name], body, ("x-request-id", request_id))
+        return await post(self.fleet.servers[name], body, ("x-request-id", request_id))
 
 
-async def _post(server: Server, body: dict[str, Any], *headers: tuple[str, str]) -> LoadExchange:
+async def post(
+    server: Server,
+    body: dict[str, Any],
+    *headers: tuple[str, str],
+    timeout: float = 2 * MAX_WAIT_S,
+) -> LoadExchange:
     client = Client("127.0.0.1", server.port)
     request = request_bytes("/v1/completions", json.dumps(body).encode(), headers)
     try:
-        return await client.send(request, 2 * MAX_WAIT_S)
+        return await client.send(request, timeout)
     finally:
         client.close()
