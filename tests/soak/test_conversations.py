@@ -1,119 +1,20 @@
-"""Two thousand conversations whose legs name last turns, holders of their prefix, both, or neither,
-while engines are killed and frozen. No answer may be wrong, and no block may stay behind."""
+"""Two thousand conversations among engines that are killed and frozen. No answer may be wrong, and
+no block may stay behind."""
 
 import asyncio
-import json
-import logging
-import random
-import time
-import uuid
-from collections import Counter
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from router.commands.bench.load import TIMEOUT, LoadExchange, drive
-from tests.integration.legs import coordinates_in, decode_body, prefill_body
-from tests.integration.oracle import Answer, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server
+from tests.soak.conversations import Conversations
 from tests.soak.fleet import Fleet
-from tests.soak.load import MAX_WAIT_S, post
 from tests.soak.test_soak import MISHAPS, rests
-
-logger = logging.getLogger(__name__)
 
 CONVERSATIONS = 1000
 """In each of the two modes."""
-AT_ONCE = 12
-APART = CONVERSATIONS // len(MISHAPS)
-SYSTEMS = [tokens_of(256, number) for number in range(6)]
-MAX_TURNS = 4
-TRIES = 8
-"""Of one turn: its engines may be killed, started, and frozen."""
-TOKENS = 6
 EXTRA = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 20}
 OPTIONS = ("--num-blocks", "600", "--max-num-seqs", "16")
-
-
-class Conversations:
-    """Clients that send both legs themselves, and compare each answer with one engine's alone."""
-
-    def __init__(self, fleet: Fleet, alone: Server, mode: str) -> None:
-        self.fleet = fleet
-        self.outcomes: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self._alone = alone
-        self._mode = mode
-        # After a restart these name an engine that is gone, as a router's memory may.
-        self._holders = {
-            name: coordinates_in(server.get("/disagg/identity").json()["ranks"][0])
-            for name, server in fleet.servers.items()
-        }
-
-    async def talk(self, number: int) -> None:
-        rng = random.Random(number)
-        prompt = [*rng.choice(SYSTEMS), *tokens_of(rng.randint(1, 80), 9000 + number)]
-        last: dict[str, Any] | None = None
-        for turn in range(rng.randint(1, MAX_TURNS)):
-            answer, last = await self._turn(prompt, last, rng)
-            right = await asyncio.to_thread(complete, self._alone, prompt, TOKENS)
-            self.wrong += [f"{number}.{turn}: {one}" for one in differences([right], [answer])]
-            prompt = [*prompt, *answer.tokens, *tokens_of(rng.randint(1, 60), 17 * number + turn)]
-            if rng.random() < 0.3:  # an edited history
-                at = rng.randrange(len(prompt))
-                prompt[at] = (prompt[at] + 1) % 256 or 1
-
-    async def _turn(
-        self, prompt: list[int], last: dict[str, Any] | None, rng: random.Random
-    ) -> tuple[Answer, dict[str, Any] | None]:
-        """Retried without the last turn, as a router would."""
-        for _ in range(TRIES):
-            exchange, kind = await self._both_legs(prompt, last, rng)
-            if exchange.problem == TIMEOUT:
-                self.outcomes[f"{kind}: hung"] += 1
-            elif exchange.status == 200 and not exchange.problem:
-                self.outcomes[f"{kind}: 200"] += 1
-                said = json.loads(exchange.body)
-                return Answer.in_body(said), said.get("kv_transfer_params")
-            else:
-                self.outcomes[f"{exchange.status} {exchange.problem}"] += 1
-            last = None
-            await asyncio.sleep(rng.uniform(0.1, 1))
-        raise AssertionError(f"no answer in {TRIES} tries: {exchange}")
-
-    async def _both_legs(
-        self, prompt: list[int], last: dict[str, Any] | None, rng: random.Random
-    ) -> tuple[LoadExchange, str]:
-        p_name, d_name = self.fleet.pick("p", rng), self.fleet.pick("d", rng)
-        given = dict(last or {})
-        if rng.random() < 0.5:
-            known = rng.sample(sorted(self._holders), 2)
-            given["holders"] = [{**self._holders[one], "expected_tokens": 256} for one in known]
-        kind = " ".join([*(["turn"] if last else []), *(["holders"] if "holders" in given else [])])
-        p_body = prefill_body(prompt, given)
-        if self._mode == "pull":
-            exchange = await self._leg(p_name, p_body)
-            if exchange.status != 200 or exchange.problem:
-                return exchange, kind
-            params = {**json.loads(exchange.body)["kv_transfer_params"], "retain": True}
-            return await self._leg(d_name, decode_body(prompt, params, TOKENS)), kind
-        name = uuid.uuid4().hex
-        p_body["kv_transfer_params"]["transfer_id"] = name
-        named = {"do_remote_prefill": True, "remote_request_id": name, "transfer_id": name}
-        params = {**named, "retain": True, **self.fleet.coordinates[p_name]}
-        decoding = asyncio.create_task(self._leg(d_name, decode_body(prompt, params, TOKENS), name))
-        try:
-            exchange = await self._leg(p_name, p_body, name)
-            is_good = exchange.status == 200 and not exchange.problem
-            return (await decoding if is_good else exchange), kind
-        finally:
-            decoding.cancel()
-            await asyncio.gather(decoding, return_exceptions=True)
-
-    async def _leg(self, name: str, body: dict[str, Any], request_id: str = "") -> LoadExchange:
-        headers = [("x-request-id", request_id)] if request_id else []
-        return await post(self.fleet.servers[name], body, *headers, timeout=MAX_WAIT_S)
 
 
 @pytest.mark.timeout(1500)
@@ -121,27 +22,10 @@ class Conversations:
 async def test_conversations_with_turns_and_loans_among_engines_killed_and_frozen(
     launcher: Launcher, alone: Server, mode: str
 ) -> None:
-    started = time.monotonic()
     with ExitStack() as stack:
         fleet = Fleet(launcher, mode, stack, EXTRA, OPTIONS)
         await asyncio.to_thread(fleet.start_all)
         conversations = Conversations(fleet, alone, mode)
-        rng, mishaps = random.Random(5), iter(MISHAPS)
-        mishap = asyncio.create_task(asyncio.sleep(0))
-
-        async def one(client: int, number: int) -> None:
-            nonlocal mishap
-            if number % APART == APART // 2 and mishap.done():
-                mishap = asyncio.create_task(next(mishaps).befalls(fleet, rng))
-            await conversations.talk(number)
-            if number % 100 == 0:
-                logger.info("%s, %d: %s", mode, number, conversations.outcomes)
-
-        await drive(range(AT_ONCE), range(CONVERSATIONS), one)
-        await mishap
+        await conversations.run(CONVERSATIONS, MISHAPS)
         await asyncio.gather(*(asyncio.to_thread(rests, each) for each in fleet.servers.values()))
-    logger.info("%s in %.0f s: %s", mode, time.monotonic() - started, conversations.outcomes)
-    assert conversations.wrong == []
-    assert not [kind for kind in conversations.outcomes if "hung" in kind]
-    for kind in ("", "turn", "holders", "turn holders"):
-        assert conversations.outcomes[f"{kind}: 200"] > CONVERSATIONS / 10, kind
+    conversations.check()

@@ -100,7 +100,10 @@ def test_the_router_lets_nobody_pull_what_is_not_surely_the_same(
             new = tokens_of(40, 150)
             longer, most = {
                 "none": ([*prompt, *said, *new], 42),
-                "edited": ([*prompt[:500], prompt[500] ^ 1, *prompt[501:], *said, *new], 1052 - 480),
+                "edited": (
+                    [*prompt[:500], prompt[500] ^ 1, *prompt[501:], *said, *new],
+                    1052 - 480,
+                ),
                 "stripped": ([*prompt, *said[6:], *new], 46 + 48),
                 "regenerated": (prompt, 48),
             }[change]
