@@ -31,7 +31,6 @@ import logging
 import re
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable
-from functools import partial
 from time import monotonic as now
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -113,16 +112,19 @@ class RedisBackend:
     def __init__(
         self,
         url: str,
-        password: str | None,
+        password: Callable[[], str | None],
         timeout: float,
         errors: Counter,
         deadlines: Deadlines,
         pause: float = PAUSE_AFTER_FAILURE_S,
         clock: Callable[[], float] = now,
     ) -> None:
-        """Raises ValueError for an invalid URL."""
-        self._connect = partial(create_redis_clients, url, password)
-        self._clients = self._connect()
+        """`password` is called now, and again when Redis refuses it.
+
+        Raises ValueError for an invalid URL, and what `password` raises.
+        """
+        self._url, self._password = url, password
+        self._clients = create_redis_clients(url, password())
         # The number of running calls by client.
         self._calls: Tally[RedisClients] = Tally()
         self._timeout = timeout
@@ -185,23 +187,36 @@ class RedisBackend:
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `call`. If a stale server refuses it, call it once more with new
         connections, which ask for the address of the name again."""
-        is_repeated = isinstance(self._client, RedisCluster)  # which knows its nodes by address
+        is_repeated = False
         while True:
             used = self._clients
             self._calls[used] += 1
             try:
                 return await _cancellable(call)
-            except STALE_SERVER:
-                if is_repeated:
+            except (*STALE_SERVER, RedisClusterException) as error:
+                if is_repeated or not self._is_cured_by_new_clients(error):
                     raise
                 is_repeated = True
                 if used is self._clients:
-                    self._clients = self._connect()
+                    self._renew_clients()
             finally:
                 self._calls[used] -= 1
                 if used is not self._clients and not self._calls[used]:
                     del self._calls[used]
                     await _close(used)
+
+    def _is_cured_by_new_clients(self, error: Exception) -> bool:
+        """A cluster's client finds its masters itself, but keeps a password."""
+        if not isinstance(self._client, RedisCluster):
+            return isinstance(error, STALE_SERVER)
+        return any(isinstance(one, AuthenticationError) for one in (error, error.__cause__))
+
+    def _renew_clients(self) -> None:
+        """Make new connections, with the password that is in its file by now."""
+        try:
+            self._clients = create_redis_clients(self._url, self._password())
+        except Exception as error:  # the file is being replaced
+            self.logger.warning("%s: %s", self.failed_message, error)
 
     def _node_of(self, key: str) -> str:
         """Return the name of the cluster's node that has the key; empty if that is not known."""

@@ -61,7 +61,7 @@ class PeerExchange(RedisBackend):
         engines: Callable[[], Sequence[LoadedEngine]],
         signer: Signer,
         url: str,
-        password: str | None,
+        password: Callable[[], str | None],
         timeout: float,
         errors: Counter,
         deadlines: Deadlines,

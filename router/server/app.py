@@ -253,7 +253,7 @@ def _shared_ledger(settings: Settings, metrics: Metrics, deadlines: Deadlines) -
     try:
         return RedisQuotaLedger(
             settings.limits_store,
-            settings.limits_password(),
+            settings.limits_password,
             settings.conversation_store_timeout,
             metrics.key_limit_errors,
             deadlines,
@@ -281,7 +281,7 @@ def _peer_exchange(
         return None if shared is None else WorkerExchange(peers, engines, shared, errors)
     from router.routing.peer_exchange import PeerExchange  # slow to import, and seldom needed
 
-    password = read_secret(settings, "conversation_store_password")
+    password = partial(read_secret, settings, "conversation_store_password")
     return PeerExchange(
         peers,
         engines,
@@ -304,7 +304,7 @@ def _conversation_store(settings: Settings, metrics: Metrics, deadlines: Deadlin
         return memory
     from router.conversations.redis_store import RedisStore  # slow to import, and seldom needed
 
-    password = read_secret(settings, "conversation_store_password")
+    password = partial(read_secret, settings, "conversation_store_password")
     errors = metrics.conversation_store_errors
     try:
         redis = RedisStore(

@@ -150,7 +150,8 @@ class ConversationSettings(SettingsGroup):
         process), off, or a Redis URL that several routers share (redis://, rediss://,
         redis+cluster://, redis+sentinel://).
     conversation_store_password: Redis password. A variable is safer than a flag.
-    conversation_store_password_file: File with the Redis password, read at start.
+    conversation_store_password_file: File with the Redis password, read at start, and when Redis
+        refuses it.
     conversation_store_key: Secret that signs turns in Redis; use the same one at all routers that
         share the store. Without it, routers do not reuse each other's turns. A variable is safer
         than a flag.

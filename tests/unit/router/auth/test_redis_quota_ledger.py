@@ -45,7 +45,7 @@ async def ledger_at(
     lease: float = LEASE_S,
 ) -> AsyncIterator[RedisQuotaLedger]:
     url = server.url.replace("redis", scheme, 1)
-    made = RedisQuotaLedger(url, PASSWORD, 2.0, errors or failures(), Deadlines())
+    made = RedisQuotaLedger(url, lambda: PASSWORD, 2.0, errors or failures(), Deadlines())
     made.lease = lease
     yield made
     await made.close()

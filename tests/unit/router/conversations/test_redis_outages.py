@@ -24,7 +24,10 @@ KEYS = [f"key-{number}" for number in range(30)]
 
 @contextlib.asynccontextmanager
 async def connected(
-    url: str, password: str = PASSWORD, timeout: float = 5, pause: float = 60
+    url: str,
+    password: Callable[[], str] = lambda: PASSWORD,
+    timeout: float = 5,
+    pause: float = 60,
 ) -> AsyncIterator[RedisStore]:
     """A store that waits a minute after a failure, so that nothing recovers by a second try."""
     errors = Counter("errors", "", ("operation", "result"), registry=None)
@@ -73,7 +76,7 @@ async def test_turns_are_reused_while_the_user_may_not_read_responses() -> None:
     with running_redis() as server:
         rights = ["+@all", "-get", "-strlen", "~*"]
         server.cli("acl", "setuser", "router", "on", ">secret", *rights)
-        async with connected(server.url.replace("//", "//router@"), "secret") as store:
+        async with connected(server.url.replace("//", "//router@"), lambda: "secret") as store:
             for key in KEYS:
                 with pytest.raises(StoreError):
                     await store.read(key)
@@ -200,3 +203,29 @@ async def test_first_commands_after_a_switch_of_a_service_reach_the_new_master(e
                 await asyncio.gather(*(store.put(key, b"y", 100) for key in KEYS))
             found = await asyncio.gather(*map(store.read, KEYS))
             assert set(found) == {b"y" if error == "READONLY" else None}
+
+
+@pytest.mark.parametrize("kind", ["one server", "cluster"])
+async def test_changed_password_is_read_again(kind: str) -> None:
+    """Redis closes old connections, which a cluster's client reports, and refuses new ones."""
+    passwords = [PASSWORD]
+    with contextlib.ExitStack() as stack:
+        if kind == "cluster":
+            servers = stack.enter_context(running_cluster_of(3))
+        else:
+            servers = [stack.enter_context(running_redis())]
+        scheme = "redis+cluster" if kind == "cluster" else "redis"
+        async with connected(
+            f"{scheme}://127.0.0.1:{servers[0].port}", lambda: passwords[-1], pause=0
+        ) as store:
+            for key in KEYS:
+                await store.put(key, b"x", 100)
+            for server in servers:
+                server.cli("config", "set", "requirepass", "another")
+            passwords.append("another")
+            for key in KEYS:
+                async with asyncio.timeout(30):
+                    while True:
+                        with contextlib.suppress(StoreError):
+                            assert await store.read(key) == b"x"
+                            break

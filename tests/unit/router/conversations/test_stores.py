@@ -22,7 +22,7 @@ from tests.redis_server import RedisServer
 
 def redis_store(url: str, password: str | None, timeout: float) -> RedisStore:
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    return RedisStore(url, password, timeout, errors, Deadlines(), pause=0)
+    return RedisStore(url, lambda: password, timeout, errors, Deadlines(), pause=0)
 
 
 class Clock:
@@ -159,7 +159,9 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
     caplog.set_level(logging.INFO)
     clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, Deadlines(), pause=5, clock=clock)
+    store = RedisStore(
+        "redis://127.0.0.1:1", lambda: None, 2.0, errors, Deadlines(), pause=5, clock=clock
+    )
     for _ in range(20):
         with pytest.raises(StoreError):
             await store.run("take", command)
@@ -181,7 +183,9 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
 async def test_only_one_call_tries_a_store_that_may_be_back() -> None:
     clock, command = Clock(), Failing()
     errors = Counter("errors", "", ("operation", "result"), registry=None)
-    store = RedisStore("redis://127.0.0.1:1", None, 2.0, errors, Deadlines(), pause=5, clock=clock)
+    store = RedisStore(
+        "redis://127.0.0.1:1", lambda: None, 2.0, errors, Deadlines(), pause=5, clock=clock
+    )
     with pytest.raises(StoreError):
         await store.run("take", command)
     clock.now += 5
