@@ -45,7 +45,8 @@ test-changed: $(STAMP)
 	@$(BIN)/python scripts/test_changed $(ARGS)
 
 test-all: $(STAMP)
-	@scripts/install_redis
+	@scripts/install_debian redis-server redis-server
+	@scripts/install_debian nginx nginx
 	@scripts/install_browser
 	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration -n 2 --dist loadfile $(ARGS)
 
