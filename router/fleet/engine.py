@@ -417,7 +417,7 @@ class Engine(EngineLoad):
     ) -> CompleteAnswer:
         """Return the answer to a GET request, of at most `limit` bytes. `credential` is the
         client's, for a router without its own. Raises UpstreamError."""
-        lines = [f"GET {path} HTTP/1.1", f"host: {self.name}"]
+        lines = [f"GET {path} HTTP/1.1", f"host: {self.name}", "accept-encoding: identity"]
         if credential := self.credential or credential:
             lines.append(f"authorization: {credential}")
         message = "\r\n".join([*lines, "", ""]).encode("latin-1")

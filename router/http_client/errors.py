@@ -14,6 +14,7 @@ UpstreamError
 ├── AnswerTimeoutError           the engine did not answer in time
 │   └── SilenceError             the engine did not even begin to answer
 ├── BrokenAnswerError            not HTTP, truncated, or contradicting itself
+│   ├── CompressedAnswerError    compressed, although the router asked for an uncompressed one
 │   ├── AnswerTooLargeError      more than the router holds of one answer
 │   ├── EventTooLargeError       one event of a stream is too large
 │   └── UnreadableEventError     an event of a stream cannot be translated to the client's API
@@ -94,6 +95,17 @@ class SilenceError(AnswerTimeoutError):
 class BrokenAnswerError(UpstreamError):
     kind = "broken_answer"
     phrase = "sent a broken answer"
+
+
+class CompressedAnswerError(BrokenAnswerError):
+    cure = "turn off compression at the engine, or at the proxy in front of it"
+    phrase = "sent a compressed answer"
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(
+            f"the engine's answer is compressed with {coding} although the request accepts only "
+            "uncompressed answers"
+        )
 
 
 class AnswerTooLargeError(BrokenAnswerError):

@@ -28,6 +28,7 @@ from router.http_client.connecting import ConnectAttempt, EngineTls
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import (
     BrokenAnswerError,
+    CompressedAnswerError,
     DisconnectedError,
     StaleConnectionError,
     UpstreamError,
@@ -41,6 +42,9 @@ NO_BODY_STATUSES = frozenset((204, 304))
 # have worked on the request.
 STALE_WITHIN_S = 0.25
 LENGTH = b"content-length"
+CODING = b"content-encoding"
+NO_CODING = (b"", b"identity")
+MAX_CODING_CHARS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +370,14 @@ class EngineConnection(asyncio.Protocol):
             self._head_done = self._complete = False
             self._overhead = 0
         self._overhead += len(data)
-        error = None
+        error: BrokenAnswerError | None = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as failure:
-            error = BrokenAnswerError(str(failure.__context__ or failure))
+            cause = failure.__context__
+            if not isinstance(cause, BrokenAnswerError):
+                cause = BrokenAnswerError(str(cause or failure))
+            error = cause
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as failure:
             error = BrokenAnswerError(f"not an HTTP/1.1 answer: {failure}")
         block = b"".join(self._pieces)
@@ -438,6 +445,8 @@ class EngineConnection(asyncio.Protocol):
                     raise BrokenAnswerError("an unknown transfer encoding")
         elif length is None and status not in NO_BODY_STATUSES:
             self._until_close = True
+        if CODING in by_name:
+            _require_uncompressed(headers, status)
         self._head_done = True
         answer = self._answer
         assert answer is not None
@@ -458,6 +467,14 @@ class EngineConnection(asyncio.Protocol):
 
     def _head_too_large(self) -> BrokenAnswerError:
         return BrokenAnswerError(f"headers of more than {self._max_head_bytes} bytes")
+
+
+def _require_uncompressed(headers: Headers, status: int) -> None:
+    """Raises CompressedAnswerError."""
+    values = [value.strip().lower() for name, value in headers if name == CODING]
+    codings = b", ".join([value for value in values if value not in NO_CODING])
+    if codings and status not in NO_BODY_STATUSES:
+        raise CompressedAnswerError(codings.decode("latin-1")[:MAX_CODING_CHARS])
 
 
 def _size(headers: Headers) -> int:

@@ -7,6 +7,7 @@ one leg follow the shared ones.
 Headers: both engines get the client's headers, except those of one connection, those that describe
 the body (the router writes a new one), and X-Request-Id (each leg has its own).
 X-data-parallel-rank passes unchanged; if the client sends none, `ranks` may choose a rank.
+Both engines are asked for uncompressed answers, because the router reads them.
 X-Forwarded-*, Forwarded, traceparent and tracestate pass unchanged as well. The router adds nothing
 to them and does not rely on them. With tracing (router.telemetry.tracing) each leg gets a
 traceparent of its own, below the client's.
@@ -344,7 +345,7 @@ def leg_message(
     start, end = content
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {host}\r\nx-request-id: {request_id}\r\n"
-        f"content-length: {len(start) + len(end)}\r\ncontent-type: "
+        f"accept-encoding: identity\r\ncontent-length: {len(start) + len(end)}\r\ncontent-type: "
     )
     kind = form or b"application/json"
     return b"".join((head.encode("ascii"), kind, b"\r\n", shared, b"\r\n", start, end))

@@ -22,7 +22,12 @@ from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import Engine
 from router.fleet.fleet import Fleet
 from router.fleet.probes import MAX_ANSWER_BYTES, json_of, model_facts_in, models_in
-from router.http_client.errors import ConnectError, TlsError, UpstreamError
+from router.http_client.errors import (
+    CompressedAnswerError,
+    ConnectError,
+    TlsError,
+    UpstreamError,
+)
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object
 from router.settings import Address, is_loopback
@@ -160,6 +165,8 @@ class EngineChecker:
             cure = "look at the engine's log"
             if isinstance(error, TlsError):
                 cure = "use https:// for it only if it serves TLS; see --engine-ca-file"
+            elif isinstance(error, CompressedAnswerError):
+                cure = error.cure
             elif not isinstance(error, ConnectError):
                 cure = "is this an engine? Look at its log"
             self.found.fail("answers", f"{error.phrase}: {error}", cure)

@@ -20,7 +20,7 @@ from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import SECRET_NONE, Difference
 from router.fleet.partners import FindingKind, find_difference
 from router.fleet.probes import json_of
-from router.http_client.errors import UpstreamError
+from router.http_client.errors import CompressedAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.gateway import Gateway
 from router.proxy.plan import PULL, choose_mode
@@ -263,6 +263,8 @@ async def _check_moves(
     except (UpstreamError, EngineError, RequestError) as error:
         cure = f"look at the log of {pair.decoder.name}: can it reach the side channel and UCX "
         cure += f"port of {pair.prefiller.name}?"
+        if isinstance(error, CompressedAnswerError):
+            cure = error.cure
         found.fail(name, f"no: {' '.join(str(error).split())[:300]}", cure)
     else:
         return await _check_moved(found, name, pair, answer, before)

@@ -293,6 +293,17 @@ async def test_engine_that_is_not_well_is_named(
             assert "answers" in failed(await examine(settings))
 
 
+async def test_engine_that_compresses_its_answers_is_named(p: MockEngine, d: MockEngine) -> None:
+    async def compresses(_: Received, peer: Peer) -> None:
+        await peer.answer(b"\x1f\x8b", headers={"content-encoding": "gzip"})
+
+    d.usual = compresses
+    check = found(await examine(settings_of([p], [d])), "KV moved")
+    assert check.state is State.FAIL
+    assert "the engine's answer is compressed with gzip although the request" in check.text
+    assert "turn off compression at the engine" in check.cure
+
+
 async def test_models_that_only_one_role_serves_are_named(p: MockEngine, d: MockEngine) -> None:
     p.models, d.models = ["m", "only-p"], ["m", "only-d"]
     checks = await examine(settings_of([p], [d]))
