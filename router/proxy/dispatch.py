@@ -237,9 +237,10 @@ async def _pass_on(
             return await _refuse(request, gateway, broken)
     record.status = rejected.status
     record.outcome = "refused" if rejected.status < 500 else "engine_error"
-    passed = messages.to_client(rejected.headers, record.request_id)
     if rejected.status == 400 and request.decode_only_reason != PASSED:
         body = body_with_context_code(body)
+    is_as_sent = body is rejected.body and request.decode_only_reason == PASSED
+    passed = messages.to_client(rejected.headers, record.request_id, is_as_sent=is_as_sent)
     await request.exchange.respond(rejected.status, passed, body)
 
 

@@ -22,12 +22,12 @@ from router.openai.answers import can_stream, parse_object, stream_events
 from router.openai.errors import error_body, type_of_status
 from router.proxy import messages
 from router.proxy.exchange import BodySource, Header
+from router.proxy.messages import EVENT_STREAM_TYPE
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import Body, Request
 from router.proxy.request_limits import RequestLimits
 
 COMMENT = b": heartbeat\n\n"
-EVENT_STREAM_TYPE = b"text/event-stream"
 NOT_JSON = "an engine's answer cannot be converted to an event stream"
 
 
@@ -222,7 +222,8 @@ class HeartbeatExchange:
         if left <= 0:
             stream = self._stream
             if stream is None:
-                passed = messages.to_client(EVENT_STREAM, self._request.record.request_id)
+                request_id = self._request.record.request_id
+                passed = messages.to_client(EVENT_STREAM, request_id, is_stream=True)
                 stream = self._open(200, passed)
             stream.beat()
             left = self._interval

@@ -252,15 +252,36 @@ HOP_BY_HOP = frozenset(
 )
 CONVERSATION_ID = b"x-conversation-id"
 DIGITS = re.compile(rb"[0-9]{1,9}")
+# Headers about the very bytes of a body (RFC 9110, 8; RFC 9530). They are wrong about a body that
+# the router has written.
+BODY_HEADERS = frozenset(
+    (
+        b"accept-ranges",
+        b"content-digest",
+        b"content-encoding",
+        b"content-md5",
+        b"content-range",
+        b"digest",
+        b"etag",
+        b"last-modified",
+        b"repr-digest",
+    )
+)
+# Headers of every event stream: nginx and others that read X-Accel-Buffering pass events on as they
+# come, even if nginx compresses them, and no cache keeps the stream.
+STREAM_HEADERS: tuple[Header, ...] = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+EVENT_STREAM_TYPE = b"text/event-stream"
 MAX_RETRY_AFTER_S = 3600
 HEADER_NAME = itemgetter(0)
-NOT_TO_ENGINE = HOP_BY_HOP | {
+NOT_TO_ENGINE = (HOP_BY_HOP | BODY_HEADERS) | {
     REQUEST_ID,
     CONVERSATION_ID,
     CONVERSATION_STREAM,
     b"connection",
-    b"accept-encoding",  # the router reads answers, so engines must not compress them
-    b"content-encoding",
+    b"accept-encoding",
     b"content-length",
     b"content-type",
     b"expect",
@@ -282,6 +303,7 @@ NOT_TO_CLIENT = (
         b"access-control-expose-headers",
     }
 )
+NOT_OF_OWN_BODY = NOT_TO_CLIENT | BODY_HEADERS
 
 
 def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_ENGINE) -> bytes:
@@ -298,13 +320,27 @@ def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_E
     return joined
 
 
-def to_client(headers: Sequence[Header], request_id: str) -> list[Header]:
-    """Return the headers of an engine's answer for the client."""
-    kept = [header for header in headers if header[0] not in NOT_TO_CLIENT]
+def to_client(
+    headers: Sequence[Header], request_id: str, is_stream: bool = False, is_as_sent: bool = False
+) -> list[Header]:
+    """Return the headers of an engine's answer for the client.
+
+    `is_as_sent`: the client gets the engine's very body, so headers about its bytes are right.
+    """
+    dropped = NOT_TO_CLIENT if is_as_sent else NOT_OF_OWN_BODY
+    kept = [header for header in headers if header[0] not in dropped]
+    if is_stream:
+        kept = as_stream(kept)
     if b"connection" in map(HEADER_NAME, kept):
         kept = [*_without_connection_headers(kept)]
     kept.append((REQUEST_ID, request_id.encode("ascii")))
     return kept
+
+
+def as_stream(headers: Sequence[Header]) -> list[Header]:
+    """Return the headers with those of an event stream."""
+    names = [name for name, _ in STREAM_HEADERS]
+    return [*(header for header in headers if header[0] not in names), *STREAM_HEADERS]
 
 
 def retry_after(headers: Sequence[Header]) -> int | None:

@@ -78,7 +78,6 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
     request, gateway = run.request, run.gateway
     record, limits, exchange = request.record, gateway.limits, request.exchange
     note_first_byte(run, answer)
-    passed = messages.to_client(answer.headers, record.request_id)
     raw: bytes | None = answer.checked
     if not raw or len(raw) > limits.max_answer_size:
         if answer.is_event_stream:
@@ -92,14 +91,18 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
             raise BrokenAnswerError("an answer that the engine aborted")
     hides_fields = request.decode_only_reason != CLIENT_PARAMS
     if raw is not None:
-        record.answer_end = raw[-USAGE_SEARCH_BYTES:]
+        record.answer_end, sent = raw[-USAGE_SEARCH_BYTES:], raw
         # What is checked has no other one.
         if hides_fields and (not answer.checked or raw.rfind(BOOTSTRAP) >= 0):
             raw = answer_without_internal_fields(raw)
+        is_passed = request.decode_only_reason == PASSED and not request.path
+        is_as_sent = is_passed and raw is sent
+        passed = messages.to_client(answer.headers, record.request_id, is_as_sent=is_as_sent)
         await exchange.respond(answer.status, passed, raw)
         record.stage, record.outcome = DONE, "ok"
         return
     request.event_stream = record.streamed = answer.is_event_stream
+    passed = messages.to_client(answer.headers, record.request_id, answer.is_event_stream)
     buffer = run.resume.buffer if answer.is_event_stream else None
     if buffer is not None:
         _record(buffer, gateway.metrics, None)
@@ -149,7 +152,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
         raw, kind = stream_events(content, body), EVENT_STREAM
     else:
         raw, kind = _written(content), JSON
-    passed = messages.to_client(kind, record.request_id)
+    passed = messages.to_client(kind, record.request_id, request.event_stream)
     await request.exchange.respond(200, passed, raw)
     note_done(request)
 
@@ -189,7 +192,7 @@ async def deliver_turn(
     await _finish(gateway, keep(params, read_choice(content), token_ids))
     if request.exact_stream and request.body.get("stream") is True and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
-    passed = messages.to_client(given, record.request_id)
+    passed = messages.to_client(given, record.request_id, given is EVENT_STREAM)
     await request.exchange.respond(answer.status, passed, raw)
     record.stage, record.outcome = DONE, "ok"
 
@@ -203,7 +206,7 @@ async def _relay_turn(
 ) -> None:
     request, gateway = run.request, run.gateway
     request.event_stream = request.record.streamed = True
-    passed = messages.to_client(answer.headers, request.record.request_id)
+    passed = messages.to_client(answer.headers, request.record.request_id, is_stream=True)
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
     if run.bodies.returns_ids:

@@ -50,12 +50,11 @@ from router.openai.responses import (
 )
 from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
 from router.proxy.gateway import Gateway
-from router.proxy.messages import encode_body
+from router.proxy.messages import EVENT_STREAM_TYPE, as_stream, encode_body
 from router.proxy.request import PASSED, Request, check_fields, check_json, parse_body, take_body
 from router.routing.prompt_chunks import estimate_tokens
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
-EVENT_STREAM = b"text/event-stream"
 UNTRANSLATABLE = "an engine's answer cannot be translated to this API"
 
 
@@ -252,7 +251,7 @@ class DialectExchange(ExchangeWrapper):
             await self._respond_error(max(status, 502) if status < 400 else status, headers, body)
             return
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        if kind.startswith(EVENT_STREAM):
+        if kind.startswith(EVENT_STREAM_TYPE):
             events = self._translate(body)
             self._dialect.require_known_finish()
             events += await self._close()
@@ -306,7 +305,8 @@ class DialectExchange(ExchangeWrapper):
         dialect.require_known_finish()
         await dialect.store()
         if dialect.is_streamed:
-            kind, output = EVENT_STREAM + b"; charset=utf-8", dialect.output
+            kind, output = EVENT_STREAM_TYPE + b"; charset=utf-8", dialect.output
+            headers = as_stream(headers)
             whole = b"".join([*output.events(steps), *output.last_events()])
         else:
             kind = b"application/json"

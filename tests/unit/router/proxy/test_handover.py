@@ -107,6 +107,7 @@ async def test_answer_that_ends_with_its_first_token_needs_no_decoder(
     )
     assert "kv_transfer_params" not in answer.text
     if streamed:
+        assert answer.headers["x-accel-buffering"] == "no"
         first, *_, last = answer.text.strip().split("\n\n")
         assert json.loads(first.removeprefix("data: "))["choices"] == [choice]
         assert last == "data: [DONE]"
