@@ -10,6 +10,7 @@ RequestError
 ├── NotFoundError               the object does not exist or belongs to another tenant
 ├── ResponseStoreError          a stored response cannot be read now
 ├── UnsupportedTypeError        the endpoint does not accept the body's content type
+│   └── UnsupportedEncodingError    the body is compressed with something else than gzip or deflate
 ├── RequestTimeoutError         the client did not send its request in time
 ├── UpgradeRequiredError        the request wants another protocol than HTTP
 ├── UnauthorizedError           the request has no valid API key
@@ -97,6 +98,18 @@ class BodyTooLargeError(RequestError):
 
 class UnsupportedTypeError(RequestError):
     shape = ErrorShape(415, "UnsupportedMediaTypeError")
+
+
+class UnsupportedEncodingError(UnsupportedTypeError):
+    """`headers` names what is accepted (RFC 9110, 12.5.3)."""
+
+    headers: Headers = [(b"accept-encoding", b"gzip, deflate")]  # noqa: RUF012 # never changed
+
+    def __init__(self, given: str) -> None:
+        super().__init__(
+            f"Content-Encoding {given} is not supported: send the body with one of gzip and "
+            "deflate, or uncompressed"
+        )
 
 
 class ForbiddenError(RequestError):

@@ -147,7 +147,6 @@ MAX_SHARED_ANSWERS = 128
 JSON, MULTIPART = b"application/json", b"multipart/form-data"
 USUAL = (b"content-type", JSON)
 NAME = itemgetter(0)
-IDENTITY = (b"", b"identity")
 
 
 def read_request(
@@ -354,15 +353,13 @@ def _count(prompt: object) -> int:
 
 def check_json(headers: Sequence[Header]) -> None:
     """Raises UnsupportedTypeError."""
-    if USUAL in headers and b"content-encoding" not in map(NAME, headers):
+    if USUAL in headers:
         return
     given = dict(headers)
     kind = given.get(b"content-type")
     if kind != JSON and not (_is_json(kind) if kind else b"origin" not in given):
         found = "names no Content-Type" if not kind else f"is {_shown(kind)}"
         raise UnsupportedTypeError(f"the body {found}: this endpoint accepts only application/json")
-    if b"content-encoding" in given:
-        _check_encoding(given[b"content-encoding"])
 
 
 def check_form(headers: Sequence[Header]) -> None:
@@ -371,14 +368,6 @@ def check_form(headers: Sequence[Header]) -> None:
     kind = given.get(b"content-type", b"")
     if kind.partition(b";")[0].strip().lower() != MULTIPART:
         text = f"the body is {_shown(kind)}: this endpoint accepts only multipart/form-data"
-        raise UnsupportedTypeError(text)
-    if b"content-encoding" in given:
-        _check_encoding(given[b"content-encoding"])
-
-
-def _check_encoding(value: bytes) -> None:
-    if value.strip().lower() not in IDENTITY:
-        text = f"Content-Encoding {_shown(value)} is not supported: send the body uncompressed"
         raise UnsupportedTypeError(text)
 
 

@@ -10,6 +10,9 @@ Authentication: the API key of a request is looked up once, when its head has ar
 body, else when it is answered. Proxied requests without a valid key are refused here; for others
 the result is in the ASGI scope, where AccessMiddleware requires it.
 
+A compressed body is decompressed once the key is known to be valid. The proxy sees neither the
+compression nor its header.
+
 Deadlines: a request must be received in time, an answer must be read in time, and an idle
 connection is closed. Only one of the three runs at a time, so one timer is enough.
 """
@@ -41,11 +44,13 @@ from router.openai.errors import (
     body_of,
     headers_of,
     shape_of,
+    too_many_held_bodies,
 )
 from router.proxy.dispatch import serve
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
 from router.server import asgi_bridge
+from router.server.content_coding import CONTENT_ENCODING, coding_of, decompress
 from router.server.proxied_endpoints import GENERATION_PATHS, refuse_proxied, serve_proxied
 from router.server.request_reader import IncomingRequest, RequestReader
 from router.server.router_state import RouterState
@@ -244,10 +249,45 @@ class RouterProtocol(asyncio.Protocol):
         elif isinstance(request.caller, str):
             error = UnauthorizedError(request.caller)
             self._run(refuse_proxied(writer, gateway, self._stored_responses, error))
-        elif request.endpoint in GENERATION_PATHS:
-            self._run(serve(writer, gateway))
+        elif request.has_coding:
+            self._run(self._serve_decompressed(writer))
         else:
-            self._run(serve_proxied(writer, gateway, self._stored_responses))
+            self._run(self._serving(writer))
+
+    def _serving(self, writer: ResponseWriter) -> Coroutine[Any, Any, None]:
+        if writer.endpoint in GENERATION_PATHS:
+            return serve(writer, self.gateway)
+        return serve_proxied(writer, self.gateway, self._stored_responses)
+
+    async def _serve_decompressed(self, writer: ResponseWriter) -> None:
+        try:
+            await self._decompress(writer)
+        except RequestError as error:
+            await refuse_proxied(writer, self.gateway, self._stored_responses, error)
+        else:
+            await self._serving(writer)
+
+    async def _decompress(self, writer: ResponseWriter) -> None:
+        """Replace the body of a request by the decompressed one, which counts as held instead.
+        Raises RequestError."""
+        coding = coding_of(writer.headers)
+        writer.headers = tuple([one for one in writer.headers if one[0] != CONTENT_ENCODING])
+        if coding is None:
+            return
+        compressed, held = writer.body, self.gateway.memory.bodies
+        writer.body, pieces = b"", []
+        for piece in decompress(compressed, coding, self.gateway.limits.max_body_size):
+            if held.limit and held.size + len(piece) > held.limit:
+                raise too_many_held_bodies()
+            held.size += len(piece)
+            self._body_size += len(piece)
+            pieces.append(piece)
+            # Other requests run. If the client disconnects, this task is cancelled here, and
+            # `connection_lost` has released `_body_size`.
+            await asyncio.sleep(0)
+        held.size -= len(compressed)
+        self._body_size -= len(compressed)
+        writer.body = b"".join(pieces)
 
     def _refuse(self, request: IncomingRequest, error: RequestError) -> None:
         """Answer with an error and close the connection: where the next request would begin is

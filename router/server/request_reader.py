@@ -29,6 +29,7 @@ from router.openai.errors import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
+from router.server.content_coding import CONTENT_ENCODING, coding_of
 from router.server.proxied_endpoints import PROXIED_PATHS
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
@@ -60,6 +61,8 @@ class IncomingRequest(Struct, eq=False):
     caller: ApiKey | str | None = None
     pieces: list[bytes] = []
     """The body while it is incomplete."""
+    has_coding: bool = False
+    """True for a proxied endpoint if there is a Content-Encoding: the body may be compressed."""
 
     @property
     def expects_continue(self) -> bool:
@@ -130,7 +133,7 @@ class RequestReader:
         elif is_between and len(self.requests) == count + 1:
             only = self.requests[-1]
             # Another request may follow on this connection, so this one is of version 1.1.
-            if only.endpoint is not None:
+            if only.endpoint is not None and not only.has_coding:
                 if self._head_cache is None:
                     self._head_cache = HeadCache(("", b""))
                 self._head_cache.store(data, (only.endpoint, only.target), only.headers, only.size)
@@ -200,6 +203,7 @@ class RequestReader:
             endpoint = PROXIED_PATHS.get(target) or _proxied_endpoint(target)
         keep_alive = http_1_1 and parser.should_keep_alive()
         self._current = IncomingRequest(endpoint, method, target, headers, http_1_1, keep_alive)
+        self._current.has_coding = endpoint is not None and CONTENT_ENCODING in names
         self.requests.append(self._current)
         if method == b"GET" and WEBSOCKET_KEY in names:
             self.refuse(UpgradeRequiredError())
@@ -284,6 +288,8 @@ class RequestReader:
         size = int(current.header(b"content-length") or b"0")
         if isinstance(current.caller, str):
             self.refuse(UnauthorizedError(current.caller))
+        elif current.has_coding and (unknown := _coding_error(current.headers)) is not None:
+            self.refuse(unknown)
         elif (error := self._size_error(size, size - current.size)) is not None:
             self.refuse(error)
 
@@ -299,6 +305,14 @@ class RequestReader:
         if held.limit and held.size + more > held.limit:
             return too_many_held_bodies()
         return None
+
+
+def _coding_error(headers: Sequence[Header]) -> RequestError | None:
+    try:
+        coding_of(headers)
+    except RequestError as error:
+        return error
+    return None
 
 
 def _proxied_endpoint(target: bytes) -> str | None:

@@ -33,6 +33,7 @@ from router.openai.errors import (
     NoEngineError,
     NotFoundError,
     UnknownModelError,
+    UnsupportedTypeError,
     shape_of,
 )
 from router.openai.responses import RESPONSES_PATH
@@ -42,6 +43,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.key_limits import acquire_permit
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request import check_json, parse_body
+from router.server.content_coding import coding_of
 from router.server.middleware import CALLER
 from router.server.router_state import state_of
 from router.telemetry.metrics import CONTENT_TYPE
@@ -223,6 +225,8 @@ async def update_adapters(request: Request) -> Response:
         if not gateway.settings.lora_updates:
             raise ForbiddenError(DISABLED)
         check_json(given)
+        if coding_of(given) is not None:
+            raise UnsupportedTypeError("this endpoint accepts no compressed body")
         raw = await request.body()
         if len(raw) > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")

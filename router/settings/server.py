@@ -25,7 +25,8 @@ class ServerSettings(SettingsGroup):
 
     host: Bind address; 0.0.0.0 for every interface.
     port: Port to listen on; 0 takes a free port.
-    max_body_size: Largest request body, in bytes or as in 64MiB. A larger body gets status 413.
+    max_body_size: Largest request body, without compression, in bytes or as in 64MiB. A larger
+        body gets status 413.
     max_header_size: Largest header section of a request (else 431) or of an engine's answer (else
         502).
     max_held_bodies: Memory for request bodies, over all requests. A body beyond the limit gets

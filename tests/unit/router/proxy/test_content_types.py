@@ -65,17 +65,6 @@ async def test_a_page_must_say_what_it_sends(router: Router, p: MockEngine) -> N
     assert not p.requests
 
 
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity"])
-async def test_a_packed_body_is_a_415_that_says_so(
-    router: Router, p: MockEngine, coding: str
-) -> None:
-    headers = {"content-encoding": coding, "content-type": "application/json"}
-    answer = await router.client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
-    assert answer.status_code == 415
-    assert f"Content-Encoding {coding}" in answer.json()["error"]["message"]
-    assert not p.requests
-
-
 async def test_what_is_as_it_is_may_say_so(router: Router) -> None:
     headers = {"content-encoding": "Identity"}
     answer = await router.client.post("/v1/completions", content=BODY, headers=headers)
