@@ -61,9 +61,11 @@ HEADER_MARK = "header:"
 NAME = itemgetter(0)
 # So many conversations in a row may be left before the next ones are expected to be left as well.
 MAX_LEFT_SESSIONS, MAX_LEFT_CHATS = 64, 32
-# The same limit for ids that many clients make anew for each request.
-MAX_LEFT_REQUEST_IDS = 4
-REQUEST_IDS = frozenset(("x-correlation-id", "x-request-id"))
+# The same limit for ids in headers. Load generators and gateways make such an id anew for each
+# request, under any of the names that clients use for conversations.
+MAX_LEFT_HEADER_IDS = 4
+# A client sends this one only if it wants turns.
+OWN_HEADER = b"x-conversation-id"
 # Single questions with one system prompt, as of a batch, are distinguished from chats by so much.
 SYSTEM_PROMPT_CHARS = 256
 # A store keeps an entry for longer than the entry is valid, so that the router can distinguish an
@@ -144,8 +146,8 @@ class IdName(NamedTuple):
     @property
     def max_left(self) -> int:
         """How many of its ids in a row may never come back before the next ones are ignored."""
-        name = (self.header or b"").decode("latin-1")
-        return MAX_LEFT_REQUEST_IDS if name in REQUEST_IDS else MAX_LEFT_SESSIONS
+        is_explicit = self.header in (None, OWN_HEADER)
+        return MAX_LEFT_SESSIONS if is_explicit else MAX_LEFT_HEADER_IDS
 
 
 # The id of a conversation that continues a stored response.
@@ -197,7 +199,11 @@ class Conversations:
         request that belongs to no conversation, and for one whose prompt cannot be compared with
         another prompt.
         """
+        seen: set[str] = set()
         for name, given in self._ids_in(headers, body):
+            if given in seen:  # in another header, or it would be known here by this very request
+                continue
+            seen.add(given)
             tenant = tenant_of(headers, self._tenant_header)
             session, source = _hash(tenant, "id", given), (tenant, name)
             is_known = self._recent.note_request(session)

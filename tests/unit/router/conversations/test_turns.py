@@ -290,11 +290,31 @@ async def test_an_edited_chat_with_an_id_reuses_what_is_the_same(
     assert offered(p)["remote_num_tokens"] == 576
 
 
+ID_HEADERS = (
+    "x-session-id",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "x-openwebui-chat-id",
+    "x-session-affinity",
+    "x-correlation-id",
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *((name,) for name in ID_HEADERS),
+        ("x-session-affinity", "x-correlation-id"),  # aiperf sends both, with one value
+        ("x-session-id", "thread-id", "session-id", "x-session-affinity", "x-correlation-id"),
+    ],
+    ids="+".join,
+)
 async def test_request_ids_that_never_come_back_make_engines_retain_nothing(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, names: tuple[str, ...]
 ) -> None:
     async def retained(number: int) -> bool:
-        headers = {"x-correlation-id": f"request-{number}"}
+        headers = dict.fromkeys(names, f"request-{number}")
         await chat(router, ASKED, headers, conversation_id=None)
         return bool(d.last.json["kv_transfer_params"]["retain"])
 
