@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from prometheus_client import Counter
@@ -22,6 +23,8 @@ MAC_BYTES = 32
 MAC_PURPOSE = b"disagg-turn"
 MAX_VALUE_BYTES = 16 * 1024 * 1024
 MAX_REMEMBERED_TAKES = 65_536
+# A smaller heap of expiries is not worth to be made anew.
+MIN_EXPIRIES = 64
 UNVERIFIED_WARNING = (
     "the conversation store holds values that our --conversation-store-key did not sign, or that "
     "were taken before; the router ignores them"
@@ -72,7 +75,8 @@ class StoredValue(NamedTuple):
 
 
 class MemoryStore:
-    """A Store that ends with its process, and evicts the values that were put first."""
+    """A Store that ends with its process. It drops expired values, and evicts those that were put
+    first."""
 
     does_io = False
     failure = ""
@@ -84,6 +88,8 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._clock = clock
         self._values: OrderedDict[str, StoredValue] = OrderedDict()
+        # A heap of when values expire, with their keys. Some of these values are gone or replaced.
+        self._expiries: list[tuple[float, str]] = []
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -110,10 +116,9 @@ class MemoryStore:
         if len(value) > self._max_bytes:
             return [*lost, value]
         now = self._clock()
-        # Oldest first: values that share one lifetime expire in the order of this dictionary.
-        while self._values and next(iter(self._values.values())).expires_at <= now:
-            self._remove(next(iter(self._values)))
+        self._drop_expired(now)
         self._values[key] = StoredValue(value, now + seconds)
+        heappush(self._expiries, (now + seconds, key))
         self._num_bytes += len(value)
         while len(self._values) > self._max_entries or self._num_bytes > self._max_bytes:
             _, oldest = self._values.popitem(last=False)
@@ -123,7 +128,19 @@ class MemoryStore:
 
     async def close(self) -> None:
         self._values.clear()
+        self._expiries.clear()
         self._num_bytes = 0
+
+    def _drop_expired(self, now: float) -> None:
+        heap = self._expiries
+        while heap and heap[0][0] <= now:
+            _, key = heappop(heap)
+            found = self._values.get(key)
+            if found is not None and found.expires_at <= now:
+                self._remove(key)
+        if len(heap) > 2 * len(self._values) + MIN_EXPIRIES:
+            heap[:] = [(value.expires_at, key) for key, value in self._values.items()]
+            heapify(heap)
 
     def _remove(self, key: str) -> StoredValue | None:
         found = self._values.pop(key, None)

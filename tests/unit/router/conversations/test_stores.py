@@ -121,6 +121,33 @@ async def test_memory_stays_within_its_bounds_and_keeps_the_youngest() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+async def test_memory_drops_what_is_expired_before_what_lives() -> None:
+    """A response lives for an hour, and the turns behind it for minutes."""
+    clock = Clock()
+    store = MemoryStore(3, 1000, clock)
+    await store.put("response", b"r", 3600)
+    await store.put("turn", b"t", 450)
+    await store.put("other turn", b"o", 450)
+    clock.now += 450
+    assert await store.put("next turn", b"n", 450) == []
+    assert len(store) == 2
+    assert await store.read("response") == b"r"
+
+
+async def test_memory_is_bounded_however_often_a_value_is_replaced() -> None:
+    clock = Clock()
+    store = MemoryStore(10, 1000, clock)
+    for number in range(1000):
+        await store.put(f"turn {number % 3}", b"x", 450)
+        await store.take(f"turn {number % 2}")
+    clock.now += 100
+    await store.put("turn 2", b"x", 450)
+    clock.now += 350  # the values before would be expired now
+    await store.put("turn 0", b"x", 450)
+    assert await store.read("turn 2") == b"x"
+    assert len(store) == 2
+
+
 async def test_memory_refuses_what_can_never_fit() -> None:
     store = MemoryStore(3, 25)
     await store.put("small", b"x", 100)
