@@ -34,8 +34,8 @@ PARAMETER = rb';[ \t]*([\w*-]+)=("(?:[^"\\]|\\.)*"|[^\s;"\\]*)[ \t]*'
 PARAMETERS = re.compile(PARAMETER)
 DISPOSITION = re.compile(rb"form-data[ \t]*(?:%b)*;?" % PARAMETER, re.IGNORECASE)
 LINE_BREAKS = re.compile(rb"^[ \t]|[\r\n]")
-# Limits of a form.
-MAX_FORM_FIELDS = 64
+# Limits of a form. Engines on Starlette accept as many fields, and as many files.
+MAX_FORM_FIELDS = 1000
 MAX_FIELD_HEAD_BYTES = 4096
 
 
@@ -85,13 +85,14 @@ def find_model_in_form(form: bytes, boundary: bytes) -> tuple[int, int] | None:
 
 def _without_internal_fields(form: bytes, boundary: bytes) -> bytes:
     """Return the form without the fields that clients may not send. Raises BadRequestError."""
-    kept, at = b"", 0
+    kept: list[bytes] = []
+    at = 0
     for name, begin, start, end in _fields(form, boundary):
         if name is not None and is_internal_in_form(name, form[start:end]):
-            kept += form[at:begin]
+            kept.append(form[at:begin])
             at = end
     # A line end before the first boundary is left if the first field goes.
-    return (kept + form[at:]).removeprefix(b"\r\n") if at else form
+    return b"".join([*kept, form[at:]]).removeprefix(b"\r\n") if at else form
 
 
 def _fields(form: bytes, boundary: bytes) -> Iterator[tuple[bytes | None, int, int, int]]:
