@@ -3,6 +3,8 @@ Anthropic's below /v1/messages."""
 
 from __future__ import annotations
 
+import re
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -20,6 +22,7 @@ from router.openai.errors import (
 )
 
 API_PREFIX = "/v1"
+SLASHES = re.compile("/{2,}")
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -35,16 +38,17 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 def _base_url_advice(request: Request) -> str:
     """Return what is wrong with the base URL of the client, if that explains the path."""
-    path = request.url.path
+    given = request.url.path
+    path = SLASHES.sub("/", given)
+    guesses = {API_PREFIX + path: f"that ends in {API_PREFIX}"}
+    if path != given:
+        guesses[path] = "without a slash at its end"
     if path.startswith(f"{API_PREFIX}{API_PREFIX}/"):
-        advice = f"a base URL that does not end in {API_PREFIX}"
-        path = path.removeprefix(API_PREFIX)
-    else:
-        advice = f"a base URL that ends in {API_PREFIX}"
-        path = API_PREFIX + path
+        guesses[path.removeprefix(API_PREFIX)] = f"that does not end in {API_PREFIX}"
     routes = request.app.router.routes
-    if any(r.matches({**request.scope, "path": path})[0] is Match.FULL for r in routes):
-        return f". The endpoint is {path}: give the client {advice}."
+    for path, advice in guesses.items():
+        if any(r.matches({**request.scope, "path": path})[0] is Match.FULL for r in routes):
+            return f". The endpoint is {path}: give the client a base URL {advice}."
     return ""
 
 

@@ -170,6 +170,12 @@ def test_aliases_are_given_as_words_list_or_mapping() -> None:
         ("POST", "/responses", "/v1/responses: give the client a base URL that ends in /v1."),
         ("GET", "/models", "/v1/models: give the client a base URL that ends in /v1."),
         ("POST", "/v1/v1/messages", "/v1/messages: give the client a base URL that does not end"),
+        ("POST", "//v1/completions", "/v1/completions: give the client a base URL without a slash"),
+        ("POST", "/v1//v1/messages", "/v1/messages: give the client a base URL that does not end"),
+        ("POST", "/v1//responses", "/v1/responses: give the client a base URL without a slash"),
+        ("POST", "//responses", "/v1/responses: give the client a base URL that ends in /v1."),
+        ("GET", "//v1/models", "/v1/models: give the client a base URL without a slash at its"),
+        ("POST", "//v1/nothing", "Not Found"),
         ("POST", "/nothing", "POST /nothing: Not Found"),
         ("GET", "/v1/v1/nothing", "GET /v1/v1/nothing: Not Found"),
     ],
@@ -177,7 +183,8 @@ def test_aliases_are_given_as_words_list_or_mapping() -> None:
 async def test_wrong_base_url_is_explained(
     router: Router, method: str, path: str, advice: str
 ) -> None:
-    answer: httpx.Response = await router.client.request(method, path, json={"model": "m"})
+    url = router.url + path  # httpx takes a path with two slashes for a host
+    answer: httpx.Response = await router.client.request(method, url, json={"model": "m"})
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert advice in error["message"]
