@@ -326,7 +326,8 @@ def find_decode_only_reason(body: Body) -> str:
 
     A prefill engine frees its blocks when the first reader is done. So two engines share a request
     only if it becomes exactly one sequence, or if decode engines load once for several. And only
-    the engine that computes the prompt knows the log-probabilities of the prompt's tokens.
+    the engine that computes the prompt knows the log-probabilities of the prompt's tokens. A
+    completion of no tokens that echoes the prompt decodes nothing.
     """
     if body.get("best_of") not in (None, 1):
         return "best_of"
@@ -337,7 +338,7 @@ def find_decode_only_reason(body: Body) -> str:
     # 0 counts, too: it asks for the logprob of each prompt token itself.
     if wants_logprobs(body.get("prompt_logprobs")):
         return "prompt_logprobs"
-    if body.get("echo") and wants_logprobs(body.get("logprobs")):
+    if body.get("echo") and (wants_logprobs(body.get("logprobs")) or body.get(MAX_TOKENS) == 0):
         return "echo"
     return "" if body.get("n") in (None, 1) else SEVERAL
 

@@ -457,6 +457,7 @@ async def test_a_trusted_client_can(
         ({"n": 2}, "n"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "beam_search"),
+        ({"echo": True, "max_tokens": 0}, "echo"),
         ({"prompt": ["a", "b"]}, "prompt_list"),
         ({"prompt": [[1, 2], [3]]}, "prompt_list"),
     ],
@@ -472,7 +473,8 @@ async def test_what_becomes_several_sequences_goes_to_the_decoder_alone(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": [1, 2, 3]}, {"prompt": ["a"]}, {"n": 1}, {"max_tokens": 1}]
+    "fields",
+    [{"prompt": [1, 2, 3]}, {"prompt": ["a"]}, {"n": 1}, {"max_tokens": 1}, {"echo": True}],
 )
 async def test_what_is_one_sequence_is_prefilled_elsewhere(
     router: Router, p: MockEngine, d: MockEngine, fields: dict[str, object]
