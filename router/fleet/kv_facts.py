@@ -17,6 +17,12 @@ MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12
 VLLM_CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 SGLANG_CACHE = re.compile(r"^sglang:max_total_num_tokens(?:\{.*\})? (\d+)", re.MULTILINE)
+# The metrics that are read here. The expressions are slow for what they do not match.
+READ_METRICS = (
+    b"vllm:cache_config_info",
+    b"sglang:max_total_num_tokens",
+    b"process_start_time_seconds",
+)
 START_TIME = re.compile(r"^process_start_time_seconds (\S{1,32})$", re.MULTILINE)
 # Without the look-behind, a long text without quotes would take quadratic time.
 LABEL = re.compile(r'(?<!\w)(\w+)="([^"]*)"')

@@ -24,8 +24,16 @@ import orjson
 
 from router.fleet.engine import Engine, Health
 from router.fleet.fleet import Fleet, ProcessIdentity
-from router.fleet.kv_facts import RankFacts, ranks_of_metrics, ranks_of_page, start_time_in
+from router.fleet.kv_facts import (
+    READ_METRICS,
+    RankFacts,
+    ranks_of_metrics,
+    ranks_of_page,
+    start_time_in,
+)
+from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.http_client.errors import (
+    AnswerTooLargeError,
     ConnectRefusedError,
     ConnectTimeoutError,
     EngineLostError,
@@ -85,7 +93,7 @@ class Prober:
         self._probes: dict[Engine, EngineProbe] = {}
         # Since when an engine refuses connections and sends nothing, and its reads until then.
         self._refusing: dict[Engine, tuple[float, int]] = {}
-        # The router's own errors, by the engine that it could not probe.
+        # The router's own errors, and pages that are too large, by engine.
         self._throttles: dict[Engine, LogThrottle] = {}
         self._failure = ""
         fleet.on_stale_models = self._read_models
@@ -125,7 +133,7 @@ class Prober:
         except LocalError as error:
             # A problem of the router's own is no evidence about an engine, but an engine that was
             # never reached cannot be used.
-            throttle = self._throttles.setdefault(engine, LogThrottle(logger, LOG_INTERVAL_S))
+            throttle = self._throttle_of(engine)
             throttle.warn(f"{engine.role.engine} {engine.name} was not probed", str(error))
             if engine.health is Health.UNKNOWN:
                 self._fleet.note_unreachable(engine, f"not probed: {error}")
@@ -152,6 +160,9 @@ class Prober:
             else:
                 self._fleet.note_probe_failed(engine, f"/health returned {answer.status}")
         return False
+
+    def _throttle_of(self, engine: Engine) -> LogThrottle:
+        return self._throttles.setdefault(engine, LogThrottle(logger, LOG_INTERVAL_S))
 
     def _note_refusal(self, engine: Engine) -> None:
         moment, reads = now(), engine.pool.reads
@@ -185,17 +196,29 @@ class Prober:
             self._fleet.note_identity(engine)
         capabilities = engine.capabilities
         if not capabilities.cache_tokens or (engine.ranks is None and not ranks):
-            with contextlib.suppress(UpstreamError):
-                metrics = await self._get(engine, "/metrics")
-                if _is_success(metrics):
-                    text = metrics.body.decode("utf-8", "replace")
-                    process = process._replace(started=start_time_in(text))
-                    found = ranks_of_metrics(text)
-                    ranks = ranks or found
-                    tokens = sum(rank.cache_tokens for rank in found)
-                    capabilities.cache_tokens = capabilities.cache_tokens or tokens
+            text = await self._fetch_metrics(engine)
+            if text is not None:
+                process = process._replace(started=start_time_in(text))
+                found = ranks_of_metrics(text)
+                ranks = ranks or found
+                tokens = sum(rank.cache_tokens for rank in found)
+                capabilities.cache_tokens = capabilities.cache_tokens or tokens
         self._fleet.note_process(engine, process)
         self._fleet.note_ranks(engine, ranks)
+
+    async def _fetch_metrics(self, engine: Engine) -> str | None:
+        """Return the lines of an engine's metrics that matter here, None without an answer."""
+        try:
+            answer = await self._get(engine, METRICS_PATH, MAX_METRICS_BYTES)
+        except AnswerTooLargeError as error:
+            text = f"the cache size and ranks of {engine.name} are unknown: /metrics cannot be read"
+            self._throttle_of(engine).warn(text, str(error))
+            return None
+        except UpstreamError:
+            return None
+        if not _is_success(answer):
+            return None
+        return find_lines(answer.body, READ_METRICS).decode("utf-8", "replace")
 
     async def fetch_models(self, engine: Engine, timeout: float = MODELS_TIMEOUT_S) -> None:
         """Fetch the models that the engine serves. What is known stays if it rejects the request,
@@ -278,9 +301,11 @@ class Prober:
 
         probe.models_task = asyncio.create_task(read())
 
-    async def _get(self, engine: Engine, path: str) -> CompleteAnswer:
+    async def _get(
+        self, engine: Engine, path: str, limit: int = MAX_ANSWER_BYTES
+    ) -> CompleteAnswer:
         """Raises UpstreamError."""
-        return await engine.get(path, now() + self._timeout, MAX_ANSWER_BYTES)
+        return await engine.get(path, now() + self._timeout, limit)
 
 
 def _is_success(answer: CompleteAnswer) -> bool:

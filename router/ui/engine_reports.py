@@ -24,9 +24,11 @@ from pydantic import BaseModel, Field, ValidationError
 
 from router.fleet.engine import Engine, EngineRole, Health
 from router.fleet.fleet import Fleet
+from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.fleet.probes import json_of
-from router.http_client.errors import UpstreamError
+from router.http_client.errors import AnswerTooLargeError, UpstreamError
 from router.http_client.pool import CompleteAnswer
+from router.telemetry.logs import LogThrottle
 from router.ui.live_requests import RATE_WINDOW_S, EngineLink, RequestSummary
 
 MAX_RANKS = 64
@@ -40,21 +42,19 @@ POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 2.0  # for one round of all engines
 MAX_AGE_S = 5.0  # of an engine's last answer
 MAX_CONCURRENT_POLLS = 32
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 LEASES_PATH = "/disagg/leases"
-METRICS_PATH = "/metrics"
 # The names of vLLM, of older releases of vLLM, and of the reference engine.
-SAMPLE = re.compile(
-    rb"^(vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc|vllm:num_requests_waiting"
-    rb"|vllm:nixl_bytes_transferred_sum|disagg_engine_blocks|disagg_engine_blocks_free"
-    rb"|disagg_engine_requests_waiting)(?:\{[^\n]{0,4096}\})? ([0-9.eE+-]{1,32})",
-    re.MULTILINE,
-)
 KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 WAITING = (b"vllm:num_requests_waiting", b"disagg_engine_requests_waiting")
 TRANSFERRED_BYTES = b"vllm:nixl_bytes_transferred_sum"
+BLOCKS, FREE_BLOCKS = b"disagg_engine_blocks", b"disagg_engine_blocks_free"
+READ_METRICS = (*KV_USAGE, *WAITING, TRANSFERRED_BYTES, BLOCKS, FREE_BLOCKS)
+SAMPLE = re.compile(
+    rb"^(%b)(?:\{[^\n]{0,4096}\})? ([0-9.eE+-]{1,32})" % b"|".join(READ_METRICS), re.MULTILINE
+)
 
 logger = logging.getLogger("disagg_router.ui")
+_throttle = LogThrottle(logger)
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 Operation = Literal["READ", "LOAN", "WRITE"]
@@ -373,7 +373,7 @@ def parse_metrics(text: bytes) -> tuple[EngineGauge, float | None]:
     """
     sums: dict[bytes, float] = {}
     highest: dict[bytes, float] = {}
-    for name, digits in SAMPLE.findall(text):
+    for name, digits in SAMPLE.findall(find_lines(text, READ_METRICS)):
         try:
             value = float(digits)
         except ValueError:
@@ -382,8 +382,7 @@ def parse_metrics(text: bytes) -> tuple[EngineGauge, float | None]:
             sums[name] = sums.get(name, 0.0) + value
             highest[name] = max(highest.get(name, 0.0), value)
     usage = next((highest[name] for name in KV_USAGE if name in highest), None)
-    blocks = sums.get(b"disagg_engine_blocks")
-    free = sums.get(b"disagg_engine_blocks_free")
+    blocks, free = sums.get(BLOCKS), sums.get(FREE_BLOCKS)
     if usage is None and blocks and free is not None:
         usage = 1 - free / blocks
     waiting = next((sums[name] for name in WAITING if name in sums), None)
@@ -408,7 +407,10 @@ def count_leases(page: object) -> tuple[int | None, int | None]:
 async def get_page(engine: Engine, path: str) -> CompleteAnswer | None:
     """Return an engine's page, None if it has none or does not answer in time."""
     try:
-        answer = await engine.get(path, now() + POLL_TIMEOUT_S, MAX_ANSWER_BYTES)
+        answer = await engine.get(path, now() + POLL_TIMEOUT_S, MAX_METRICS_BYTES)
+    except AnswerTooLargeError as error:
+        _throttle.warn(f"{engine.role.engine} {engine.name}: {path} cannot be read", str(error))
+        return None
     except UpstreamError:
         return None
     return answer if answer.status == 200 else None

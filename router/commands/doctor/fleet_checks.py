@@ -18,6 +18,7 @@ from router.commands.doctor.loan_check import check_loan
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import SECRET_NONE, Difference
+from router.fleet.metrics_page import METRICS_PATH
 from router.fleet.partners import FindingKind, find_difference
 from router.fleet.probes import json_of
 from router.http_client.errors import CompressedAnswerError, UpstreamError
@@ -31,7 +32,6 @@ from router.server.router_state import RouterState, state_of
 from router.settings import Settings
 from router.ui.engine_reports import (
     LEASES_PATH,
-    METRICS_PATH,
     Transfer,
     get_page,
     hash_request_id,

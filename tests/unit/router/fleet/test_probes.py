@@ -14,6 +14,7 @@ import pytest
 
 from router.fleet import probes
 from router.fleet.engine import Health
+from router.fleet.metrics_page import MAX_METRICS_BYTES
 from router.fleet.probes import Prober
 from router.http_client.connecting import ConnectAttempt
 from router.settings import Settings
@@ -263,6 +264,31 @@ async def test_size_of_a_cache_is_read_from_the_metrics_of_an_engine_without_ide
     await router.knows_its_engines()
     assert router.engine(p).cache_tokens == tokens
     assert router.engine(d).cache_tokens == 0
+
+
+HISTOGRAM = b'vllm:e2e_request_latency_seconds_bucket{engine="0",le="%d",model_name="m"} 12.0\n'
+
+
+async def test_metrics_of_megabytes_are_read(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    p.pages["/metrics"] = HISTOGRAM % 1 * 100_000 + next(iter(CACHES))
+    assert len(p.pages["/metrics"]) > 4 * 1024 * 1024
+    router = await start_router()
+    await router.knows_its_engines()
+    assert router.engine(p).cache_tokens == 16_000
+
+
+async def test_metrics_that_are_too_large_to_be_read_are_logged(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    p.pages["/metrics"] = HISTOGRAM % 1 * 250_000 + next(iter(CACHES))
+    router = await start_router()
+    await router.knows_its_engines()
+    assert router.engine(p).cache_tokens == 0
+    assert f"the cache size and ranks of 127.0.0.1:{p.port} are unknown" in caplog.text
+    assert f"more than {MAX_METRICS_BYTES} bytes" in caplog.text
+    assert str(d.port) not in caplog.text
 
 
 async def test_size_of_a_cache_is_read_from_the_identity_page(
