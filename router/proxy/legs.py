@@ -22,6 +22,7 @@ from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.answers import Json, error_in, is_rejection, parse_object
 from router.openai.errors import (
+    JSON,
     EngineError,
     EngineOverloadedError,
     EngineRejectedError,
@@ -29,6 +30,8 @@ from router.openai.errors import (
     LoadFailedError,
     NoKvOfferedError,
     UnservedModelError,
+    error_body,
+    type_of_status,
 )
 from router.openai.request_fields import restate_prompt_limit
 from router.proxy import messages
@@ -71,6 +74,8 @@ SOUND_CONNECTION_IDLE_S = 1.0
 ERROR_BODY_TIMEOUT_S = 1.0
 MAX_ERROR_BODY_BYTES = 256 * 1024
 NOT_LOADED = "the decode engine could not load the KV of this prompt"
+# What servers say of an unknown path, besides the path.
+NOT_FOUND = ("not found", "not found: post ", "post : not found")
 NOT_BORROWED = "the engine could not load the KV that it was to borrow"
 T = TypeVar("T")
 
@@ -507,7 +512,9 @@ async def _error_answer(
         body = await answer.read(run.gateway.limits.max_answer_size)
         run.answers_held.keep(answer)
         passed = EngineRejectedError(answer.status, answer.headers, body)
-        return _unserved_model(run, engine, passed) or passed
+        return (
+            _unserved_model(run, engine, passed) or _lacking_endpoint(run, engine, passed) or passed
+        )
     if answer.status >= 500:
         body = await _error_body(answer, engine.pool.deadlines)
         failure = failure_in_error(body) if asked is None or loan is not None else None
@@ -556,6 +563,24 @@ def _unserved_model(
     ):
         return UnservedModelError(f"{engine.name} does not serve {model[:128]}", rejected)
     return None
+
+
+def _lacking_endpoint(
+    run: Run, engine: Engine, rejected: EngineRejectedError
+) -> EngineRejectedError | None:
+    """Return the error for a 404 that says no more than Not Found, with the names of the engine and
+    of the endpoint that it lacks; None for any other answer."""
+    if rejected.status != 404:
+        return None
+    content = parse_object(rejected.body) or {}
+    error = error_in(content)
+    reason = error.get("message") if isinstance(error, dict) else content.get("detail")
+    path = run.request.path or run.request.record.endpoint
+    says = reason.replace(path, "").lower() if isinstance(reason, str) else NOT_FOUND[0]
+    if says not in NOT_FOUND:
+        return None
+    text = f"{engine.role.engine} {engine.name} has no endpoint {path}"
+    return EngineRejectedError(404, JSON, error_body(404, type_of_status(404), text))
 
 
 async def _error_body(answer: EngineAnswer, deadlines: Deadlines) -> bytes:

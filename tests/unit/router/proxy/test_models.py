@@ -223,7 +223,8 @@ async def test_404_that_is_not_about_the_model_is_the_clients(
     await router.knows_its_engines()
     d.scripts = [lacks]
     answer = await router.client.post("/v1/rerank", json={"model": "m"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
+    assert answer.status_code == 404
+    assert "has no endpoint /v1/rerank" in answer.json()["error"]["message"]
     assert len(d.requests) == 1
     assert router.engine(d).models == frozenset(("m", "other"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,15 +50,48 @@ async def test_request_goes_to_a_decoder_and_the_client_gets_its_answer(
     assert router.metric("decode_only_total", reason="passed") == 1
 
 
-async def test_client_gets_the_404_of_an_engine_that_lacks_the_endpoint(
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"detail":"Not Found"}',  # FastAPI
+        b'{"error":{"message":"Not Found","type":"NotFoundError","param":null,"code":404}}',  # vLLM
+        b'{"error":{"message":"Not Found: POST PATH","type":"NotFoundError","code":404}}',  # ours
+        b"404 page not found",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/rerank", AUDIO, "/v1/messages/count_tokens"])
+async def test_engine_that_lacks_the_endpoint_is_named(
+    router: Router, d: MockEngine, path: str, body: bytes
+) -> None:
+    async def unknown(request: Received, peer: Peer) -> None:
+        answered = body.replace(b"PATH", request.path.encode())
+        await peer.answer(answered, 404, {"etag": "a"})
+
+    d.usual = unknown
+    given: dict[str, Any] = {"json": {"model": "m", "messages": [{"role": "user", "content": "a"}]}}
+    if path == AUDIO:
+        given = {"files": {"file": ("a.wav", b"RIFF")}, "data": {"model": "m"}}
+    answer = await router.client.post(path, **given)
+    assert answer.status_code == 404
+    at = "/tokenize" if path.endswith("tokens") else path
+    text = f"decode engine 127.0.0.1:{d.port} has no endpoint {at}"
+    assert answer.json()["error"]["message"] == text
+    assert "etag" not in answer.headers
+    assert router.engine(d).is_available
+
+
+async def test_404_of_an_engine_that_gives_a_reason_is_passed_on(
     router: Router, d: MockEngine
 ) -> None:
-    async def unknown(_: Received, peer: Peer) -> None:
-        await peer.answer(b'{"detail":"Not Found"}', 404)
+    body = {"error": {"message": "no file with this id", "type": "NotFoundError", "code": 404}}
 
-    d.scripts = [unknown]
+    async def lacks(_: Received, peer: Peer) -> None:
+        await peer.answer(body, 404)
+
+    d.usual = lacks
     answer = await router.client.post("/v1/rerank", json={"model": "m"})
-    assert (answer.status_code, answer.content) == (404, b'{"detail":"Not Found"}')
+    assert (answer.status_code, answer.json()) == (404, body)
 
 
 @pytest.mark.parametrize("status", [400, 422, 500, 501, 503, 204])
