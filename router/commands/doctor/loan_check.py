@@ -15,7 +15,7 @@ from router.commands.doctor.checks import Check, Findings
 from router.commands.router_client import error_message
 from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.probes import MAX_ANSWER_BYTES
-from router.http_client.errors import UpstreamError
+from router.http_client.errors import CompressedAnswerError, UpstreamError
 from router.openai.answers import parse_object
 from router.openai.errors import EngineError
 from router.proxy.loans import holder_entry, loan_endpoint
@@ -82,6 +82,8 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
     except TimeoutError:
         found.fail(NAME, f"no answer within {timeout_s:g} s", cure)
     except (UpstreamError, EngineError) as error:
+        if isinstance(error, CompressedAnswerError):
+            cure = error.cure
         found.fail(NAME, f"no: {' '.join(str(error).split())[:300]}", cure)
     else:
         if tokens:
