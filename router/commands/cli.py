@@ -67,6 +67,10 @@ COMMON_SETTINGS = (
     "config",
     "prefill",
     "decode",
+    "prefiller_hosts",
+    "prefiller_ports",
+    "decoder_hosts",
+    "decoder_ports",
     "engines_file",
     "host",
     "port",
@@ -78,9 +82,11 @@ COMMON_SETTINGS = (
     "log_level",
 )
 EXAMPLE = """\
-example:
+examples:
   disagg-router --prefill http://10.0.0.1:8100 http://10.0.0.2:8100 \\
                 --decode http://10.0.1.1:8200 --host 0.0.0.0
+  disagg-router --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 \\
+                --decoder-hosts 10.0.1.1 --decoder-ports 8200 --host 0.0.0.0
 """
 
 

@@ -17,13 +17,12 @@ class EngineSettings(SettingsGroup):
 
     prefill: Prefill engines: http://HOST:PORT, https://HOST:PORT or HOST:PORT.
     decode: Decode engines.
-    prefiller_hosts: Hosts of prefill engines: names, IPv4 or IPv6 addresses, each with a port
-        (HOST:PORT) or without. Put https:// before a host that is reached over TLS.
-    prefiller_ports: HTTP ports of the prefill engines: one for each host, one for all, or several
-        for one host.
-    decoder_hosts: Hosts of decode engines.
-    decoder_ports: HTTP ports of the decode engines: one for each host, one for all, or several for
-        one host.
+    prefiller_hosts: The prefill engines, in the form of vLLM's example proxies: HOST, HOST:PORT or
+        a URL without a path. A host without a port takes one from the ports.
+    prefiller_ports: HTTP ports for the prefill hosts that have none: one for each, one for all, or
+        several for one host.
+    decoder_hosts: The decode engines, as above.
+    decoder_ports: HTTP ports for the decode hosts that have none.
     model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME is a model that
         engines serve. The first match counts; names that engines serve are no aliases.
     """

@@ -5,6 +5,7 @@ A list may be given as a list, as JSON, or as words with commas or spaces betwee
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
@@ -23,6 +24,7 @@ MIN_HEARTBEAT_S = 0.1
 MAX_GROUP_WEIGHT = 1e6
 # Stands before an engine's host or DNS name if the engine is reached over TLS.
 TLS_SCHEME = "https://"
+ENGINE_SCHEME = re.compile(r"http(s)?://", re.IGNORECASE)
 STORE_URL = re.compile(r"memory|off|rediss?(\+cluster|\+sentinel)?://.+")
 FIELD_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 LINE_PATTERN = re.compile(r"[^\s*].{0,199}")
@@ -161,17 +163,28 @@ def split_port(text: str) -> tuple[str, int | None]:
 
 
 def _parse_engine_host(text: str) -> str:
-    scheme = TLS_SCHEME if text.startswith(TLS_SCHEME) else ""
-    host, port = split_port(text.removeprefix(TLS_SCHEME))
-    host = _parse_host(host)
-    return scheme + (host if port is None else str(Address(host, port)))
+    scheme, plain = _split_scheme(text)
+    host, port = split_port(plain)
+    with contextlib.suppress(ValueError):
+        host = _parse_host(host)
+        return scheme + (host if port is None else str(Address(host, port)))
+    raise ValueError(
+        "must be HOST or HOST:PORT, also after http:// or https://; HOST is a name or an address, "
+        "PORT is from 1 to 65535"
+    )
 
 
 def _parse_engine_url(text: str) -> str:
-    plain = text.removeprefix("http://").removesuffix("/")
-    if split_port(plain.removeprefix(TLS_SCHEME))[1] is None:
+    if split_port(_split_scheme(text)[1])[1] is None:
         raise ValueError("must be http://HOST:PORT, https://HOST:PORT or HOST:PORT")
-    return _parse_engine_host(plain)
+    return _parse_engine_host(text)
+
+
+def _split_scheme(text: str) -> tuple[str, str]:
+    """Return TLS_SCHEME or nothing, and the text between the scheme and a last slash."""
+    if not (found := ENGINE_SCHEME.match(text)):
+        return "", text
+    return TLS_SCHEME if found[1] else "", text[found.end() :].removesuffix("/")
 
 
 def _check_dns_name(text: str) -> str:

@@ -114,9 +114,54 @@ def test_a_host_is_a_name_or_an_address(given: str, host: str, written: str | No
 
 
 @pytest.mark.parametrize(
+    ("given", "engines", "over_tls"),
+    [
+        ("http://a b", ["a:1", "b:1"], []),
+        ("http://a:7/ HTTP://b", ["a:7", "b:1"], []),
+        ("https://a http://[::1]:7", ["[::1]:7", "a:1"], ["a:1"]),
+        ("https://a:7 b", ["a:7", "b:1"], ["a:7"]),
+    ],
+)
+def test_hosts_of_engines_may_be_urls(given: str, engines: list[str], over_tls: list[str]) -> None:
+    settings = parsed(f"--prefiller-hosts {given} --prefiller-ports 1 --decode d:2")
+    assert sorted(map(str, settings.prefillers)) == engines
+    assert list(map(str, settings.over_tls)) == over_tls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--prefiller-hosts ftp://a", "must be HOST or HOST:PORT"),
+        ("--prefiller-hosts http://", "must be HOST or HOST:PORT"),
+        ("--prefiller-hosts http://a:8100/v1", "must be HOST or HOST:PORT"),
+        ("--prefiller-hosts http://a:99999", "must be HOST or HOST:PORT"),
+        ("--prefiller-hosts http://a", "--prefiller-ports is missing"),
+        ("--prefiller-hosts http://a:1 --prefiller-ports 1", "has a port already"),
+        ("--prefiller-ports 8100", "--prefiller-hosts is missing"),
+        ("--prefiller-hosts a --prefiller-ports 80000", "at most 65535"),
+        ("--prefiller-hosts", "expected at least one argument"),
+    ],
+)
+def test_hosts_that_cannot_be_used_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: str, complaint: str
+) -> None:
+    (line,) = problems(capsys, "--decode", "d:2", *arguments.split())
+    assert line.startswith("disagg-router: error: ")
+    assert complaint in line
+
+
+def test_common_help_has_the_flags_of_vllms_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for flag in ("--prefiller-hosts", "--prefiller-ports", "--decoder-hosts", "--decoder-ports"):
+        assert text.count(flag) >= 2  # the option, and the example
+
+
+@pytest.mark.parametrize(
     "host",
     [
-        "http://a",
+        "http://",
         "a:0",
         "a:x",
         "a/b",
