@@ -170,7 +170,8 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     holding = sum(engine.get("holding", 0) for engine in engines)
     if not running and not holding:
         return f"{name} drains: not every worker of the routers answers"
-    return f"{name} drains: {running} running, {holding} holding KV"
+    leases = f"{holding} KV lease{'' if holding == 1 else 's'}"
+    return f"{name} drains: {running} running, {leases}"
 
 
 def _engine_name(given: str) -> str:

@@ -12,9 +12,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from math import inf, isfinite
+from math import isfinite
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -44,7 +43,6 @@ PREFIX = "disagg_router_"
 # Every router has this metric.
 REQUIRED_METRIC = "requests_in_flight"
 HEALTH = {1: "healthy", 0: "unhealthy", -1: "not probed"}
-SHARES = (0.5, 0.9, 0.99)
 COLOURS = {
     "healthy": GREEN,
     "draining": YELLOW,
@@ -54,7 +52,9 @@ COLOURS = {
 }
 # Outcomes of turns whose KV was reused.
 REUSED = ("hit", "cut", "decoder_alone")
-HEAD = ("role", "engine", "state", "in flight", "holding KV")
+HEAD = ("role", "engine", "state", "in flight", "KV leases")
+# Fewer engines than this are needed for nothing.
+LEAST_NEED = 0.001
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -121,7 +121,7 @@ def _look(url: str) -> RouterStatus:
 class EngineStatus:
     """One engine.
 
-    `in_flight` counts legs, `holding` requests whose KV waits there for a decode engine.
+    `in_flight` counts legs, `holding` KV leases: requests whose KV waits there for a decode engine.
     `shares_id` means that another engine has the same engine_id. `degraded` is the reason why no
     KV moves to or from a healthy engine. `prefers` has the legs that an engine of both roles gets
     now, several if worker processes differ.
@@ -172,7 +172,8 @@ class AvoidedPair:
 class RouterStatus:
     """A router's fleet and load; counts are since its start.
 
-    `first_byte` has quantiles in seconds, None without answers or beyond the last bucket.
+    `first_byte` has percentiles in seconds of the last answers of each worker, {} without answers;
+    `recent_answers` is how many answers that are.
     """
 
     workers: int
@@ -188,7 +189,8 @@ class RouterStatus:
     turns: Mapping[str, int]
     loans: Mapping[str, int]
     borrowed_tokens: int
-    first_byte: Mapping[str, float | None]
+    first_byte: Mapping[str, float]
+    recent_answers: int
     prefill_rates: Mapping[str, float]
     """Prompt tokens per second, by engine."""
 
@@ -276,7 +278,11 @@ def parse_metrics(text: str) -> RouterStatus:
         turns=counts("conversation_turns_total", "outcome"),
         loans=counts("prefix_loans_total", "outcome"),
         borrowed_tokens=total("prefix_loan_tokens_total"),
-        first_byte=_quantiles(counts("time_to_first_byte_seconds_bucket", "le")),
+        first_byte={
+            name: seconds
+            for (name,), seconds in sums("recent_time_to_first_byte_seconds", "percentile").items()
+        },
+        recent_answers=total("recent_answers"),
         prefill_rates={
             name: rate
             for (name,), rate in sums("engine_prefill_tokens_per_second", "engine").items()
@@ -295,29 +301,6 @@ def _samples(text: str) -> dict[str, list[Sample]]:
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise NotMetricsError(f"the answer is not in Prometheus' text format: {error}") from None
     return found
-
-
-def _quantiles(buckets: Mapping[str, int]) -> dict[str, float | None]:
-    """Interpolate linearly within a bucket, as Prometheus' histogram_quantile does."""
-    ordered = []
-    for bound, count in buckets.items():
-        with suppress(ValueError):
-            ordered.append((float(bound), count))
-    ordered.sort()
-    return {f"p{share * 100:g}": _quantile(ordered, share) for share in SHARES}
-
-
-def _quantile(ordered: list[tuple[float, int]], share: float) -> float | None:
-    total = ordered[-1][1] if ordered else 0
-    if not total:
-        return None
-    low, below = 0.0, 0
-    for bound, count in ordered:
-        if count >= share * total:
-            inside = (share * total - below) / max(1, count - below)
-            return None if bound == inf else low + (bound - low) * inside
-        low, below = bound, count
-    return None
 
 
 def lines(
@@ -348,9 +331,9 @@ def lines(
         if group.preferred:
             yield f"group {group.name}: {_division(group)}"
         # Of an idle group with fixed roles, the line would say nothing.
-        is_needed = any(round(number, 1) for number in group.needed.values())
+        is_needed = any(number >= LEAST_NEED for number in group.needed.values())
         if group.needed and (group.preferred or is_needed):
-            needs = (f"{role} {group.needed[role]:.1f}" for role in sorted(group.needed)[::-1])
+            needs = (f"{role} {_need(group.needed[role])}" for role in sorted(group.needed)[::-1])
             yield f"group {group.name}: engines needed: {', '.join(needs)}"
     for pair in status.avoided_pairs:
         text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, avoided for a while"
@@ -368,7 +351,7 @@ def lines(
         yield f"prefix loans   {_counts(status.loans)} ({status.borrowed_tokens:,} tokens borrowed)"
     if any(status.refusals.values()):
         yield painted(f"refused        {_counts(status.refusals)}", YELLOW)
-    yield f"first byte     {_times(status.first_byte)}"
+    yield f"first byte     {_times(status)}"
     if rates := sorted((rate, name) for name, rate in status.prefill_rates.items()):
         ends = dict.fromkeys((rates[0], rates[-1]))
         shown = " to ".join(f"{rate:,.0f} ({name})" for rate, name in ends)
@@ -376,8 +359,8 @@ def lines(
 
 
 def _summary(status: RouterStatus, before: RouterStatus | None, seconds: float) -> str:
-    parts = [f"{status.in_flight} requests in flight", f"{status.queued} waiting"]
-    parts.append(f"{status.connections} connections")
+    parts = [f"{_plural(status.in_flight, 'request')} in flight", f"{status.queued} waiting"]
+    parts.append(_plural(status.connections, "connection"))
     if status.workers > 1:
         parts.append(f"{status.workers} workers")
     if before is not None and seconds > 0:
@@ -422,6 +405,11 @@ def _division(group: GroupState) -> str:
     return f"engines of both roles: {', '.join(parts)}{why}"
 
 
+def _need(engines: float) -> str:
+    """Return a number of engines. Little load is not shown as none."""
+    return "<0.1" if LEAST_NEED <= engines < 0.05 else f"{engines:.1f}"
+
+
 def _state(engine: EngineStatus) -> str:
     if engine.health != "healthy":
         return engine.health
@@ -442,10 +430,12 @@ def _hits(turns: Mapping[str, int]) -> str:
     return f" ({reused / again:.0%} of next turns reuse KV)" if again else ""
 
 
-def _times(quantiles: Mapping[str, float | None]) -> str:
-    if all(seconds is None for seconds in quantiles.values()):
+def _times(status: RouterStatus) -> str:
+    if not status.first_byte:
         return "nothing answered yet"
-    return ", ".join(
-        f"{name} {'?' if seconds is None else time_text(seconds)}"
-        for name, seconds in quantiles.items()
-    )
+    times = [f"{name} {time_text(seconds)}" for name, seconds in status.first_byte.items()]
+    return f"{', '.join(times)} ({_plural(status.recent_answers, 'last answer')})"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

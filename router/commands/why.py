@@ -175,4 +175,5 @@ def _tokens(request: dict[str, Any], ms: dict[str, float | None]) -> Iterator[st
         pace = ""
         if count > 1 and begin is not None and end is not None and end - begin >= count / 10:
             pace = f", one in {(end - begin) / (count - 1):.1f} ms"  # a whole answer comes at once
-        yield f"  answer: {count} tokens{pace}"
+        what = "events" if request.get("counted") == "events" else "tokens"
+        yield f"  answer: {count} {what}{pace}"

@@ -49,7 +49,9 @@ class EngineView(BaseModel):
     cooling: bool = Field(False, description="It reported an overload (Retry-After)")
     in_flight: int = Field(description="Running request legs")
     tokens_in_flight: int = Field(description="Estimated prompt tokens of these legs")
-    holding: int = Field(description="Requests whose KV it holds until a decode engine has read it")
+    holding: int = Field(
+        description="KV leases: requests whose KV it holds until a decode engine has read it"
+    )
     circuit: CircuitState
     circuit_reason: str = Field("", description="Why the router avoids it while it is healthy")
     sources: list[str] = Field(description="The sources that list it; empty: it is about to leave")

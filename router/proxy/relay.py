@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from time import monotonic as now
@@ -68,6 +69,7 @@ from router.telemetry.request_metrics import USAGE_SEARCH_BYTES, usage_in
 logger = logging.getLogger("disagg_router.proxy")
 MAX_COPY_BYTES = 4 * 1024 * 1024
 DONE = "done"
+OUTPUT_EVENT, ROLE_KEY = re.compile(rb'"choices"\s*:\s*\[\s*\{'), b'"role"'
 Keeping = Coroutine[Any, Any, None]
 EVENT_STREAM: list[Header] = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON: list[Header] = [(b"content-type", b"application/json")]
@@ -113,6 +115,7 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
         answer.watch = LongAnswerCheck(answer).passing
     if hides_fields and not answer.is_event_stream:
         hide_fields_of_long_answer(answer)
+    _count_events(run, answer)
     try:
         await exchange.relay(
             answer.status, passed, answer, limits.stream_idle_timeout, request.latest
@@ -122,6 +125,8 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
             record.stage, record.outcome = DONE, "ok"
         raise
     finally:
+        if buffer is not None:
+            record.streamed_tokens = buffer.num_tokens
         end = b"".join(answer.recent or ())
         if end.rfind(b'"usage"') >= 0:
             record.usage = stream_usage(end) if answer.is_event_stream else usage_in(end)
@@ -133,6 +138,22 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
             raise validator.failure
         await exchange.finish(validator.last)
     record.stage, record.outcome = DONE, "ok"
+
+
+def _count_events(run: Run, answer: EngineAnswer) -> None:
+    """Count a stream's events with output while the dashboard is open: the stream may report no
+    usage. Quotes inside of JSON strings are escaped, so a model's text is never counted."""
+    if run.gateway.watch is None or not answer.is_event_stream:
+        return
+    record, before = run.request.record, answer.watch
+
+    def count(block: bytes) -> bytes:
+        if not record.streamed_events and block.find(ROLE_KEY) >= 0:
+            record.streamed_events = -1  # the first event of a chat has no output
+        record.streamed_events += len(OUTPUT_EVENT.findall(block))
+        return block if before is None else before(block)
+
+    answer.watch = count
 
 
 async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
@@ -219,6 +240,7 @@ async def _relay_turn(
     else:
         validator.inner, answer.tap = tail, validator
     exchange, idle = request.exchange, gateway.limits.stream_idle_timeout
+    _count_events(run, answer)
     try:
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
@@ -232,6 +254,8 @@ async def _relay_turn(
             note_done(request)
         raise
     finally:
+        if buffer is not None:
+            request.record.streamed_tokens = buffer.num_tokens
         request.record.usage = stream_usage(tail.end)
     if buffer is not None:
         require_end(buffer)

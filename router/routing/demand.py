@@ -1,27 +1,33 @@
 """How many engines the offered load needs, by group and role: a signal for autoscalers.
 
 Prefill engines need as many seconds of work per second as the tokens that they compute take at
-their measured rates, and time to compute what is queued there. Decode engines need room for the KV
-of their requests, and steps that end within half of `target_itl`. Both are averages over WINDOW_S.
+their measured rates, and time to compute what is queued there. Decode engines need slots and room
+for the KV of their requests, and steps that end within half of `target_itl`. Both are averages over
+WINDOW_S.
 Engines of both roles count in both, and the seconds of their prompts as the router estimates them.
 
-All is measured when the metrics are read, so requests do nothing for it. Each router counts its own
-requests: the sum over all routers is what the fleet needs. A request counts by its prompt: the
-tokens of its answer are not known.
+All is measured when the metrics are read and each SAMPLE_INTERVAL_S, so requests do nothing for it.
+Without the regular samples, a first reader would see no work. Each router counts its own requests:
+the sum over all routers is what the fleet needs. A request counts by its prompt: the tokens of its
+answer are not known.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
+from time import monotonic as now
 
 from router.fleet.engine import BOTH, LEGS, PREFILL, Engine, EngineRole
 
 WINDOW_S = 60.0
-# The part of its time that a prefill engine should compute, and of its KV that should be in use.
+SAMPLE_INTERVAL_S = 5.0
+# The part of its time that a prefill engine should compute, and of its KV and its slots that should
+# be in use.
 BUSY_SHARE = 0.8
 CACHE_SHARE = 0.7
 # What is queued should be computed within this time.
@@ -41,6 +47,12 @@ class EngineDemand:
         """By engine, the prompt tokens that it had computed at `_read_at`; of engines of both roles
         the seconds of all prompts."""
         self._needed: dict[Pool, float] = {}
+
+    async def sample(self, engines: Callable[[], Iterable[Engine]]) -> None:
+        """Measure now and then, until cancelled."""
+        while True:
+            self.read(engines(), now())
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     def read(self, engines: Iterable[Engine], moment: float) -> Mapping[Pool, float]:
         """Return the number of engines by group and the role of legs, of roles whose engines are
@@ -90,13 +102,17 @@ class EngineDemand:
         return needed if is_known else None
 
     def _decode(self, engines: list[Engine]) -> float | None:
-        room, steps, is_known = 0.0, 0.0, False
+        room, slots, steps, is_known = 0.0, 0.0, 0.0, False
         for engine in engines:
             tokens, model = engine.tokens_in_flight, engine.capabilities.step_model
+            ranks = len(engine.ranks or ()) or 1
+            # The legs of an engine of both roles are those of prompts, too.
+            if (limit := engine.capabilities.max_num_seqs) and engine.role is not BOTH:
+                is_known = True
+                slots += engine.in_flight / (CACHE_SHARE * limit * ranks)
             if engine.cache_tokens:
                 is_known = True
                 room += tokens / (CACHE_SHARE * engine.cache_tokens)
             if model is not None and (left := STEP_SHARE * self._target_itl - model.base) > 0:
-                ranks = len(engine.ranks or ()) or 1
                 steps += tokens * model.context / left / ranks
-        return max(room, steps) if is_known else None
+        return max(room, slots, steps) if is_known else None

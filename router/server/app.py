@@ -94,7 +94,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     fleet.starts_engines_cold = settings.warm_up == EAGER
     fleet.set_group_weights(settings.weights)
     registry = EngineRegistry(fleet, make_sources(settings, shared), settings.request_timeout)
-    _connect_gauges(metrics, fleet, registry, settings.target_itl)
+    demand = EngineDemand(settings.target_itl)
+    _connect_gauges(metrics, fleet, registry, demand)
     metrics.requests.known_models = lambda: fleet.snapshot.by_model
     prober = Prober(fleet, settings.health_interval, settings.health_timeout)
     store = _conversation_store(settings, metrics, deadlines)
@@ -152,6 +153,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         deadlines.start(loop)
         tasks = [loop.create_task(registry.run()), loop.create_task(prober.run())]
         tasks += [loop.create_task(file.run()) for file in watched.values()]
+        tasks.append(loop.create_task(demand.sample(lambda: fleet.engines)))
         if authenticator is not None:
             tasks.append(loop.create_task(authenticator.renew_leases()))
         if exchange is not None:
@@ -369,7 +371,7 @@ def _fleet(
 
 
 def _connect_gauges(
-    metrics: Metrics, fleet: Fleet, registry: EngineRegistry, target_itl: float
+    metrics: Metrics, fleet: Fleet, registry: EngineRegistry, demand: EngineDemand
 ) -> None:
     """Set what the gauges read. The metrics' thread calls these functions, so each reads only
     objects that are replaced as a whole."""
@@ -400,7 +402,6 @@ def _connect_gauges(
             ((one.group, one.name, one.preferred_role, why.get(one.group, "")), 1) for one in chosen
         )
 
-    demand = EngineDemand(target_itl)
     metrics.engine_preferred_role.read = preferred_roles
     metrics.role_changes.read = lambda: (((g,), n) for g, n in list(fleet.role_changes.items()))
     metrics.engines_needed.read = lambda: demand.read(fleet.engines, now()).items()

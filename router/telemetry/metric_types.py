@@ -29,6 +29,11 @@ Reading = tuple[Labels, float]
 T = TypeVar("T", bound=Collector)
 
 
+def nearest_rank(ordered: Sequence[float], share: float) -> float:
+    """Return a quantile of ascending values: one of the values, so never above the largest."""
+    return ordered[max(0, -(-round(share * 1000) * len(ordered) // 1000) - 1)]
+
+
 class CallbackMetric(Collector):
     """A gauge or counter whose samples `read` returns whenever the metric is collected.
 

@@ -39,7 +39,7 @@ class Metrics:
         )
         self.engine_holding = made.callback_gauge(
             "engine_holding{role,engine}",
-            "Requests whose KV an engine holds until a decode engine has read it.",
+            "KV leases: requests whose KV an engine holds until a decode engine has read it.",
         )
         self.engine_healthy = made.callback_gauge(
             "engine_healthy{role,engine}", "1: healthy, 0: unhealthy, -1: not probed yet."

@@ -59,6 +59,7 @@ MERGED_BY_MAXIMUM = frozenset(
         "disagg_router_engine_preferred_role",
         "disagg_router_engine_prefill_tokens_per_second",
         "disagg_router_pair_avoided",
+        "disagg_router_recent_time_to_first_byte_seconds",
         "disagg_router_role_changes_total",
         "disagg_router_source_trouble",
     )

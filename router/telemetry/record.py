@@ -136,6 +136,10 @@ class Record:
     """The end of an answer that was sent whole, in which `tokens_of` looks for the usage object."""
     usage: bytes = b""
     """The usage object of a streamed answer, not parsed yet; see `request_metrics.tokens_of`."""
+    streamed_tokens: int = 0
+    """Tokens of a stream by the ids that its engines reported, 0 where they reported none."""
+    streamed_events: int = 0
+    """Events with output of a stream, 0 unless the dashboard was open when it began."""
     prefill_usage: bytes = b""
     """The usage object of the prefill answer, not parsed yet."""
     transfer_params: bytes = b""

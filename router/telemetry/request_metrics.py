@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Sequence
 from typing import Annotated
 
 import msgspec
 
-from router.telemetry.metric_types import MetricRegistry
+from router.telemetry.metric_types import MetricRegistry, Reading, nearest_rank
 from router.telemetry.record import UNKNOWN, Record, Tokens
 
 logger = logging.getLogger("disagg_router")
@@ -39,6 +39,9 @@ ITL_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03),
     *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1),
 )
+# The latest times that percentiles are taken from, and which ones.
+MAX_RECENT_TIMES = 1000
+RECENT_SHARES = (0.5, 0.9, 0.99)
 MAX_COUNT = 10**15
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 RecordReader = Callable[[Sequence[Record]], None]
@@ -204,6 +207,15 @@ class RequestMetrics:
             "time_to_first_byte_seconds",
             "Time from the arrival of a request to the first byte of the decode engine's body.",
         ).series[()]
+        self._recent_ttft: deque[float] = deque(maxlen=MAX_RECENT_TIMES)
+        registry.callback_gauge(
+            "recent_time_to_first_byte_seconds{percentile}",
+            f"Exact percentiles of the time to the first byte, of the last {MAX_RECENT_TIMES:,} "
+            "answers of a worker process. Of several workers the highest one counts.",
+        ).read = self._recent_percentiles
+        registry.callback_gauge(
+            "recent_answers", "Answers that the recent percentiles are of, of all workers together."
+        ).read = lambda: [((), len(self._recent_ttft))]
         self.decode_first_byte_seconds = registry.histogram(
             "decode_first_byte_seconds",
             "Time from sending a decode leg to the first byte of its body.",
@@ -304,6 +316,7 @@ class RequestMetrics:
         first_byte = [first - r.started for r, first in begun]
         self.ttft_seconds.extend(first_byte)
         self._model_first_byte.series[labels].extend(first_byte)
+        self._recent_ttft.extend(first_byte)
         self.decode_first_byte_seconds.extend(
             [first - r.decode_started for r, first in begun if r.decode_started is not None]
         )
@@ -317,6 +330,14 @@ class RequestMetrics:
             ]
             if between:
                 self._model_between.series[labels].extend(between)
+
+    def _recent_percentiles(self) -> Sequence[Reading]:
+        ordered = sorted(self._recent_ttft.copy())  # a copy is atomic: this thread is another one
+        return [
+            ((f"p{share * 100:g}",), nearest_rank(ordered, share))
+            for share in RECENT_SHARES
+            if ordered
+        ]
 
     def _labels_of(self, model: str, group: str) -> tuple[str, str]:
         pair = (model if model in self.known_models() else OTHER, group)

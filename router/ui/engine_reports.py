@@ -284,14 +284,11 @@ def _view(transfer: Transfer | None, came: float) -> TransferView | None:
 class EngineGauge(BaseModel):
     """An engine's gauges; None for what it does not report.
 
-    `kv_usage` is a share of 1. `leases` counts requests whose KV other engines may still read, and
-    `quarantined` those whose blocks it cannot free yet.
+    `kv_usage` is a share of 1.
     """
 
     kv_usage: float | None = None
     waiting: int | None = None
-    leases: int | None = None
-    quarantined: int | None = None
     bytes_per_second: float | None = None
 
 
@@ -350,13 +347,11 @@ class EnginePoller:
             answer = await get_page(engine, METRICS_PATH)
             if answer is None:
                 return
-            asked, leases = self._clock(), None
+            asked, transfers = self._clock(), None
             if engine.capabilities.lists_capabilities:
-                leases = await get_page(engine, LEASES_PATH)
+                transfers = await get_page(engine, LEASES_PATH)
         gauge, num_bytes = parse_metrics(answer.body)
-        content = None if leases is None else json_of(leases)
-        gauge.leases, gauge.quarantined = count_leases(content)
-        page = parse_transfers(content, asked)
+        page = parse_transfers(None if transfers is None else json_of(transfers), asked)
         if page != TransferPage(asked):
             self._transfers.note(engine.name, page)
         at, before = self._clock(), self._polled.get(engine.name)
@@ -391,17 +386,6 @@ def parse_metrics(text: bytes) -> tuple[EngineGauge, float | None]:
         waiting=None if waiting is None else int(waiting),
     )
     return gauge, sums.get(TRANSFERRED_BYTES)
-
-
-def count_leases(page: object) -> tuple[int | None, int | None]:
-    """Return the leases and the quarantined requests of all ranks together; never raises."""
-    ranks = list(dicts_in(page, "ranks"))
-
-    def total(name: str) -> int | None:
-        counts = [rank[name] for rank in ranks if type(rank.get(name)) is int]
-        return sum(counts) if counts else None
-
-    return total("num_leases"), total("num_quarantined")
 
 
 async def get_page(engine: Engine, path: str) -> CompleteAnswer | None:

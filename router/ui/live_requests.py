@@ -196,7 +196,8 @@ class RequestSummary(BaseModel):
     `key` is unique among all worker processes, and `at` is the Unix time of arrival in seconds.
     `ms` has each moment in milliseconds since then, None for what the request did not reach.
     `cached_tokens` are prompt tokens that no engine computed for this request, and `resumes` counts
-    how often another decode engine continued its stream.
+    how often another decode engine continued its stream. `counted` is how `completion_tokens` are
+    known: by the engine's "usage", by "token ids", or as "events" of a stream that reports neither.
     """
 
     key: str
@@ -220,6 +221,7 @@ class RequestSummary(BaseModel):
     ms: dict[str, float | None]
     prompt_tokens: int | None
     completion_tokens: int | None
+    counted: str = "usage"
     cached_tokens: int | None
     failures: list[str]
     error: str
@@ -229,6 +231,10 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
     """Summarize a running or ended request of a worker. `unix` is the Unix time of clock zero."""
     has_ended = record.ended is not None
     prompt, completion, cached = tokens_of(record)
+    counted = "usage"
+    if completion is None:
+        counted = "token ids" if record.streamed_tokens else "events"
+        completion = record.streamed_tokens or max(0, record.streamed_events) or None
     moments = {name: getattr(record, name) for name in MOMENTS}
     return RequestSummary(
         key=f"{worker}-{id(record):x}-{record.started:.6f}",
@@ -243,6 +249,7 @@ def summarize_request(record: Record, worker: str, unix: float) -> RequestSummar
         },
         prompt_tokens=prompt,
         completion_tokens=completion,
+        counted=counted,
         cached_tokens=cached,
         failures=list(record.failures),
         error=" ".join(record.error.split())[:MAX_ERROR_LENGTH],

@@ -272,7 +272,7 @@ def _add_needs(snapshots: Sequence[ProcessSnapshot], group: str) -> dict[str, fl
     sums: Counter[str] = Counter()
     for one in snapshots:
         sums.update(one.needed.get(group, {}))
-    return {role: round(number, 1) for role, number in sums.items()}
+    return {role: round(number, 3) for role, number in sums.items()}
 
 
 def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,11 @@ async def test_no_decode_engine_is_why_requests_are_refused(browser: Browser) ->
         await expect(page.locator("#fleet-graph .is-unhealthy")).to_have_count(2)
         await expect(problems(page).first).to_contain_text("Requests are refused with 503")
         await expect(problems(page).first).to_contain_text("none of 2 decode engines can serve")
+        unhealthy = problems(page).filter(has_text="unhealthy since")
+        await expect(unhealthy).to_have_count(1)  # one for both engines
+        await expect(unhealthy).to_contain_text("D1, D2 unhealthy")
+        for one in fleet.decoders:
+            await expect(unhealthy).to_contain_text(f"127.0.0.1:{one.engine.port}")
         answer = await _ask(router.url)
         assert answer.status_code == 503
         refused = problems(page).filter(has_text="1 request refused with 503 in the last 10 s")
@@ -393,7 +399,7 @@ STATES: list[dict[str, Any]] = [
 
 def large_fleet(engines_per_role: int) -> dict[str, Any]:
     """A snapshot with long names, large numbers and every state of engines and requests."""
-    gauge = {"kv_usage": 0.97, "waiting": 1234, "leases": 321, "bytes_per_second": 1.23e9}
+    gauge = {"kv_usage": 0.97, "waiting": 1234, "bytes_per_second": 1.23e9}
     names = {
         role: [HOSTS.format(role=role, number=number) for number in range(engines_per_role)]
         for role in ("prefill", "decode")
@@ -444,6 +450,7 @@ def large_fleet(engines_per_role: int) -> dict[str, Any]:
         "without_transfer": "",
         "prompt_tokens": 123456,
         "completion_tokens": 12345,
+        "counted": "usage",
         "cached_tokens": 123000,
         "failures": [],
         "error": "",
@@ -491,6 +498,37 @@ async def showing(browser: Browser, snapshot: dict[str, Any]) -> AsyncIterator[P
         yield page
 
 
+async def test_output_leases_and_refusals_are_counted_in_one_way(browser: Browser) -> None:
+    snapshot = large_fleet(1)
+    now = time.time()
+    [request, *_] = snapshot["ended"]
+    ms = {**request["ms"], "first_byte": 1000.0, "ended": 2000.0}
+    request |= {"at": now - 5, "ms": ms, "prompt_tokens": None, "cached_tokens": None}
+    request |= {"completion_tokens": 101, "counted": "events", "resumes": 0}
+    texts = ("p:1 does not answer", "p:2 does not answer")
+    snapshot |= {
+        "now": now,
+        "ended": [request],
+        "refusals": [{"status": 502, "text": text, "count": 3} for text in texts],
+    }
+    async with showing(browser, snapshot) as page:
+        row = page.locator("#requests-list .row").first
+        await expect(row).to_contain_text("101 events")
+        await row.click()
+        details = page.locator("#requests-list .details").first
+        await expect(details).to_contain_text("output: 101 events of the stream")
+        await expect(details).to_contain_text("ITL, mean10 ms")
+        await expect(details).to_contain_text("Events/s100.0")
+        totals = page.locator("#totals")
+        await expect(totals).to_contain_text(re.compile(r"output1\.7/stokens and events"))
+        await expect(totals).to_contain_text(re.compile(r"ITL10 ms.*1 stream"))
+        await expect(totals).to_contain_text("completed requests")
+        failed = problems(page).filter(has_text="6 requests failed with 502")
+        await expect(failed).to_contain_text("; ".join(texts))
+        card = page.locator("#fleet-graph .engine").first
+        await expect(card).to_contain_text("12 KV leases")
+
+
 async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Browser) -> None:
     snapshot = large_fleet(3)
     reason = "prompts need 1.3 engines and answers 0.4"
@@ -508,7 +546,7 @@ async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Brow
             "degraded": "",
         }
     snapshot["groups"] = {
-        name: {"name": name, "weight": 1, "needed": {"prefill": 1.3, "decode": 0.4}}
+        name: {"name": name, "weight": 1, "needed": {"prefill": 1.3, "decode": 0.004}}
         for name in ("free", "divided")
     }
     async with showing(browser, snapshot) as page:
@@ -523,8 +561,8 @@ async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Brow
         await expect(both.locator(".engine").first).to_contain_text("computes prompts and decodes")
         await expect(both.locator(".engine").first).to_contain_text("0.10 weight reads")
         titles = page.locator("#fleet-graph h4:visible")
-        needed = ["Prefill: 1.3 engines needed", "Decode: 0.4 engines needed"]
-        needed.append("Prefill and decode: 1.3 + 0.4 engines needed")
+        needed = ["Prefill: 1.3 engines needed", "Decode: <0.1 engines needed"]
+        needed.append("Prefill and decode: 1.3 + <0.1 engines needed")
         await expect(titles).to_have_text(needed)
         await expect(page.locator("#fleet-graph .empty:visible")).to_have_count(0)
         await save(page, "both-roles")

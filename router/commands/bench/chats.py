@@ -20,6 +20,7 @@ from router.commands.router_client import error_message
 from router.http_client.errors import EventTooLargeError
 from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
 from router.openai.answers import choices_of, count_in, parse_object
+from router.telemetry.metric_types import nearest_rank
 
 PATH = "/v1/chat/completions"
 SHARES = (0.5, 0.9, 0.99)
@@ -87,10 +88,6 @@ class Sample:
         if not ordered:
             return None
         return {f"p{share * 100:g}": nearest_rank(ordered, share) for share in SHARES}
-
-
-def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    return ordered[max(0, -(-round(share * 1000) * len(ordered) // 1000) - 1)]
 
 
 @dataclass(slots=True)

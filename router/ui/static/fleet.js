@@ -126,8 +126,7 @@ export class Fleet {
     setText(parts.reason, reason);
     const waiting = gauge.waiting ? ` · ${count(gauge.waiting)} waiting` : "";
     setText(parts.load, `${count(engine.in_flight)} in flight${waiting}`);
-    const leases = gauge.leases ?? engine.holding;
-    setText(parts.leases, leases ? plural(leases, "KV lease") : "");
+    setText(parts.leases, engine.holding ? plural(engine.holding, "KV lease") : "");
     setText(parts.moved, gauge.bytes_per_second ? `${bytes(gauge.bytes_per_second)}/s` : "");
     const isKnown = gauge.kv_usage !== null;
     setText(parts.usage, isKnown ? `KV cache ${percent(gauge.kv_usage)}` : "KV cache: not reported");
@@ -137,10 +136,13 @@ export class Fleet {
   }
 }
 
+// A number of engines. Little load is not shown as none.
+const need = (engines) => (engines >= 0.001 && engines < 0.05 ? "<0.1" : engines.toFixed(1));
+
 // A side's title, with the engines that its requests need: "Prefill: 1.3 engines needed".
 function titleOf(roles, needed) {
   const needs = roles.map(([role]) => needed[role]).filter((one) => one !== undefined);
-  const known = needs.length ? `: ${needs.map((one) => one.toFixed(1)).join(" + ")} engines needed` : "";
+  const known = needs.length ? `: ${needs.map(need).join(" + ")} engines needed` : "";
   return roles.map(([, word], at) => (at ? word.toLowerCase() : word)).join(" and ") + known;
 }
 

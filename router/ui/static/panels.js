@@ -1,6 +1,6 @@
 // The panels of numbers and of settings, and the links to other pages.
 import { $, compact, count, duration, keep, make, perSecond, plural, setClass, setText } from "./dom.js";
-import { latencyOf } from "./state.js";
+import { MAX_REQUESTS, latencyOf } from "./state.js";
 
 const RATE_WINDOW_MS = 5000;
 const LATENCY_WINDOW_S = 60;
@@ -9,7 +9,7 @@ const QUIET_OUTCOMES = ["ok", "refused", "disconnected"];
 export class Totals {
   constructor(state) {
     this.state = state;
-    this.points = []; // [time, requests]
+    this.points = []; // [time, answered requests]
     this.tiles = new Map();
   }
 
@@ -19,13 +19,15 @@ export class Totals {
     const by = totals.by, queue = totals.queue;
     const failed = Object.entries(by).filter(([name]) => !QUIET_OUTCOMES.includes(name))
       .reduce((sum, [, number]) => sum + number, 0);
-    const { ttft, itl } = this.latencies();
+    const recent = this.recent(), { ttft, itl } = latencies(recent);
+    const isByEvents = recent.some(({ counted, completion_tokens: many }) => many && counted === "events");
     const tiles = [
       ["in flight", compact(totals.in_flight), "requests"],
       ["queue", queue ? compact(queue.depth) : "–", queue ? `of ${compact(queue.size)}` : "no engine limits", queue && queue.size && queue.depth >= queue.size ? "bad" : ""],
-      ["throughput", perSecond(this.rate(totals.requests)), "requests"],
-      ["TTFT", quantile(ttft, 0.5), `p50 · p99 ${quantile(ttft, 0.99)}`],
-      ["ITL", quantile(itl, 0.5), `p50 · p99 ${quantile(itl, 0.99)}`],
+      ["throughput", perSecond(this.rate(by.ok ?? 0)), "completed requests"],
+      ["output", perSecond(this.outputRate(recent)), isByEvents ? "tokens and events" : "tokens"],
+      ["TTFT", quantile(ttft, 0.5), `p50 · p99 ${quantile(ttft, 0.99)} · ${plural(ttft.length, "request")}`],
+      ["ITL", quantile(itl, 0.5), `p50 · p99 ${quantile(itl, 0.99)} · ${plural(itl.length, "stream")}`],
       ["completed", compact(by.ok ?? 0), `of ${compact(totals.requests)}`],
       ["failed", compact(failed), "5xx, broken streams", failed ? "bad" : ""],
       ["rejected", compact(by.refused ?? 0), "4xx"],
@@ -38,7 +40,7 @@ export class Totals {
         setText(tile.children[1], value);
         setText(tile.children[2], unit);
       });
-    $("totals").title = `TTFT and ITL: of the shown requests that ended in the last ${LATENCY_WINDOW_S} s. Counts: since the router's start.`;
+    $("totals").title = `TTFT, ITL and output: of the requests that ended in the last ${LATENCY_WINDOW_S} s, at most ${MAX_REQUESTS}. Counts: since the router's start.`;
   }
 
   rate(requests) {
@@ -52,12 +54,25 @@ export class Totals {
     return this.lastRate;
   }
 
-  latencies() {
+  recent() {
     const oldest = this.state.now - LATENCY_WINDOW_S;
-    const recent = this.state.ended.filter((one) => one.ms.ended !== null && one.at + one.ms.ended / 1000 >= oldest).map(latencyOf);
-    const of = (name) => recent.map((one) => one[name]).filter((ms) => ms !== null).sort((a, b) => a - b);
-    return { ttft: of("ttft"), itl: of("itl") };
+    return this.state.ended.filter((one) => one.ms.ended !== null && endOf(one) >= oldest);
   }
+
+  // Output per second. Of many requests only the latest are known, which ended in less time.
+  outputRate(recent) {
+    const { now } = this.state, since = recent.length < MAX_REQUESTS ? now - LATENCY_WINDOW_S : Math.min(...recent.map(endOf));
+    return recent.reduce((sum, one) => sum + (one.completion_tokens ?? 0), 0) / Math.max(1, now - since);
+  }
+}
+
+// The router's time when a request ended, in seconds.
+const endOf = (request) => request.at + request.ms.ended / 1000;
+
+function latencies(recent) {
+  const all = recent.map(latencyOf);
+  const of = (name) => all.map((one) => one[name]).filter((ms) => ms !== null).sort((a, b) => a - b);
+  return { ttft: of("ttft"), itl: of("itl") };
 }
 
 function quantile(sorted, share) {

@@ -3,6 +3,8 @@ import { $, ago, count, keep, make, moment, plural, setClass, setText } from "./
 import { STATE_SIGNS, STATE_WORDS, reasonOf, stateOf } from "./state.js";
 
 const MAX_SHOWN = 8;
+// The engines and the reasons of one problem that are named.
+const MAX_NAMED = 6;
 const CRITICAL = "critical", WARNING = "warning";
 const ROLES = ["prefill", "decode"];
 const KV_CHECKS = ["KV transfer", "engine ids"];
@@ -60,30 +62,48 @@ export class Problems {
     return known ? `none of ${known} ${role} engines can serve` : `no ${role} engine is known`;
   }
 
+  // One item for each status: in an outage, each engine has an error text of its own.
   *ofRequests() {
     const { refusals = [], refusal_window: window, totals } = this.state.snapshot;
+    const merged = new Map();
     for (const { status, text, count: many } of refusals) {
+      const one = merged.get(status) ?? { status, texts: [], many: 0 };
+      one.many += many;
+      one.texts.push(text || "an engine's own answer");
+      merged.set(status, one);
+    }
+    for (const { status, texts, many } of merged.values()) {
+      const text = texts.join("; ");
       const what = status === 200 ? "broke in mid-stream" : status === 429 || status === 503 ? `refused with ${status}` : `failed with ${status}`;
       const queue = text.includes("queue") && totals.queue?.size && totals.queue.depth >= totals.queue.size
         ? ` (queue full: ${count(totals.queue.depth)} of ${count(totals.queue.size)})` : "";
       yield {
-        key: `refused ${status} ${text}`, level: status === 429 ? WARNING : CRITICAL,
+        key: `refused ${status}`, level: status === 429 ? WARNING : CRITICAL,
         title: `${plural(many, "request")} ${what} in the last ${window} s`,
-        text: (text || "an engine's own answer") + queue,
+        text: text + queue,
       };
     }
   }
 
+  // One item for each state, which lists its engines, and each reason once.
   *ofEngines() {
-    const { now } = this.state;
+    const { now } = this.state, merged = new Map();
     for (const engine of this.state.engines) {
       const state = stateOf(engine);
       if (CALM.has(state) || (state === "degraded" && this.explainsDegraded)) continue;
-      const since = state === "unhealthy" && engine.since ? ` since ${moment(engine.since, now)} (${ago(now - engine.since)})` : "";
+      merged.set(state, [...(merged.get(state) ?? []), engine]);
+    }
+    for (const [state, engines] of merged) {
+      const first = Math.min(...engines.map((one) => one.since ?? Infinity));
+      const since = state === "unhealthy" && Number.isFinite(first) ? ` since ${moment(first, now)} (${ago(now - first)})` : "";
+      const labels = engines.slice(0, MAX_NAMED).map(({ name }) => this.state.label(name)).join(", ");
+      const more = engines.length > MAX_NAMED ? ` and ${count(engines.length - MAX_NAMED)} more` : "";
+      const reasons = new Map();
+      for (const engine of engines) reasons.set(reasonOf(engine), [...(reasons.get(reasonOf(engine)) ?? []), engine.name]);
+      const text = [...reasons].slice(0, MAX_NAMED).map(([reason, names]) => `${names.slice(0, MAX_NAMED).join(", ")}: ${reason}`).join("; ");
       yield {
-        key: `engine ${engine.name}`, level: state === "unhealthy" ? CRITICAL : WARNING, sign: STATE_SIGNS[state],
-        title: `${this.state.label(engine.name)} ${STATE_WORDS[state]}${since}`,
-        text: `${engine.name}: ${reasonOf(engine)}`,
+        key: `engine ${state}`, level: state === "unhealthy" ? CRITICAL : WARNING, sign: STATE_SIGNS[state],
+        title: `${labels}${more} ${STATE_WORDS[state]}${since}`, text,
       };
     }
   }

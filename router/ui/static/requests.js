@@ -1,6 +1,6 @@
 // The requests as bars on a common axis of time, newest first; each one expands to its details.
 import { $, bytes, clockTime, count, draw, duration, make, plural, setClass, setText } from "./dom.js";
-import { describeRequest, describeTransfer, latencyOf, resumedAt } from "./state.js";
+import { describeRequest, describeTransfer, latencyOf, outputOf, resumedAt } from "./state.js";
 
 const MAX_ROWS = 40, MAX_ROWS_NARROW = 15;
 const GOOD = new Set(["ok", "running"]);
@@ -118,8 +118,9 @@ export class Requests {
     const status = GOOD.has(request.outcome) || request.outcome === "disconnected" || request.status < 300 ? "" : ` ${request.status}`;
     const word = isRunning ? STAGES[request.stage] ?? request.stage : (OUTCOMES[request.outcome] ?? request.outcome) + status;
     const resumed = request.resumes ? make("span", { class: "mark" }, request.resumes > 1 ? `↻ resumed ${request.resumes}×` : "↻ resumed") : null;
-    const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached } = request;
-    const tokens = prompt === null ? "" : `${count(prompt)} in${completion === null ? "" : ` · ${count(completion)} out`}`;
+    const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached, counted } = request;
+    const out = completion === null ? "" : counted === "events" ? plural(completion, "event") : `${count(completion)} out`;
+    const tokens = [prompt === null ? "" : `${count(prompt)} in`, out].filter(Boolean).join(" · ");
     setClass(row.item, `outcome-${request.outcome}`);
     row.button.replaceChildren(
       make("span", { class: "time" }, clockTime(request.at)),
@@ -156,6 +157,7 @@ export class Requests {
         ? duration(ms.first_byte - ms.decode_started) : ""],
       ["TTFT", duration(ms.first_byte)],
       ["ITL, mean", duration(itl)],
+      [request.counted === "events" ? "Events/s" : "Tokens/s", itl ? (1000 / itl).toFixed(1) : ""],
       ["Streaming", ms.ended !== null && ms.first_byte !== null ? duration(ms.ended - ms.first_byte) : ""],
       ["End to end", duration(ms.ended)],
       ["Resumed", request.resumes ? `${plural(request.resumes, "time")} by another decode engine${resumed === null ? "" : `, last at ${duration(resumed)}`}` : ""],
@@ -216,11 +218,14 @@ function describeTransfers({ prefiller, decoder, reused_from: turn, borrowed_fro
     .map(([move, from, to]) => `${label(from)} → ${label(to)}: ${describeTransfer(move)}, ${bytes(move.bytes)}`).join("\n");
 }
 
-function describeTokens({ prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached }) {
-  if (prompt === null) return "not reported: set stream_options.include_usage";
-  const parts = [`${plural(prompt, "prompt token")}`];
+const COUNTED = { "token ids": ", by their ids", events: " of the stream (its tokens are not reported: set stream_options.include_usage)" };
+
+function describeTokens(request) {
+  const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached, counted } = request;
+  const parts = [prompt === null ? "prompt not reported" : plural(prompt, "prompt token")];
   if (cached !== null) parts.push(`${count(cached)} of them reused`);
-  if (completion !== null) parts.push(`${count(completion)} output tokens`);
+  if (completion !== null) parts.push(`output: ${outputOf(request)}${COUNTED[counted] ?? ""}`);
+  else if (prompt === null) return "not reported: set stream_options.include_usage";
   return parts.join(", ");
 }
 

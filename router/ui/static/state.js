@@ -2,7 +2,7 @@
 import { duration, plural } from "./dom.js";
 
 const KEYED = ["engines", "groups", "ways", "running"];
-const MAX_REQUESTS = 200;
+export const MAX_REQUESTS = 200;
 
 export class State {
   constructor() {
@@ -137,6 +137,9 @@ export function latencyOf({ ms, completion_tokens: tokens }) {
   return { ttft: first, itl: hasPace ? (ended - first) / (tokens - 1) : null };
 }
 
+// What is counted of an answer: its tokens, or the events of a stream that reports neither usage nor token ids.
+export const outputOf = ({ completion_tokens: many, counted }) => plural(many, counted === "events" ? "event" : "token");
+
 // Where another decode engine began to continue a stream, as far as the router knows.
 export function resumedAt({ ms, resumes }) {
   const { first_byte: first, decode_started: started } = ms;
@@ -146,7 +149,7 @@ export function resumedAt({ ms, resumes }) {
 // Describes a request in one sentence: under a chat's answer, and in a request's details.
 export function describeRequest(request, label) {
   const { ms } = request, parts = [];
-  const { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached } = request;
+  const { prompt_tokens: prompt, cached_tokens: cached } = request;
   const computed = prompt === null ? null : prompt - (cached ?? 0);
   if (ms.prefill_done !== null && request.prefiller) {
     const what = computed === null ? "prefilled" : `prefilled ${plural(computed, "token")}`;
@@ -162,7 +165,7 @@ export function describeRequest(request, label) {
   }
   if (ms.first_byte !== null) parts.push(`TTFT ${duration(ms.first_byte)}`);
   const { itl } = latencyOf(request);
-  if (completion) parts.push(plural(completion, "token") + (itl === null ? "" : `, ITL ${duration(itl)}`));
+  if (request.completion_tokens) parts.push(outputOf(request) + (itl === null ? "" : `, ITL ${duration(itl)}`));
   if (cached) {
     const holder = request.reused_from || request.borrowed_from;
     const source = holder ? ` from ${label(holder)}` : " from caches";

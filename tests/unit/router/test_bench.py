@@ -24,9 +24,9 @@ from router.commands.bench.chats import (
     LoadPlan,
     Sample,
     chats,
-    nearest_rank,
 )
 from router.commands.bench.command import main
+from router.telemetry.metric_types import nearest_rank
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
 

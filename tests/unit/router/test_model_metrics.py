@@ -14,6 +14,7 @@ from router.telemetry.record import UNKNOWN, Record
 from router.telemetry.request_metrics import (
     MAX_BATCH_RECORDS,
     MAX_LABEL_PAIRS,
+    MAX_RECENT_TIMES,
     MAX_UNSORTED,
     RecordBatches,
     tokens_in,
@@ -34,6 +35,28 @@ def ended(model: str = "m", group: str = "g", **more: Any) -> Record:
         setattr(record, name, value)
     record.tokens = tokens_of(record)
     return record
+
+
+def recent(metrics: Metrics) -> dict[str, float]:
+    name = "disagg_router_recent_time_to_first_byte_seconds"
+    values = {
+        share: metrics.registry.get_sample_value(name, {"percentile": share})
+        for share in ("p50", "p90", "p99")
+    }
+    return {share: round(value, 9) for share, value in values.items() if value is not None}
+
+
+def test_recent_percentiles_are_times_that_were_measured() -> None:
+    metrics = Metrics()
+    assert recent(metrics) == {}
+    metrics.requests.add_records([ended(first_byte=11.34)])
+    assert recent(metrics) == {"p50": 1.34, "p90": 1.34, "p99": 1.34}
+    metrics.requests.add_records([ended(first_byte=10 + n / 100) for n in range(1, 100)])
+    assert recent(metrics) == {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    for _ in range(MAX_RECENT_TIMES):
+        metrics.requests.add_records([ended(first_byte=10.25)])
+    assert recent(metrics) == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
+    assert metrics.registry.get_sample_value("disagg_router_recent_answers") == MAX_RECENT_TIMES
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:

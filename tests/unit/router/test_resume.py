@@ -174,6 +174,23 @@ KINDS = ("broken_answer", "status_5xx")
 HOWS = ["reset", "half", "error", "abort", "ends", "frozen", "large"]
 
 
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}])
+async def test_tokens_of_a_stream_are_counted_by_their_ids(
+    start: Start, d: MockEngine, conversation: dict[str, str]
+) -> None:
+    """Also those that another decoder sends."""
+    d.scripts = [dies_after(3)]
+    router = await start(ui=True)
+    answer = await router.stream(**conversation)
+    await router.settled()
+    assert texts_of(answer.text) == WORDS
+    hub = router.state.dashboard
+    assert hub is not None
+    known = hub.source.find(answer.headers["x-request-id"])
+    assert known is not None
+    assert (known.completion_tokens, known.counted) == (len(WORDS), "token ids")
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(

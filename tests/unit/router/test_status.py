@@ -61,12 +61,12 @@ disagg_router_prefix_loans_total{outcome="granted"} 7.0
 disagg_router_prefix_loans_total{outcome="refused"} 2.0
 # TYPE disagg_router_prefix_loan_tokens counter
 disagg_router_prefix_loan_tokens_total 28672.0
-# TYPE disagg_router_time_to_first_byte_seconds histogram
-disagg_router_time_to_first_byte_seconds_bucket{le="0.5"} 50.0
-disagg_router_time_to_first_byte_seconds_bucket{le="1.0"} 98.0
-disagg_router_time_to_first_byte_seconds_bucket{le="+Inf"} 100.0
-disagg_router_time_to_first_byte_seconds_count 100.0
-disagg_router_time_to_first_byte_seconds_sum 60.0
+# TYPE disagg_router_recent_answers gauge
+disagg_router_recent_answers 1200.0
+# TYPE disagg_router_recent_time_to_first_byte_seconds gauge
+disagg_router_recent_time_to_first_byte_seconds{percentile="p50"} 0.5
+disagg_router_recent_time_to_first_byte_seconds{percentile="p90"} 0.9
+disagg_router_recent_time_to_first_byte_seconds{percentile="p99"} 1.34
 """
 
 
@@ -81,24 +81,23 @@ def test_metrics_become_a_status() -> None:
     assert (status.in_flight, status.workers, status.queued) == (3, 2, 0)
     assert status.requests == {"failed": 1, "ok": 15}
     assert status.turns == {"hit": 3, "mismatch": 1, "new": 4}
-    assert status.first_byte["p50"] == 0.5
-    assert status.first_byte["p90"] == pytest.approx(0.5 + 0.5 * 40 / 48)
-    assert status.first_byte["p99"] is None  # beyond the last bound
+    assert status.first_byte == {"p50": 0.5, "p90": 0.9, "p99": 1.34}
+    assert status.recent_answers == 1200
 
 
 def test_a_table_says_it_to_people() -> None:
     status = parse_metrics(METRICS)
     said = "\n".join(lines(status, None, 0))
     assert "3 requests in flight, 0 waiting, 0 connections, 2 workers" in said
-    assert "prefill  p:1     unhealthy           0           4" in said
+    assert "prefill  p:1     unhealthy           0          4" in said
     assert "decode   d:1     draining" in said
     assert "incomplete: used only if no group is complete" in said
     assert "engines needed" not in said
     assert "1 failed, 15 ok" in said
     assert "75% of next turns reuse KV" in said
     assert "prefix loans   7 granted, 2 refused (28,672 tokens borrowed)" in said
-    assert "p50 500 ms" in said
-    assert "p99 ?" in said
+    assert "first byte     p50 500 ms, p90 900 ms, p99 1.34 s (1,200 last answers)" in said
+    assert "role     engine  state       in flight  KV leases" in said
     assert "prefill rate   9,800 (p:2) to 31,000 (p:1) tokens/s" in said
     assert "\x1b" not in said
     assert "\x1b[31m" in "\n".join(lines(status, None, 0, paint))
@@ -120,8 +119,11 @@ def test_the_engines_that_each_group_needs_are_shown() -> None:
     shown = list(lines(parse_metrics("\n".join([METRICS, *needed, ""])), None, 0))
     assert "group blue: engines needed: prefill 1.3, decode 0.5" in shown
     assert not any("both roles" in line for line in shown)
-    idle = 'disagg_router_engines_needed{group="blue",role="decode"} 0.04\n'
-    assert "needed" not in "\n".join(lines(parse_metrics(METRICS + idle), None, 0))
+    need = 'disagg_router_engines_needed{group="blue",role="decode"} '
+    idle = list(lines(parse_metrics(f"{METRICS}{need}0.0004\n"), None, 0))
+    assert not any("needed" in line for line in idle)
+    shown = list(lines(parse_metrics(f"{METRICS}{need}0.004\n"), None, 0))
+    assert "group blue: engines needed: decode <0.1" in shown
 
 
 def test_engines_of_both_roles_are_shown_with_what_they_do_now() -> None:

@@ -195,7 +195,7 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
         assert command.stdout is not None
         async with asyncio.timeout(60):
             line = (await command.stdout.readline()).decode()
-        assert line == f"{name_of(p)} drains: 0 running, {held} holding KV\n"
+        assert line == f"{name_of(p)} drains: 0 running, {held} KV leases\n"
         told = (await api.get(f"/admin/engines/{name_of(p)}")).json()
         assert (told["holding"], told["drained"]) == (held, False)
         assert command.returncode is None
@@ -482,7 +482,7 @@ async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
         asking = asyncio.create_task(ask(router))
         await eventually(lambda: d.requests, 60)
         code, _, errors = await ended(await drain(router, name_of(d), "--timeout=1"))
-        assert (code, "1 running, 0 holding KV, after 1 s" in errors) == (1, True)
+        assert (code, "1 running, 0 KV leases, after 1 s" in errors) == (1, True)
         command = await drain(router, name_of(d))
         assert command.stdout is not None
         await asyncio.wait_for(command.stdout.readline(), 60)

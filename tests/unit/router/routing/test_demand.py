@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from time import monotonic as now
 from typing import cast
 
 import pytest
@@ -10,6 +12,8 @@ from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole, Engin
 from router.http_client.pool import EnginePool
 from router.routing.demand import BUSY_SHARE, CACHE_SHARE, DRAIN_S, EngineDemand
 from router.settings import Address
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import MockEngine
 
 TOKENS_PER_S = 10_000
 MODEL = {"base_ms": 10.0, "token_us": 100, "token_context_ns": 0, "context_ns": 30.0}
@@ -55,6 +59,30 @@ def test_prefill_engines_are_needed_for_the_work_that_comes() -> None:
     assert needed == pytest.approx(1.0 / BUSY_SHARE, rel=0.02)
 
 
+async def test_regular_samples_measure_the_work_between_two_readers() -> None:
+    clock, demand = Clock(), EngineDemand(0.05)
+    made = measured(clock)
+    sampling = asyncio.create_task(demand.sample(lambda: [made]))
+    try:
+        await asyncio.sleep(0)  # its first sample
+        made.note_prefill(clock.seconds, clock.seconds + 60, 60 * TOKENS_PER_S)
+        assert demand.read([made], now() + 60)[P] > 0.5 / BUSY_SHARE
+    finally:
+        sampling.cancel()
+
+
+async def test_router_samples_what_its_requests_need(
+    start_router: StartRouter, p: MockEngine
+) -> None:
+    router = await start_router()
+    made = router.engine(p)
+    clock = Clock()
+    for _ in range(64):
+        clock.leg(made, 9000)
+    # The work since the router's own sample counts, although nobody has read the metric before.
+    assert router.metric("engines_needed", group=made.group, role="prefill") > 0
+
+
 def test_what_is_queued_needs_engines_too() -> None:
     clock, demand = Clock(), EngineDemand(0.05)
     made = measured(clock)
@@ -70,6 +98,13 @@ def test_decode_engines_are_needed_for_kv_and_for_short_steps() -> None:
     slow.add_load(9, 1_000_000)  # 30 ms of each step, where 15 ms are left
     assert EngineDemand(0.05).read([slow], 1.0)[D] == pytest.approx(2.0)
     assert EngineDemand(0.0).read([slow], 1.0)[D] == pytest.approx(0.1 / CACHE_SHARE)
+
+
+def test_decode_engines_are_needed_for_slots() -> None:
+    made = engine(DECODE, cache_tokens=10_000_000)
+    made.capabilities.max_num_seqs = 10
+    made.add_load(14, 14)
+    assert EngineDemand(0.0).read([made], 1.0)[D] == pytest.approx(1.4 / CACHE_SHARE)
 
 
 def test_the_sum_over_routers_is_what_all_requests_need() -> None:

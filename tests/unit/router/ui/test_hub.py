@@ -19,7 +19,14 @@ from router.ui.hub import MAX_QUEUED_BYTES, MAX_QUEUED_EVENTS, DashboardHub, Vie
 from router.ui.site import MAX_VIEWERS
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine, usual_decode
+from tests.unit.router.mock_engine import (
+    DONE,
+    MockEngine,
+    Peer,
+    Received,
+    running_engine,
+    usual_decode,
+)
 
 TOKEN = "a token of more than sixteen"
 Event = tuple[str, Any]
@@ -59,6 +66,33 @@ async def until(events: AsyncIterator[Event], wanted: str) -> Any:
             if name == wanted:
                 return content
     raise AssertionError(f"no {wanted}")
+
+
+CHUNKS = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"choices": [{"index":0,"delta":{"content":"a \\"choices\\":[{"}}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"b"}}]}\n\n'
+    b'data: {"choices":[{"index":0,"delta":{"content":"c"},"finish_reason":"stop"}]}\n\n' + DONE,
+]
+
+
+async def talks(received: Received, peer: Peer) -> None:
+    await peer.stream(*CHUNKS)
+
+
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}])
+async def test_events_of_a_stream_without_usage_are_counted_while_somebody_looks(
+    start_router: StartRouter, d: MockEngine, conversation: dict[str, str]
+) -> None:
+    d.usual = talks
+    router = await start_router(ui=True)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with looking(router) as events:
+        await until(events, "snapshot")
+        answer = await router.client.post("/v1/chat/completions", json=body | conversation)
+        assert answer.text.endswith("[DONE]\n\n"), answer.text
+        (request,) = (await until(events, "ended"))["requests"]
+    assert (request["completion_tokens"], request["counted"]) == (3, "events")
 
 
 async def test_first_everything_then_what_ended(start_router: StartRouter) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from router.telemetry.record import Record
 from router.telemetry.request_metrics import tokens_of
 from router.ui.live_requests import (
@@ -46,6 +50,22 @@ def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
     running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
     assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
     assert summarize_request(running, "w", 0.0).completion_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("known", "count", "counted"),
+    [
+        ({"usage": b'{"completion_tokens":7}', "streamed_tokens": 6}, 7, "usage"),
+        ({"streamed_tokens": 6, "streamed_events": 5}, 6, "token ids"),
+        ({"streamed_events": 5}, 5, "events"),
+        ({"streamed_events": -1}, None, "events"),
+    ],
+)
+def test_output_is_counted_by_usage_or_token_ids_or_events(
+    known: dict[str, Any], count: int | None, counted: str
+) -> None:
+    told = summarize_request(record(**known), "w", 0.0)
+    assert (told.completion_tokens, told.counted) == (count, counted)
 
 
 def test_one_that_looks_takes_nothing_from_another() -> None:
