@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from router.commands.console import CommandError, CommandParser, number_in
@@ -69,7 +70,11 @@ def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
     parser = _parser()
     options, comparison = _read(parser, argv)
     with handling_signals(SIGNALS, signal.default_int_handler):
-        return parser.run(lambda: _run(options, engines, comparison))
+        try:
+            return parser.run(lambda: _run(options, engines, comparison))
+        except ChildEndedError as error:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            return 1
 
 
 def _run(
@@ -77,15 +82,15 @@ def _run(
 ) -> int:
     """Run until a signal raises KeyboardInterrupt, the router ends or the comparison is complete.
 
-    Raises CommandError and UsageError.
+    Raises ChildEndedError, CommandError and UsageError.
     """
     engines.check(options)
     if comparison is None:
         _check_port(options.host, options.port)
     else:
         comparison.check()
-    with tempfile.TemporaryDirectory(prefix="disagg-demo-") as directory:
-        processes = ChildProcesses(Path(directory))
+    with _log_directory() as directory:
+        processes = ChildProcesses(directory)
         try:
             model = choose_model(processes, options, engines)
             threads = threads_of(options.prefillers + options.decoders)
@@ -104,9 +109,6 @@ def _run(
                 time.sleep(CHECK_INTERVAL_S)
         except KeyboardInterrupt:
             return 0 if comparison is None else INTERRUPTED
-        except ChildEndedError as error:
-            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-            return 1
         finally:
             # Stopping takes a bounded time.
             with handling_signals(SIGNALS, signal.SIG_IGN):
@@ -116,6 +118,28 @@ def _run(
                 # The router stops first: it would report engines that stop before it as failed.
                 processes.stop(processes.children[-1:])
                 processes.stop()
+
+
+@contextlib.contextmanager
+def _log_directory() -> Iterator[Path]:
+    """Yield a directory for the processes' logs. After a failure the logs stay, and a line names
+    them."""
+    directory = Path(tempfile.mkdtemp(prefix="disagg-demo-"))
+    kept: list[Path] = []
+    try:
+        yield directory
+    except (ChildEndedError, CommandError):
+        kept = sorted(path for path in directory.glob("*.log") if path.stat().st_size)
+        if kept:
+            names = ", ".join(path.name for path in kept)
+            print(f"{PROGRAM}: the logs are kept in {directory}: {names}", file=sys.stderr)
+        raise
+    finally:
+        for path in directory.iterdir() if kept else ():
+            if path not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not kept:
+            shutil.rmtree(directory)
 
 
 class EngineRestarts:
@@ -136,7 +160,8 @@ class EngineRestarts:
                 engine.check()
             times.append(self._clock())
             engine.restart()
-            text = f"{engine.name} ended with status {status}, and starts again"
+            log = f" (its log: {engine.log})" if status > 0 else ""  # nobody has killed it
+            text = f"{engine.name} ended with status {status}{log}, and starts again"
             print_now(f"{text}: {_kill(engine)}")
 
 

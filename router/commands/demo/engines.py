@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ ROUTER = [sys.executable, "-m", "router.commands.cli"]
 START_TIMEOUT_S = 600.0
 REPORT_INTERVAL_S = 5.0
 READY_POLL_S = 0.1
+MAX_LOG_TEXT = 160
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # The target of steps that decode, at engines of both roles.
 TARGET_ITL_S = 0.05
 print_now = partial(print, flush=True)
@@ -290,10 +294,18 @@ def wait_until_ready(
             names = ", ".join(child.name for child in left)
             if left and now - reported > REPORT_INTERVAL_S:
                 reported = now
-                say(f"waiting for {names} ({now - started:.0f} s)")
+                say(f"waiting for {names} ({now - started:.0f} s){_last_line(left[0])}")
             if left and now - started > START_TIMEOUT_S:
-                raise CommandError(f"not ready after {START_TIMEOUT_S:.0f} s: {names}")
+                text = f"not ready after {START_TIMEOUT_S:.0f} s: {names}"
+                raise CommandError(f"{text}{_last_line(left[0])}")
             time.sleep(READY_POLL_S)
+
+
+def _last_line(child: ChildProcess) -> str:
+    """Return the last line of the process's log, to append to a message; empty without one."""
+    line = next((line for line in reversed(child.log_lines()) if line.strip()), "")
+    text = "".join(one if one.isprintable() else " " for one in COLOUR.sub("", line))
+    return f"; {child.name}: {textwrap.shorten(text, MAX_LOG_TEXT)}" if text.strip() else ""
 
 
 def _answers(client: httpx.Client, url: str) -> bool:

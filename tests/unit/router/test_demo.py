@@ -21,6 +21,8 @@ import httpx
 import pytest
 
 from router.commands.cli import main
+from router.commands.console import CommandError
+from router.commands.demo import engines as engines_module
 from router.commands.demo.command import MAX_RESTARTS, RESTART_WINDOW_S, EngineRestarts
 from router.commands.demo.command import main as command_main
 from router.commands.demo.engines import (
@@ -31,6 +33,7 @@ from router.commands.demo.engines import (
     EngineCommands,
     cache_directory,
     find_vllm,
+    wait_until_ready,
     write_secret,
 )
 from router.common.child_processes import ChildEndedError, ChildProcesses
@@ -78,7 +81,12 @@ def demo(mode: str, port: int, output: Path, *flags: str) -> Iterator[subprocess
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": root, "XDG_CACHE_HOME": cache},
+            env={
+                **os.environ,
+                "PYTHONPATH": root,
+                "XDG_CACHE_HOME": cache,
+                "TMPDIR": str(output.parent),
+            },
         )
     try:
         yield process
@@ -306,10 +314,35 @@ def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -
     output = tmp_path / "output"
     with demo("dying", find_free_ports(1)[0], output) as process:
         assert process.wait(30) == 1
+    text = output.read_text()
     # Whichever of the three is looked at first.
-    assert re.search(
-        r"engine \d ended with status 1; its last output:\n  no such device", output.read_text()
-    )
+    assert re.search(r"engine \d ended with status 1; its last output:\n  no such device", text)
+    found = re.search(r"the logs are kept in (\S+): (.+)", text)
+    assert found, text
+    directory = Path(found[1])
+    assert directory.is_relative_to(tmp_path)
+    assert sorted(path.name for path in directory.iterdir()) == found[2].split(", ")
+    assert (directory / found[2].split(", ")[-1]).read_text().strip() == "no such device"
+
+
+def test_waiting_shows_the_last_log_line_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(engines_module, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(engines_module, "START_TIMEOUT_S", 0.2)
+    (port,) = find_free_ports(1)
+    script = "printf 'one\n\033[1mloading  weights\n\n'; exec sleep 60"
+    processes = ChildProcesses(tmp_path)
+    engine = processes.start("engine 1", ["sh", "-c", script], f"http://127.0.0.1:{port}")
+    assert engine.log is not None
+    wait_for(lambda: len(engine.log_lines()) == 3)
+    try:
+        with pytest.raises(CommandError, match=r"not ready after 0 s: engine 1; engine 1: .*load"):
+            wait_until_ready([engine], "/health", [engine], said.append)
+    finally:
+        processes.stop()
+    assert said[0] == "waiting for engine 1 (0 s); engine 1: loading weights"
 
 
 def test_a_killed_engine_is_started_again_and_serves(tmp_path: Path) -> None:
