@@ -10,7 +10,7 @@ import email.utils
 import os
 import socket
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -37,6 +37,11 @@ ANSWER_TIMEOUT_S = 5.0
 # Clocks that differ by more than this are reported; a Date header has whole seconds.
 MAX_SKEW_S = 5.0
 MAX_SHOWN = 3
+# A check that fails is repeated, since a busy fleet may fail once: so often, after this pause, and
+# not for longer than this.
+MAX_TRIES = 3
+RETRY_PAUSE_S = 1.0
+RETRY_FOR_S = 25.0
 # The checks that depend on where the doctor runs, and on what it may ask.
 NO_REQUESTS = ", so it gets no requests beside engines that list their models"
 REACH = ("name", "port", "answers", "health", "models")
@@ -78,6 +83,17 @@ class Findings:
 
     def _add(self, name: str, state: State, text: str, cure: str = "") -> None:
         self.checks.append(Check(self.subject, name, state, text, cure))
+
+
+async def retried(check: Callable[[], Awaitable[list[Check]]]) -> list[Check]:
+    """Return the results of a check, of its last try if it fails."""
+    started = now()
+    for _ in range(MAX_TRIES - 1):
+        results = await check()
+        if all(one.state is not State.FAIL for one in results) or now() - started > RETRY_FOR_S:
+            return results
+        await asyncio.sleep(RETRY_PAUSE_S)
+    return await check()
 
 
 async def within(work: Awaitable[T], seconds: float | None = None) -> T:

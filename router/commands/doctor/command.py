@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from router.auth.api_keys import Keyring
@@ -33,7 +34,7 @@ from router.commands.console import (
     paint_for,
     run_with_progress,
 )
-from router.commands.doctor.checks import Check, Findings, State, within
+from router.commands.doctor.checks import Check, Findings, State, retried, within
 from router.commands.doctor.fleet_checks import Progress, check_fleet, open_fleet
 from router.commands.doctor.router_checks import RouterChecker
 from router.commands.router_client import API_KEY, key_headers, router_url
@@ -144,31 +145,40 @@ async def _check(
     if settings is not None:
         show("files and stores")
         checks += check_files(settings)
-        checks += await check_redis(settings)
+        checks += await retried(partial(check_redis, settings))
     if router is not None:
         show("the router")
-        await router.run()
+        checks += await retried(router.run)
         settings = router.settings()
         if settings is None:
             if router.is_router:
-                await router.check_request((), timeout_s)
-            return router.found.checks
+                checks += await retried(lambda: router.check_request((), timeout_s))
+            return checks
     assert settings is not None
+    num_before = len(checks)
     try:
         async with open_fleet(settings) as state:
             reached = frozenset() if router is None else router.reached
             checks += await check_fleet(state, timeout_s, show, reached)
             if router is not None:
                 show("a request through the router")
-                await router.check_request(state.gateway.fleet.engines, timeout_s)
+                engines = state.gateway.fleet.engines
+                through = await retried(lambda: router.check_request(engines, timeout_s))
+                # Beside the router's other checks.
+                checks[num_before:num_before] = through
     except SettingsError as error:
         cure = "correct the settings above"
         checks += [Check("settings", "engines", State.FAIL, p, cure) for p in error.problems]
-    return [*(() if router is None else router.found.checks), *checks]
+    return checks
 
 
 def lines(checks: Sequence[Check], painted: Paint = no_paint) -> Iterator[str]:
-    """Yield a line for each check, and the sum of them."""
+    """Yield the sum of the checks, and a line for each of them."""
+    failed = sum(check.state is State.FAIL for check in checks)
+    if failed:
+        yield painted(f"{failed} of {len(checks)} checks failed", RED)
+    else:
+        yield painted("no check failed", GREEN)
     wide = max((len(check.subject) for check in checks), default=0)
     names = max((len(check.name) for check in checks), default=0)
     for check in checks:
@@ -176,11 +186,6 @@ def lines(checks: Sequence[Check], painted: Paint = no_paint) -> Iterator[str]:
         cure = f". To do: {check.cure}" if check.cure else ""
         text = f"{check.text}{cure}"
         yield f"{state}  {check.subject:<{wide}}  {check.name:<{names}}  {text}".rstrip()
-    failed = sum(check.state is State.FAIL for check in checks)
-    if failed:
-        yield painted(f"{failed} of {len(checks)} checks failed", RED)
-    else:
-        yield painted("no check failed", GREEN)
 
 
 def check_files(settings: Settings) -> list[Check]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from functools import partial
 from random import Random
 from time import monotonic as now
 from typing import NamedTuple
 
-from router.commands.doctor.checks import Check, EngineChecker, Findings
+from router.commands.doctor.checks import Check, EngineChecker, Findings, retried
 from router.commands.doctor.loan_check import check_loan
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
@@ -106,25 +107,28 @@ async def check_fleet(
     sources = Findings("discovery")
     for name, problem in state.registry.problems().items():
         sources.fail(name, problem, "see docs/discovery.md")
-    checkers = [EngineChecker(engine, fleet) for engine in fleet.engines]
-    progress(f"{len(checkers)} engines")
+    engines = fleet.engines
+    progress(f"{len(engines)} engines")
     limit = asyncio.Semaphore(MAX_CONCURRENT_ENGINES)
 
-    async def run(checker: EngineChecker) -> None:
+    async def run(engine: Engine) -> list[Check]:
         async with limit:
+            checker = EngineChecker(engine, fleet)
             await checker.run()
+            is_reached = engine.name in reached
+            return checker.checks_from_elsewhere if is_reached else checker.found.checks
 
-    await asyncio.gather(*map(run, checkers))
+    of_engines = await asyncio.gather(*(retried(partial(run, engine)) for engine in engines))
     with fleet.batch_changes():
         pass  # groups follow from what the engines have reported
     checks = list(sources.checks)
-    for one, engine in zip(checkers, fleet.engines, strict=True):
-        checks += one.checks_from_elsewhere if engine.name in reached else one.found.checks
+    for found in of_engines:
+        checks += found
     if all(one.health is Health.HEALTHY or one.name not in reached for one in fleet.engines):
         checks += check_roles(fleet.engines)
     checks += check_shared_facts(gateway)
     progress("a loan between two engines")
-    checks += await check_loan(fleet.engines, timeout_s)
+    checks += await retried(lambda: check_loan(fleet.engines, timeout_s))
     pairs = choose_pairs(fleet.engines)
     progress(f"test requests through {len(pairs)} pairs of engines")
     limit = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
@@ -133,7 +137,7 @@ async def check_fleet(
         async with limit:
             return await check_pair(gateway, pair, timeout_s)
 
-    for found in await asyncio.gather(*map(test, pairs)):
+    for found in await asyncio.gather(*(retried(partial(test, pair)) for pair in pairs)):
         checks += found
     return checks
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from router.commands.console import CommandError
-from router.commands.doctor.checks import Findings, check_clock, check_reach
+from router.commands.doctor.checks import Check, Findings, check_clock, check_reach
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, find_transfer
 from router.commands.router_client import error_message, first_model_in, send
 from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
@@ -36,8 +36,13 @@ class RouterChecker:
     """The router's status, from its metrics."""
     is_router: bool = False
 
-    async def run(self) -> None:
+    async def run(self) -> list[Check]:
         """Check all but a request."""
+        self.found = Findings("router")
+        await self._run()
+        return self.found.checks
+
+    async def _run(self) -> None:
         if not await check_reach(self.found, self.address, "the router's URL"):
             return
         try:
@@ -115,8 +120,15 @@ class RouterChecker:
         except SettingsError:
             return None
 
-    async def check_request(self, engines: Sequence[Engine], timeout_s: float) -> None:
+    async def check_request(self, engines: Sequence[Engine], timeout_s: float) -> list[Check]:
         """Send a request through the router, and ask the engines whether KV moved."""
+        found = Findings("router")
+        await self._check_request(found, engines, timeout_s)
+        return found.checks
+
+    async def _check_request(
+        self, found: Findings, engines: Sequence[Engine], timeout_s: float
+    ) -> None:
         name = f"doctor-{Random().getrandbits(64):016x}"
         try:
             listed = parse_object((await self._get("/v1/models")).content)
@@ -138,28 +150,28 @@ class RouterChecker:
                 timeout_s,
             )
         except CommandError as error:
-            self.found.fail("request", str(error), "look at the router's log, or set --timeout")
+            found.fail("request", str(error), "look at the router's log, or set --timeout")
             return
         if answer.status_code != 200:
             text = error_message(parse_object(answer.content) or {})
             cure = "look at the router's log"
             if answer.status_code == 401:
                 cure = "set OPENAI_API_KEY to a key of the router"
-            self.found.fail("request", f"status {answer.status_code}: {text}", cure)
+            found.fail("request", f"status {answer.status_code}: {text}", cure)
             return
-        self.found.ok("request", "answered")
+        found.ok("request", "answered")
         if len(engines) == 1:
-            self.found.skip("KV moved", "no: there is one engine")
+            found.skip("KV moved", "no: there is one engine")
             return
         moved, tells = await find_transfer(engines, name)
         if moved is not None:
-            self.found.ok("KV moved", f"yes, {moved.blocks} blocks")
+            found.ok("KV moved", f"yes, {moved.blocks} blocks")
         elif tells:
             cure = "see the lines above, and the router's access log for this request"
-            self.found.fail("KV moved", f"no: one engine computed request {name}", cure)
+            found.fail("KV moved", f"no: one engine computed request {name}", cure)
         else:
             text = "not known: no engine that reports transfers can be reached from here"
-            self.found.skip("KV moved", text)
+            found.skip("KV moved", text)
 
 
 def _pairs(content: Any) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ import pytest
 
 from router.commands.console import paint
 from router.commands.doctor import checks as checks_module
-from router.commands.doctor.checks import Check, Findings, State, check_clock
+from router.commands.doctor.checks import (
+    MAX_TRIES,
+    Check,
+    Findings,
+    State,
+    check_clock,
+    retried,
+)
 from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
 from router.routing.role_balance import RoleKeeper
@@ -38,6 +46,11 @@ from tests.unit.router.mock_engine import (
 from tests.unit.router.test_target_itl import RANK, STEP_MODEL
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
+
+
+@pytest.fixture(autouse=True)
+def no_pause_before_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "RETRY_PAUSE_S", 0.0)
 
 
 def moves_kv(engine: MockEngine) -> None:
@@ -109,6 +122,28 @@ async def test_fleet_that_is_well_moves_kv(p: MockEngine, d: MockEngine) -> None
     assert found(checks, "leases").text == "all last 30 s"
     assert found(checks, "secret").state is State.SKIPPED
     assert len(p.requests[0].json["prompt"]) == PROMPT_TOKENS == 64
+
+
+async def test_a_check_that_fails_once_is_repeated(p: MockEngine, d: MockEngine) -> None:
+    """As a test request in a busy fleet."""
+    p.identity = d.identity = page()
+    moves_kv(p)
+    moves_kv(d)
+    d.scripts = [fails]
+    checks = await examine(settings_of([p], [d]))
+    assert failed(checks) == {}
+    assert found(checks, "KV moved").state is State.OK
+
+
+async def test_a_check_that_always_fails_is_reported_once() -> None:
+    tries: list[int] = []
+
+    async def check() -> list[Check]:
+        tries.append(len(tries))
+        return [Check("fleet", "models", State.FAIL, f"try {len(tries)}")]
+
+    assert [one.text for one in await retried(check)] == [f"try {MAX_TRIES}"]
+    assert len(tries) == MAX_TRIES
 
 
 async def test_prefill_engine_that_cannot_read_from_the_decode_engine_is_named(
@@ -319,8 +354,8 @@ async def test_side_channel_that_names_its_own_machine_is_named(
     assert "cannot be reached from here" in found(checks, "side channel").text
     assert found(checks, "side channel").state is State.SKIPPED
     loopback = "router.commands.doctor.checks.is_loopback"
-    seen = iter([True, False])
-    monkeypatch.setattr(loopback, lambda host: next(seen, True))
+    seen = cycle([True, False])
+    monkeypatch.setattr(loopback, lambda host: next(seen))
     assert "their own machine" in failed(await examine(settings_of([p], [d])))["side channel"]
 
 
@@ -402,7 +437,7 @@ async def test_exit_status_and_json(
     assert await doctor(*engines) == 0
     output = capsys.readouterr().out
     assert "KV moved" in output
-    assert output.rstrip().endswith("no check failed")
+    assert output.startswith("no check failed\n")
     assert "\x1b" not in output
     d.identity = NO_CONNECTOR_PAGE
     assert await doctor(*engines, "--json") == 1
@@ -593,7 +628,7 @@ def test_lines_are_aligned_and_coloured_on_a_terminal() -> None:
         Check("decode d:1", "KV moved", State.FAIL, "no", "look"),
     ]
     plain = list(lines(checks))
-    assert plain[0] == "OK       fleet       models    m"
-    assert plain[1] == "FAIL     decode d:1  KV moved  no. To do: look"
-    assert plain[2] == "1 of 2 checks failed"
-    assert "\x1b[31mFAIL" in list(lines(checks, paint))[1]
+    assert plain[0] == "1 of 2 checks failed"
+    assert plain[1] == "OK       fleet       models    m"
+    assert plain[2] == "FAIL     decode d:1  KV moved  no. To do: look"
+    assert "\x1b[31mFAIL" in list(lines(checks, paint))[2]
