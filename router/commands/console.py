@@ -19,6 +19,8 @@ T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"
 GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+# The exit code after Ctrl-C.
+INTERRUPTED = 130
 TERMINAL_PROGRESS_S, LOG_PROGRESS_S = 0.5, 5.0
 Paint = Callable[[str, str], str]
 
@@ -75,7 +77,7 @@ class CommandParser(argparse.ArgumentParser):
                 print(f"{self.prog}: error: {line}", file=sys.stderr)
             return error.exit_code
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED
         except OSError as error:  # an error of a connection is a CommandError
             return self._report_unwritable(error)
 

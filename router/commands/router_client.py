@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from router.commands.connection_errors import no_answer
 from router.commands.console import DEFAULT_URL, CommandError, UsageError
 from router.openai.answers import parse_object
 from router.settings import variable_of
@@ -54,13 +55,11 @@ async def send(
                 if len(content) > MAX_ANSWER_BYTES:
                     raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
     except TimeoutError:
-        reason = f"not complete within {timeout_s:g} s"
+        raise CommandError(no_answer(url, None, timeout_s)) from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name
-        reason = " ".join(str(error).split()) or type(error).__name__
-    else:
-        decoded = [one for one in answer.headers.items() if one[0] not in ENCODING_HEADERS]
-        return httpx.Response(answer.status_code, headers=decoded, content=bytes(content))
-    raise CommandError(f"no answer from {url}: {reason}")
+        raise CommandError(no_answer(url, error, timeout_s)) from None
+    decoded = [one for one in answer.headers.items() if one[0] not in ENCODING_HEADERS]
+    return httpx.Response(answer.status_code, headers=decoded, content=bytes(content))
 
 
 def key_headers(variables: Mapping[str, str], key: str | None = None) -> dict[str, str]:

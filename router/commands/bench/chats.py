@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from router.commands.bench.load import Client, drive, request_bytes
+from router.commands.bench.load import TIMEOUT, Client, drive, request_bytes
+from router.commands.connection_errors import no_answer
 from router.commands.router_client import error_message
 from router.http_client.errors import EventTooLargeError
 from router.http_client.sse import DONE, MAX_EVENT_BYTES, SseReader
 from router.openai.answers import choices_of, count_in, parse_object
+from router.settings import Address
 from router.telemetry.metric_types import nearest_rank
 
 PATH = "/v1/chat/completions"
@@ -153,6 +155,10 @@ class Target:
     port: int
     credential: str = ""
 
+    @property
+    def url(self) -> str:
+        return f"http://{Address(self.host, self.port)}"
+
 
 @dataclass(frozen=True, slots=True)
 class ChatLoad:
@@ -233,8 +239,10 @@ class ChatLoad:
             if exchange.status not in (0, 200):
                 message = error_message(parse_object(bytes(error)) or {})
                 raise ChatError(f"{exchange.status} {message}".strip())
+            if exchange.error is not None or exchange.problem == TIMEOUT:
+                raise ChatError(no_answer(target.url, exchange.error, self.timeout))
             if exchange.problem:
-                raise ChatError(f"{target.host}:{target.port}: {exchange.problem}")
+                raise ChatError(f"{target.url}: {exchange.problem}")
             reader.end(exchange.ended)
         except ChatError as failure:
             self.figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])

@@ -1,6 +1,7 @@
 """disagg-router bench: a bounded load on a router that runs, and what its clients saw.
 
 Exit code 0: every request was answered. 1: some were not, or none could be asked. 2: wrong usage.
+130: Ctrl-C, after the figures of the requests that had ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from uuid import uuid4
 from router.commands.bench.chats import ChatLoad, Figures, LoadPlan, Sample, Target
 from router.commands.console import (
     DEFAULT_URL,
+    INTERRUPTED,
     CommandParser,
     UsageError,
     number_in,
@@ -26,7 +28,8 @@ from router.commands.router_client import API_KEY, first_model, http_url, key_he
 DESCRIPTION = f"""\
 Sends chats to a router, several at a time, and prints percentiles of TTFT, ITL and end-to-end
 latency, and the share of prompt tokens that were served from a cache. With --turns, each chat
-continues from its answers. The variable {API_KEY} is the API key, if it is set.
+continues from its answers. Ctrl-C prints the figures so far. The variable {API_KEY} is the API
+key, if it is set.
 """
 # Options with a number: the largest one, the default, and the help text.
 COUNTS = {
@@ -70,10 +73,22 @@ def _bench(options: argparse.Namespace) -> int:
         return f"{ended} after {time.monotonic() - started:.0f} s{failed}"
 
     load = ChatLoad(target, plan, options.timeout, figures)
-    asyncio.run(run_with_progress(load.run(options.concurrency, uuid4().hex[:8]), progress))
+    is_whole = True
+    try:
+        asyncio.run(run_with_progress(load.run(options.concurrency, uuid4().hex[:8]), progress))
+    except KeyboardInterrupt:
+        is_whole = False
     seconds = max(time.monotonic() - started, 1e-9)
-    report = json.dumps(figures.content(seconds)) if options.json else table(figures, seconds)
+    if options.json:
+        report = json.dumps(figures.content(seconds) | {"interrupted": not is_whole})
+    else:
+        report = table(figures, seconds)
+        if not is_whole:
+            text = f"Interrupted: {options.requests - figures.ended} of {options.requests} requests"
+            report = f"{text} had not ended.\n{report}"
     print(report, flush=True)
+    if not is_whole:
+        return INTERRUPTED
     return 0 if figures.answered and not figures.failed else 1
 
 

@@ -30,8 +30,9 @@ class LoadExchange:
     """A request and what came back. Times are of `time.monotonic`, in seconds.
 
     `status` is 0 without an answer's head, `first_byte` is 0 without a piece of its body.
-    `problem` is empty for an answer that is complete by HTTP's rules. `longest_gap` is the longest
-    time between two pieces of an answer, its head and its end included.
+    `problem` is empty for an answer that is complete by HTTP's rules, `error` is why there is no
+    connection. `longest_gap` is the longest time between two pieces of an answer, its head and its
+    end included.
     """
 
     started: float
@@ -41,6 +42,7 @@ class LoadExchange:
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
     problem: str = ""
+    error: OSError | None = None
 
     @property
     def seconds(self) -> float:
@@ -135,8 +137,8 @@ class Client:
                 await connection.send(request, exchange, on_body or exchange.body.extend)
         except TimeoutError:
             exchange.problem = TIMEOUT
-        except OSError:
-            exchange.problem = REFUSED
+        except OSError as error:
+            exchange.problem, exchange.error = REFUSED, error
         except asyncio.CancelledError:
             self.close()
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +11,13 @@ from uuid import uuid4
 import httpx
 
 from router.commands.bench.chats import PATH, ChatError, ChatStreamReader, Figures, Message
+from router.commands.connection_errors import no_answer
 from router.commands.console import CommandError
 from router.commands.router_client import error_message, tls_context
 from router.openai.answers import count_in, parse_object
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_ERROR_BYTES = 65_536
-ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 
 
 class ChatAnswer(ChatStreamReader):
@@ -113,20 +112,16 @@ class Conversation:
                     yield "".join(answer.texts[count:])
                     count = len(answer.texts)
             answer.end(time.monotonic())
-        except httpx.ReadTimeout:
-            raise CommandError(f"{self.url} sent nothing for {self.timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            what = "the answer broke off" if answer.text else "no answer"
-            raise CommandError(f"{what}: {self.url}: {_reason(error)}") from None
+            is_connecting = isinstance(error, httpx.ConnectTimeout)
+            timeout_s = CONNECT_TIMEOUT_S if is_connecting else self.timeout_s
+            raise CommandError(_broken(answer) + no_answer(self.url, error, timeout_s)) from None
         except ChatError as error:
-            what = "the answer broke off: " if answer.text else ""
-            raise CommandError(f"{what}{error}") from None
+            raise CommandError(f"{_broken(answer)}{error}") from None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
-        return "the router closed the connection"
-    return ERROR_NUMBER.sub("", " ".join(str(error).split())) or type(error).__name__
+def _broken(answer: ChatAnswer) -> str:
+    return "the answer broke off: " if answer.text else ""
 
 
 def _refusal(response: httpx.Response) -> str:

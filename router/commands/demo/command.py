@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from router.commands.console import CommandError, CommandParser, number_in
+from router.commands.console import INTERRUPTED, CommandError, CommandParser, number_in
 from router.commands.demo.compare import SIGNALS, CompareOptions, compare
 from router.commands.demo.engines import (
     ENGINES,
@@ -46,7 +46,6 @@ from router.common.child_processes import (
 
 PROGRAM = "disagg-router demo"
 CHECK_INTERVAL_S = 0.5
-INTERRUPTED = 130
 ROUNDS = 3
 DEFAULTS = {"prefillers": 1, "decoders": 2, "host": "127.0.0.1", "port": 8000}
 # Options that the comparison decides.

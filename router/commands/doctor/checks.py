@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from time import monotonic as now
 from typing import TypeVar
 
+from router.commands.connection_errors import no_answer, reason_of
 from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import Engine
@@ -116,26 +116,21 @@ async def connect(host: str, port: int) -> str:
     """Return why nothing listens there; empty if a connection was accepted."""
     try:
         _, writer = await within(asyncio.open_connection(host, port))
-    except TimeoutError:
-        return f"no answer within {ANSWER_TIMEOUT_S:g} s"
-    except OSError as error:
-        # asyncio's own text has no reason.
-        return os.strerror(error.errno).lower() if error.errno else str(error)
-    except UnicodeError as error:
-        return str(error)
+    except (OSError, UnicodeError) as error:
+        return reason_of(error, ANSWER_TIMEOUT_S)
     writer.transport.abort()
     return ""
 
 
-async def check_reach(found: Findings, address: Address, flag: str) -> bool:
+async def check_reach(found: Findings, url: str, address: Address, flag: str) -> bool:
     """Check the name and the port of a server. Return False if it cannot be reached."""
     host = address.host
     try:
         addresses = await resolve(host)
-    except (OSError, TimeoutError) as error:
-        why = getattr(error, "strerror", None) or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+    except OSError as error:
+        why = error.strerror or reason_of(None, ANSWER_TIMEOUT_S)
         cure = f"correct {flag}, or the DNS that this machine uses"
-        found.fail("name", f"{host} cannot be resolved: {why}", cure)
+        found.fail("name", f"{url}: {host} cannot be resolved: {why}", cure)
         return False
     if addresses != [host]:  # an IP address is its own one
         found.ok("name", f"{host} is {', '.join(addresses[:MAX_SHOWN])}")
@@ -143,10 +138,21 @@ async def check_reach(found: Findings, address: Address, flag: str) -> bool:
         cure = f"start it there, or correct {flag}"
         if "no answer" in why:
             cure = f"look for a firewall or network policy in between, or correct {flag}"
-        found.fail("port", f"{address}: {why}", cure)
+        found.fail("port", f"{url}: {why}", cure)
         return False
     found.ok("port", f"{address} accepts connections")
     return True
+
+
+def failure_text(engines: Sequence[Engine], error: Exception, timeout_s: float) -> str:
+    """Return why a request through these engines has failed."""
+    text = " ".join(str(error).split())[:300]
+    engine = next((one for one in engines if text.startswith(f"{one.name}: ")), None)
+    return text if engine is None else no_answer(engine.spec.url, error, timeout_s)
+
+
+def timeout_text(engines: Sequence[Engine], timeout_s: float) -> str:
+    return no_answer(", ".join(one.spec.url for one in engines), None, timeout_s)
 
 
 class EngineChecker:
@@ -168,7 +174,8 @@ class EngineChecker:
 
     async def run(self) -> None:
         flag = f"the address of the {self._engine.role} engine"
-        if not await check_reach(self.found, self._engine.spec.address, flag):
+        url, address = self._engine.spec.url, self._engine.spec.address
+        if not await check_reach(self.found, url, address, flag):
             self._fleet.note_unreachable(self._engine, "not reached")
             return
         try:
@@ -185,7 +192,8 @@ class EngineChecker:
                 cure = error.cure
             elif not isinstance(error, ConnectError):
                 cure = "is this an engine? Look at its log"
-            self.found.fail("answers", f"{error.phrase}: {error}", cure)
+            why = no_answer(url, error, ANSWER_TIMEOUT_S)
+            self.found.fail("answers", f"{error.phrase}: {why}", cure)
             return
         if is_healthy:
             await self._check_side_channels()

@@ -22,6 +22,7 @@ from typing import Any
 
 from router.auth.api_keys import Keyring
 from router.commands.cli import parser as router_parser
+from router.commands.connection_errors import no_answer
 from router.commands.console import (
     DEFAULT_URL,
     GREEN,
@@ -39,6 +40,7 @@ from router.commands.doctor.fleet_checks import Progress, check_fleet, open_flee
 from router.commands.doctor.router_checks import RouterChecker
 from router.commands.router_client import API_KEY, key_headers, router_url
 from router.common.tls import TlsContext
+from router.common.user_info import without_user_info
 from router.fleet.sources.file import address_of
 from router.settings import UNSAFE_REUSE, Settings, SettingsError, flag_of, load, read_secret
 
@@ -272,10 +274,9 @@ async def _check_redis(
         ping: Awaitable[Any] = clients.main.ping()
         await within(ping, REDIS_TIMEOUT_S)
     except TimeoutError:
-        found.fail(name, f"no answer within {REDIS_TIMEOUT_S:g} s", cure)
+        found.fail(name, no_answer(without_user_info(url), None, REDIS_TIMEOUT_S), cure)
     except (RedisError, RedisClusterException, OSError) as error:
-        # A password in the URL is not part of the error.
-        found.fail(name, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", cure)
+        found.fail(name, no_answer(without_user_info(url), error, REDIS_TIMEOUT_S)[:300], cure)
     else:
         found.ok(name, "answers")
     finally:

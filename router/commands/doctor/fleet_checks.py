@@ -14,7 +14,14 @@ from random import Random
 from time import monotonic as now
 from typing import NamedTuple
 
-from router.commands.doctor.checks import Check, EngineChecker, Findings, retried
+from router.commands.doctor.checks import (
+    Check,
+    EngineChecker,
+    Findings,
+    failure_text,
+    retried,
+    timeout_text,
+)
 from router.commands.doctor.loan_check import check_loan
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
@@ -263,13 +270,13 @@ async def _check_moves(
             answer = await send_test_request(gateway, *pair, Random(), PROMPT_TOKENS)
     except TimeoutError:
         cure = "look at the logs of both engines, or set --timeout"
-        found.fail(name, f"no answer within {timeout_s:g} s", cure)
+        found.fail(name, timeout_text(pair, timeout_s), cure)
     except (UpstreamError, EngineError, RequestError) as error:
         cure = f"look at the log of {pair.decoder.name}: can it reach the side channel and UCX "
         cure += f"port of {pair.prefiller.name}?"
         if isinstance(error, CompressedAnswerError):
             cure = error.cure
-        found.fail(name, f"no: {' '.join(str(error).split())[:300]}", cure)
+        found.fail(name, f"no: {failure_text(pair, error, timeout_s)}", cure)
     else:
         return await _check_moved(found, name, pair, answer, before)
     return False

@@ -11,7 +11,7 @@ from random import Random
 from time import monotonic as now
 from typing import Any, NamedTuple
 
-from router.commands.doctor.checks import Check, Findings
+from router.commands.doctor.checks import Check, Findings, failure_text, timeout_text
 from router.commands.router_client import error_message
 from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.probes import MAX_ANSWER_BYTES
@@ -80,11 +80,11 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
         async with asyncio.timeout(timeout_s):
             tokens = await _borrow(loan)
     except TimeoutError:
-        found.fail(NAME, f"no answer within {timeout_s:g} s", cure)
+        found.fail(NAME, timeout_text(loan, timeout_s), cure)
     except (UpstreamError, EngineError) as error:
         if isinstance(error, CompressedAnswerError):
             cure = error.cure
-        found.fail(NAME, f"no: {' '.join(str(error).split())[:300]}", cure)
+        found.fail(NAME, f"no: {failure_text(loan, error, timeout_s)}", cure)
     else:
         if tokens:
             found.ok(NAME, f"yes, {tokens} of {PROMPT_TOKENS} tokens")

@@ -43,7 +43,7 @@ class RouterChecker:
         return self.found.checks
 
     async def _run(self) -> None:
-        if not await check_reach(self.found, self.address, "the router's URL"):
+        if not await check_reach(self.found, self.url, self.address, "the router's URL"):
             return
         try:
             sent = time.time()

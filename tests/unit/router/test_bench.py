@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from router.commands.bench.chats import (
 from router.commands.bench.command import main
 from router.telemetry.metric_types import nearest_rank
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, answer_after
 
 TEXTS = (b"Hel", b"lo", b"", b"!")
 USAGE = {
@@ -141,6 +143,47 @@ async def test_a_load_goes_through_a_router(
     assert second["messages"][1] == {"role": "assistant", "content": "Hello!"}
 
 
+async def test_an_answer_that_is_late_is_counted_with_its_url(
+    start_router: StartRouter, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    d.usual = answer_after(asyncio.Event(), talking)
+    router = await start_router()
+    arguments = [router.url, "--model", "m", "--requests", "1", "--timeout", "0.2"]
+    assert await asyncio.to_thread(main, arguments) == 1
+    assert f"1 times: {router.url}: no answer in 0.2 s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["--json", "--seed=1"])
+async def test_ctrl_c_prints_what_was_measured(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, form: str
+) -> None:
+    d.scripts = [talking] * 3
+    d.usual = answer_after(asyncio.Event(), talking)
+    router = await start_router()
+    command = [sys.executable, "-m", "router.commands.cli", "bench", router.url, form]
+    command += ["--model", "m", "--requests", "9", "--concurrency", "1"]
+    pipe = asyncio.subprocess.PIPE
+    bench = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        await eventually(lambda: len(d.requests) == 4, 60)
+        bench.send_signal(signal.SIGINT)
+        output, errors = await asyncio.wait_for(bench.communicate(), 60)
+    finally:
+        if bench.returncode is None:
+            bench.kill()
+            await bench.wait()
+    assert (bench.returncode, errors) == (130, b"")
+    if form == "--json":
+        report = json.loads(output)
+        assert (report["answered"], report["failed"], report["interrupted"]) == (3, 0, True)
+        assert set(report["first_token_seconds"]) == {"p50", "p90", "p99"}
+    else:
+        lines = output.decode().splitlines()
+        assert lines[0] == "Interrupted: 6 of 9 requests had not ended."
+        assert lines[1].startswith("3 answered, 0 failed in ")
+
+
 async def test_what_fails_is_counted_by_its_reason(
     start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +211,9 @@ def test_wrong_usage_is_one_line_and_code_2(
 
 def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1"]) == 1
-    assert "no answer" in capsys.readouterr().err
+    assert "http://127.0.0.1:1/v1/models: connection refused" in capsys.readouterr().err
+    assert main(["http://127.0.0.1:1", "--model", "m", "--requests", "2"]) == 1
+    assert "2 times: http://127.0.0.1:1: connection refused" in capsys.readouterr().out
 
 
 class Odd(BaseHTTPRequestHandler):
@@ -234,4 +279,4 @@ def test_a_name_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str
 
 def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"http://{'a' * 70}.com"]) == 1
-    assert "no answer" in capsys.readouterr().err
+    assert ": the name cannot be resolved" in capsys.readouterr().err

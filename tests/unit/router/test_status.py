@@ -281,7 +281,7 @@ def test_wrong_usage_is_one_line_and_code_2(
 
 def test_no_answer_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1"]) == 1
-    assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err
+    assert "http://127.0.0.1:1/metrics: connection refused" in capsys.readouterr().err
 
 
 def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ async def test_a_refusal_is_one_line_and_code_1(
 @pytest.mark.parametrize(
     ("rest", "reason"),
     [
-        (b"", "http://ROUTER: the router closed the connection"),
+        (b"", "http://ROUTER: the connection was closed before the answer ended"),
         (b'data: {"error":{"message":"no\\u001b[31m blocks"}}\n\n' + DONE, r"no\x1b[31m blocks"),
     ],
 )
@@ -206,7 +206,7 @@ async def test_bytes_that_are_not_text_are_replaced(
 def test_url_without_a_router_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "127.0.0.1:1", "--model", "m", "--once", "Hi"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("error: no answer: http://127.0.0.1:1: Connection refused")
+    assert line.endswith("error: http://127.0.0.1:1: connection refused")
 
 
 @pytest.mark.parametrize(
