@@ -10,11 +10,12 @@ from router.admin.processes import RELOADABLE
 from router.settings import (
     RENAMED,
     Settings,
-    default_of,
     description_of,
     flag_of,
     group_title,
     metavar_of,
+    unit_of,
+    value_text,
 )
 from scripts.chart_schema import SCHEMA, with_settings
 
@@ -43,7 +44,8 @@ def _row(name: str) -> str:
     is_list = isinstance(field.default, tuple)
     value = metavar_of(name).replace("|", "\\|") + (" ..." if is_list else "")
     setting = f'<a id="{flag_of(name)[2:]}"></a>`{f"{flag_of(name)} {value}".strip()}`'
-    default = f"`{default_of(field)}`" if default_of(field) else ""
+    shown = value_text(field.default)
+    default = f"`{shown}` {unit_of(name)}".strip() if shown else ""
     reload = "reload" if name in RELOADABLE else ""
     return f"| {setting} | {default} | {reload} | {description_of(name)} |"
 

@@ -19,7 +19,6 @@ from router.settings import (
     Settings,
     SettingsError,
     as_yaml,
-    default_of,
     deprecation_warnings,
     description_of,
     flag_of,
@@ -27,7 +26,9 @@ from router.settings import (
     load,
     metavar_of,
     read_secret,
+    unit_of,
     unknown_variables,
+    value_text,
 )
 
 PROGRAM = "disagg-router"
@@ -151,8 +152,10 @@ def parser(shows_all: bool = True, serves: bool = True) -> CommandParser:
 
 def _options(name: str) -> dict[str, Any]:
     field = Settings.model_fields[name]
-    default = default_of(field)
-    text = description_of(name) + (f" (default: {default})" if default else "")
+    default = f"{value_text(field.default)} {unit_of(name)}".strip()
+    text = description_of(name) + (
+        f" (default: {default})" if field.default not in (None, ()) else ""
+    )
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     options: dict[str, Any] = {"metavar": metavar_of(name), "help": text}

@@ -99,12 +99,15 @@ class CommandParser(argparse.ArgumentParser):
         return 0 if isinstance(error, BrokenPipeError) else 1
 
 
-def number_in(least: float, most: float, kind: type = float) -> Callable[[str], Any]:
-    """Return the argparse type of numbers from `least` to `most`."""
+def number_in(
+    least: float, most: float, kind: type = float, unit: str = ""
+) -> Callable[[str], Any]:
+    """Return the argparse type of numbers from `least` to `most`, in this unit."""
 
     def number(text: str) -> Any:
         if not least <= (value := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not from {least:g} to {most:,.12g}")
+            bounds = f"{least:g} to {most:,.12g} {unit}".rstrip()
+            raise argparse.ArgumentTypeError(f"{text} is not from {bounds}")
         return value
 
     return number

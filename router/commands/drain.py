@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     add("url", metavar="URL", help="The engine: http://host:port, or host:port.")
     text = "Return when the engine is drained (the default), or at once."
     add("--wait", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "Longest wait (default: 600); then exit with 1, and the drain continues."
-    seconds = number_in(0.001, 1e7)
+    text = "Longest wait (default: 600 s); then exit with 1, and the drain continues."
+    seconds = number_in(0.001, 1e7, unit="s")
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help=text)
     text = f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN})."
     add("--admin", action="append", metavar="URL", help=text)

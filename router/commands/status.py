@@ -71,8 +71,14 @@ def main(
     add = parser.add_argument
     parser.add_router_url()
     add("--watch", action="store_true", help="Repeat until Ctrl-C.")
-    pause = "Pause of --watch (default: 1)."
-    add("--interval", type=number_in(0.1, 3600), default=1.0, metavar="SECONDS", help=pause)
+    pause = "Pause of --watch (default: 1 s)."
+    add(
+        "--interval",
+        type=number_in(0.1, 3600, unit="s"),
+        default=1.0,
+        metavar="SECONDS",
+        help=pause,
+    )
     add("--json", action="store_true", help="Print a JSON object each time.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options, clock, sleep))

@@ -28,13 +28,14 @@ from router.settings.model import (
     SECRET_NAMES,
     Settings,
     as_yaml,
-    default_of,
     deprecation_warnings,
     description_of,
     group_title,
     load,
     metavar_of,
+    unit_of,
     unknown_variables,
+    value_text,
 )
 from router.settings.routing import UNSAFE_REUSE
 from router.settings.secret import read_secret
@@ -54,7 +55,6 @@ __all__ = [
     "SettingsError",
     "as_yaml",
     "canonical",
-    "default_of",
     "deprecation_warnings",
     "description_of",
     "flag_of",
@@ -65,6 +65,8 @@ __all__ = [
     "metavar_of",
     "read_secret",
     "split_port",
+    "unit_of",
     "unknown_variables",
+    "value_text",
     "variable_of",
 ]

@@ -296,10 +296,11 @@ Heartbeat = Annotated[
     Delay,
     _require(
         lambda seconds: not 0 < seconds < MIN_HEARTBEAT_S,
-        f"at least {MIN_HEARTBEAT_S:g} seconds, or 0 for none",
+        f"at least {MIN_HEARTBEAT_S:g} s, or 0 for none",
     ),
 ]
 Count = Annotated[int, Field(ge=0)]
+TokenCount = Annotated[int, Field(ge=0), "TOKENS"]
 PositiveCount = Annotated[int, Field(ge=1)]
 Weight = Annotated[str, BeforeValidator(_parse_weight), "GROUP=WEIGHT"]
 Weights = Annotated[tuple[Weight, ...], BeforeValidator(_parse_pairs)]

@@ -19,7 +19,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -48,6 +47,7 @@ RENAMED = {"scatter": "hedged_decoders"}
 # A Kubernetes Service called disagg-router puts DISAGG_ROUTER_PORT=tcp://10.0.0.1:8000 into every
 # pod of its namespace.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+UNITS = {"SECONDS": "s", "TOKENS": "tokens"}
 METAVARS: dict[Any, str] = {int: "N", Path: "FILE", ByteSize: "SIZE", SecretStr: "SECRET"}
 
 
@@ -205,8 +205,8 @@ def load(flags: Mapping[str, Any]) -> Settings:
     try:
         return Settings(**flags)
     except ValidationError as error:
-        names = Settings.model_fields
-        raise SettingsError(describe(error, flags, names, RENAMED, SECRET_NAMES)) from None
+        units = {name: unit_of(name) for name in Settings.model_fields}
+        raise SettingsError(describe(error, flags, units, RENAMED, SECRET_NAMES)) from None
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
@@ -261,7 +261,18 @@ def description_of(name: str) -> str:
 
 def metavar_of(name: str) -> str:
     """Return what stands for the value of the setting `name` in `--help`."""
-    return _metavar(get_type_hints(Settings, include_extras=True)[name])
+    return _metavar(_annotations()[name])
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(Settings, include_extras=True)
+
+
+def unit_of(name: str) -> str:
+    """Return the unit of the setting `name`, empty if it has none or its values are written with
+    it."""
+    return UNITS.get(metavar_of(name), "")
 
 
 def _metavar(annotation: Any) -> str:
@@ -275,18 +286,17 @@ def _metavar(annotation: Any) -> str:
     return next(filter(None, map(_metavar, get_args(annotation))), "")
 
 
-def default_of(field: FieldInfo) -> str:
-    """Return the default as a person would write it."""
-    default = field.default
-    if isinstance(default, ByteSize):
-        return default.human_readable().replace(".0", "")
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, float):
-        return f"{default:g}"
-    if isinstance(default, tuple):
-        return " ".join(default)
-    return "" if default is None else str(default)
+def value_text(value: object) -> str:
+    """Return the value of a setting as a person would write it, empty for None."""
+    if isinstance(value, ByteSize):
+        return value.human_readable().replace(".0", "")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
 
 
 def as_yaml(settings: Settings) -> str:

@@ -26,43 +26,55 @@ MESSAGES = {
     "finite_number": "must be a finite number",
     "float_parsing": "must be a number",
     "float_type": "must be a number",
-    "greater_than": "must be more than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
+    "greater_than": "must be more than {gt:.12g}",
+    "greater_than_equal": "must be at least {ge:.12g}",
     "int_from_float": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_parsing_size": "must be a smaller number",
     "int_type": "must be a whole number",
-    "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "less_than": "must be less than {lt:.12g}",
+    "less_than_equal": "must be at most {le:.12g}",
     "literal_error": "must be {expected}",
     "path_type": "must be the path of a file",
     "string_type": "must be text",
 }
 
 
+# Of a value with a unit, these are followed by the unit.
+BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+NUMBERS = ("finite_number", "float_parsing", "float_type", "int_from_float", "int_parsing")
+UNIT_WORDS = {"s": "seconds"}
+
+
 def describe(
     error: ValidationError,
     flags: Mapping[str, Any],
-    names: Collection[str],
+    units: Mapping[str, str],
     renamed: Mapping[str, str],
     secret_names: Collection[str],
 ) -> list[str]:
     """Return the lines, without the values of secrets.
 
-    `names` are those of all settings, and `renamed` maps deprecated names to current ones.
+    `units` has the unit of each setting, empty for none, and `renamed` maps deprecated names to
+    current ones.
     """
     lines: list[str] = []
     for problem in error.errors(include_url=False):
         message = _message(problem)
         if problem["loc"]:
+            unit = units.get(str(problem["loc"][0]), "")
+            if unit and problem["type"] in BOUNDS:
+                message += f" {unit}"
+            elif unit and problem["type"] in NUMBERS:
+                message += f" of {UNIT_WORDS.get(unit, unit)}"
             name = str(problem["loc"][0])
             if problem["type"] == "extra_forbidden":
-                known = [each.replace("_", "-") for each in names]
+                known = [each.replace("_", "-") for each in units]
                 message = f"not a setting{did_you_mean(name.replace('_', '-'), known)}"
             elif name not in secret_names:
                 given = BEFORE_HOST.sub("***@", repr(problem["input"]))
                 message += f" (got {textwrap.shorten(given, 80)})"
-            message = f"{_origin(name, flags, names, renamed)}: {message}"
+            message = f"{_origin(name, flags, units, renamed)}: {message}"
         lines += message.split("\n")
     return list(dict.fromkeys(lines))
 

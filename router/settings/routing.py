@@ -47,7 +47,7 @@ class AdmissionSettings(SettingsGroup):
     """
 
     max_engine_requests: fields.Count = 0
-    max_engine_prefill_tokens: fields.Count = 0
+    max_engine_prefill_tokens: fields.TokenCount = 0
     queue_size: fields.Count = 1024
     queue_timeout: fields.Seconds = 30.0
     queue_priorities: bool = True
@@ -105,13 +105,13 @@ class SelectionSettings(SettingsGroup):
     prefill_policy: fields.Policy = "prefix"
     decode_policy: fields.Policy = "prefix"
     max_prefix_memory: ByteSize = ByteSize(64 * MIB)
-    host_cache_tokens: fields.Count = 0
+    host_cache_tokens: fields.TokenCount = 0
     share_routing: bool = True
     share_prefix_cache: bool = True
-    min_remote_prefill_tokens: fields.Count = 0
+    min_remote_prefill_tokens: fields.TokenCount = 0
     target_itl: Annotated[fields.Delay, Field(le=30)] = 0.05
     without_prefiller: Annotated[Literal["decode", "refuse"], Lower] = "decode"
-    without_prefiller_tokens: fields.Count = 16_384
+    without_prefiller_tokens: fields.TokenCount = 16_384
     group_weights: fields.Weights = ()
 
     @property

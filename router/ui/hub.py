@@ -16,7 +16,7 @@ import orjson
 from pydantic import SecretStr
 
 from router.proxy.gateway import Gateway
-from router.settings import SECRET_NAMES, Settings, flag_of, group_title
+from router.settings import SECRET_NAMES, Settings, flag_of, group_title, unit_of, value_text
 from router.ui.engine_reports import EnginePoller, TransferMatcher
 from router.ui.live_requests import MAX_RECENT, REFUSAL_WINDOW_S
 from router.ui.snapshot import (
@@ -250,8 +250,6 @@ def _setting_text(name: str, value: object) -> str:
         # A store's URL may have a password; its scheme names the kind of store.
         scheme, found, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
         return f"{scheme}://… ({HIDDEN})" if found else HIDDEN
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value_text(value)} {unit_of(name)}".strip()

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         kind, shown = number_in(1, most, int), f"{text} ({usual})."
         add(f"--{name}", type=kind, default=usual, metavar="N", help=shown)
     add("--model", type=_name, metavar="NAME", help="Default: the router's first model.")
-    text, seconds = "Longest wait for an answer (120).", number_in(0.001, 1e6)
+    text, seconds = "Longest wait for an answer (120 s).", number_in(0.001, 1e6, unit="s")
     add("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=text)
     add("--seed", type=int, default=1, metavar="N", help="Seed of the random words (1).")
     add("--json", action="store_true", help="Print one JSON object, not a table.")

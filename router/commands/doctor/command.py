@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("url", nargs="?", metavar="URL", help="URL of a running router.")
     add("--json", action="store_true", help="Print one JSON object, not lines.")
-    text = f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g})."
-    add("--timeout", type=number_in(0.001, 600), metavar="SECONDS", help=text)
+    text = f"Longest wait for the answer to a test request (default: {DEFAULT_TIMEOUT_S:g} s)."
+    add("--timeout", type=number_in(0.001, 600, unit="s"), metavar="SECONDS", help=text)
     flags = vars(parser.parse_args(argv))
     url, as_json = flags.pop("url", None), flags.pop("json", False)
     timeout_s = flags.pop("timeout", DEFAULT_TIMEOUT_S)

@@ -23,6 +23,7 @@ from router.settings import (
     group_title,
     load,
     read_secret,
+    unit_of,
     unknown_variables,
 )
 
@@ -287,6 +288,36 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     (line,) = problems(capsys, *FLAGS, *arguments)
     assert line.startswith("disagg-router: error: ")
     assert complaint in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--prefill-timeout 0", "must be more than 0 s"),
+        ("--prefill-timeout x", "must be a number of seconds"),
+        ("--request-timeout 1e12", "must be at most 31622400 s"),
+        ("--host-cache-tokens=-1", "must be at least 0 tokens"),
+        ("--host-cache-tokens 1.5", "must be a whole number of tokens"),
+        ("--stream-heartbeat 0.01", "at least 0.1 s, or 0 for none"),
+        ("--max-body-size x", "must be a number of bytes"),
+        ("--workers 1000", "must be at most 256 (got"),
+    ],
+)
+def test_bounds_of_a_value_have_its_unit(
+    capsys: pytest.CaptureFixture[str], arguments: str, complaint: str
+) -> None:
+    (line,) = problems(capsys, *FLAGS, *arguments.split())
+    assert complaint in line
+
+
+def test_defaults_in_help_have_their_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help-all"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("--prefill-timeout SECONDS", "600 s)", "16384 tokens)", "64MiB)", "0 s)"):
+        assert default in text
+    without = [name for name in Settings.model_fields if name.endswith("_tokens")]
+    assert {unit_of(name) for name in without} == {"tokens"}
 
 
 @pytest.mark.parametrize(

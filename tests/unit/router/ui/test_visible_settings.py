@@ -36,7 +36,7 @@ def test_values_are_as_a_person_would_write_them() -> None:
         one["flag"]: one
         for one in visible_settings(load({**ENGINES, "request_timeout": 7, "ui": True}))
     }
-    assert told["--request-timeout"]["value"] == "7"
+    assert told["--request-timeout"]["value"] == "7 s"
     assert not told["--request-timeout"]["is_default"]
     assert told["--ui"]["value"] == "on"
     assert told["--conversation-store"]["value"] == "memory"
