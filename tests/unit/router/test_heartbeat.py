@@ -475,5 +475,5 @@ async def test_a_turn_hears_them_too(
 
 
 def test_too_often_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"--stream-heartbeat: at least 0\.1 seconds"):
+    with pytest.raises(SettingsError, match=r"--stream-heartbeat: at least 0\.1 s, or 0 for none"):
         load({"stream_heartbeat": 0.01})
