@@ -383,9 +383,14 @@ class Conversations:
 def _token_prefix(
     prompt: Prompt, params: Json, token_ids: Sequence[int] | None
 ) -> TokenPrefix | None:
-    """Return the digests of the tokens that have KV. Tokens do not show what an image is."""
+    """Return the digests of the tokens that have KV. Tokens do not show what an image is.
+
+    All tokens have KV but the last one, perhaps. With any other number of ids, some are missing.
+    """
     held = params.get("remote_num_tokens")
     if token_ids is None or prompt.has_media or type(held) is not int or held <= 0:
+        return None
+    if not held <= len(token_ids) <= held + 1:
         return None
     return TokenPrefix.of(token_ids[:held])
 

@@ -66,6 +66,7 @@ ASSISTANT = "assistant"
 CACHE_MARK = "cache_control"
 SYSTEM_ROLES = ("system", "developer")
 REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+TEXT_PART_KEYS = frozenset(("type", "text", "cache_control"))
 IGNORED_KEYS = REASONING_KEYS | {CACHE_MARK}
 THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
@@ -509,7 +510,10 @@ def _has_reasoning(message: Json | None) -> bool:
 
 
 def _is_media(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") != "text"
+    """Return True unless the part is certainly text: engines go by other keys than `type`, too."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") != "text" or not part.keys() <= TEXT_PART_KEYS
 
 
 def _chained(previous: str, content: bytes) -> str:

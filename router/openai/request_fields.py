@@ -38,7 +38,8 @@ INTEGERS = (
     "prompt_logprobs", "top_logprobs",
 )  # fmt: skip
 BOOLEANS = (
-    STREAM, "background", "echo", "logprobs", "parallel_tool_calls", "store", "use_beam_search",
+    STREAM, "background", "echo", "logprobs", "parallel_tool_calls", "return_token_ids", "store",
+    "use_beam_search",
 )  # fmt: skip
 FIELD_TYPES: dict[str, type] = {**dict.fromkeys(INTEGERS, int), **dict.fromkeys(BOOLEANS, bool)}
 COMPLETION_FIELD_TYPES = {**FIELD_TYPES, "logprobs": int}

@@ -56,7 +56,7 @@ from router.openai.errors import (
     error_body,
     type_of_status,
 )
-from router.proxy.internal_fields import PARAMS, events_without_fields, quotes_params
+from router.proxy.internal_fields import events_without_fields, may_have_fields, quotes_params
 from router.proxy.kv_params import PREFIX_HASHES_KEY, KvParams
 from router.proxy.messages import error_text
 
@@ -499,7 +499,7 @@ class StreamValidator:
         if (
             block.endswith(self._usual_end)
             and block.find(b"\n") == len(block) - 2
-            and block.rfind(PARAMS) < 0
+            and not may_have_fields(block)
         ):
             is_suspect = block.rfind(ERROR_KEY) >= 0
         else:

@@ -71,9 +71,10 @@ ROUTING_HEADERS = frozenset(
 )
 # In the name of a form's field, perhaps with more, such as `vllm_xargs[kv_transfer_params]`.
 IN_FORM_NAME = re.compile("|".join((*sorted(FIELDS), FIELD_PREFIX)).encode())
-# The ends of these keys are searched for, as one search is faster than three. Behind them is any
+# Parts of these keys are searched for, as one search is faster than three. Behind PARAMS is any
 # value but null; key and value may stand in two lines of an event.
-PARAMS, BOOTSTRAP = b'_params"', b'"bootstrap_'
+PARAMS = b'_params"'
+OTHERS = (b'"bootstrap_', b'"prefill_', b'"decode_', b'"disagg_', b'"backend_instance_id"')
 PARAMS_VALUE = re.compile(rb'_params"[\sdat]*:[\sdat:]*[^\sdat:n]')
 # A field whose value is an object or a list, in JSON text. A quote in a string has a backslash.
 NESTED_FIELD = re.compile(
@@ -126,7 +127,19 @@ def mentions_internal_fields(text: bytes) -> bool:
     """Return False if certainly no such field with a value is in (a part of) an answer."""
     if text.rfind(PARAMS) >= 0 and PARAMS_VALUE.search(text) is not None:
         return True
-    return text.rfind(BOOTSTRAP) >= 0
+    return _names_others(text)
+
+
+def may_have_fields(text: bytes) -> bool:
+    """Return False if certainly no such field is in the text, not even with the value null."""
+    return text.rfind(PARAMS) >= 0 or _names_others(text)
+
+
+def _names_others(text: bytes) -> bool:
+    for name in OTHERS:  # noqa: SIM110 # any() takes twice as long
+        if text.rfind(name) >= 0:
+            return True
+    return False
 
 
 def take_internal_fields(content: object) -> Json:
@@ -180,7 +193,7 @@ def hide_fields_of_long_answer(answer: EngineAnswer) -> None:
 
 def events_without_fields(block: bytes) -> bytes:
     """Return events of a stream without the fields."""
-    if block.rfind(PARAMS) < 0 and block.rfind(BOOTSTRAP) < 0:
+    if not may_have_fields(block):
         return block
     return take_fields_from_events(block)[0]
 

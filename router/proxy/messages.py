@@ -80,16 +80,19 @@ BodyHalves = tuple[bytes | memoryview, bytes]
 class LegBodies:
     """The bodies of one request's legs.
 
-    `returns_ids`: engines are to report the token ids of prompt and answer. `prompt_ids`: a JSON
-    array of the ids that engines compute instead of the messages, empty for the messages.
+    `returns_ids`: engines are to report the token ids of prompt and answer. `checks_prompt`: the
+    prefill engine is to report those of the prompt, whatever the decode engine does. `prompt_ids`:
+    a JSON array of the ids that engines compute instead of the messages, empty for the messages.
 
     Raises BadRequestError for a client's body that cannot be written as JSON.
     """
 
-    __slots__ = ("_comma", "_own", "_start", "_threshold", "prompt_ids", "returns_ids")
+    __slots__ = (
+        "_comma", "_own", "_start", "_threshold", "checks_prompt", "prompt_ids", "returns_ids",
+    )  # fmt: skip
 
     def __init__(self, body: Body) -> None:
-        self.returns_ids, self.prompt_ids = False, b""
+        self.returns_ids, self.checks_prompt, self.prompt_ids = False, False, b""
         own = {name: body[name] for name in body if name in LEG_FIELDS}
         if own:
             body = body.copy()
@@ -101,6 +104,17 @@ class LegBodies:
         # The shared fields without the closing brace.
         self._start = written[:-1] if len(written) < MAX_COPIED_BYTES else memoryview(written)[:-1]
         self._comma = b"," if body else b""
+
+    def of(self, body: Body) -> LegBodies:
+        """Return the legs' bodies for a changed body."""
+        other = LegBodies(body)
+        other.returns_ids, other.checks_prompt = self.returns_ids, self.checks_prompt
+        other.prompt_ids = self.prompt_ids
+        return other
+
+    @property
+    def asks_prefiller_for_ids(self) -> bool:
+        return self.returns_ids or self.checks_prompt
 
     def prefill(
         self,
@@ -125,7 +139,7 @@ class LegBodies:
             fields.append(MIN_ONE_TOKEN)
         if MAX_COMPLETION_TOKENS in self._own:
             fields.append(ONE_COMPLETION_TOKEN)
-        if self.returns_ids:
+        if self.asks_prefiller_for_ids:
             fields.append(RETURN_IDS)
         if last_turn is None and not transfer_id and not hands_over:
             fields.append(KEEP_BLOCKS)
@@ -306,12 +320,17 @@ NOT_TO_CLIENT = (
 NOT_OF_OWN_BODY = NOT_TO_CLIENT | BODY_HEADERS
 
 
+def _is_in(names: Container[bytes], name: bytes) -> bool:
+    """Servers may read an underscore as a hyphen."""
+    return name in names or (b"_" in name and name.replace(b"_", b"-") in names)
+
+
 def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_ENGINE) -> bytes:
     """Return the lines of the client's headers that both legs share, without those `dropped`."""
     names = dict(headers)
     if b"connection" in names:
         headers = _without_connection_headers(headers)
-    lines = [b": ".join(header) for header in headers if header[0] not in dropped]
+    lines = [b": ".join(header) for header in headers if not _is_in(dropped, header[0])]
     lines.append(b"")
     joined = b"\r\n".join(lines)
     if joined.find(ROUTING_HEADER_PREFIX) >= 0 and ROUTING_HEADER_PREFIX in dropped:
@@ -328,7 +347,9 @@ def to_client(
     `is_as_sent`: the client gets the engine's very body, so headers about its bytes are right.
     """
     dropped = NOT_TO_CLIENT if is_as_sent else NOT_OF_OWN_BODY
-    kept = [header for header in headers if header[0] not in dropped]
+    kept = [header for header in headers if not _is_in(dropped, header[0])]
+    if any(name.startswith(ROUTING_HEADER_PREFIX) for name, _ in kept):
+        kept = [one for one in kept if not one[0].startswith(ROUTING_HEADER_PREFIX)]
     if is_stream:
         kept = as_stream(kept)
     if b"connection" in map(HEADER_NAME, kept):

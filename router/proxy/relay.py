@@ -51,7 +51,6 @@ from router.proxy.answer_check import (
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
 from router.proxy.internal_fields import (
-    BOOTSTRAP,
     answer_without_internal_fields,
     hide_fields_of_long_answer,
     mentions_internal_fields,
@@ -94,8 +93,7 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
     hides_fields = request.decode_only_reason != CLIENT_PARAMS
     if raw is not None:
         record.answer_end, sent = raw[-USAGE_SEARCH_BYTES:], raw
-        # What is checked has no other one.
-        if hides_fields and (not answer.checked or raw.rfind(BOOTSTRAP) >= 0):
+        if hides_fields:
             raw = answer_without_internal_fields(raw)
         is_passed = request.decode_only_reason == PASSED and not request.path
         is_as_sent = is_passed and raw is sent
@@ -164,6 +162,8 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     if content is None or not can_stream(content):
         raise BrokenAnswerError("an answer without choices")
     take_internal_fields(content)
+    if run.bodies.asks_prefiller_for_ids:
+        take_token_ids(content, body.get(RETURN_TOKEN_IDS) is True)
     record.stage, record.status, record.first_byte = "stream", 200, now()
     record.answer_end = prefilled.raw[-USAGE_SEARCH_BYTES:]
     if request.turn is not None:
@@ -205,12 +205,12 @@ async def deliver_turn(
     others = take_internal_fields(content) if mentions_internal_fields(raw) else None
     token_ids: Sequence[int] | None = None
     if run.bodies.returns_ids:
-        token_ids = take_token_ids(content, bool(request.body.get(RETURN_TOKEN_IDS)))
+        token_ids = take_token_ids(content, request.body.get(RETURN_TOKEN_IDS) is True)
     if params is not None or others or run.bodies.returns_ids:
         raw = _written(content)
     if run.retains_turn:
         engine.capabilities.note_whole_params(params is not None)
-    await _finish(gateway, keep(params, read_choice(content), token_ids))
+    await _finish(gateway, keep(params, read_choice(content), run.proven_ids(token_ids)))
     if request.exact_stream and request.body.get("stream") is True and can_stream(content):
         raw, given = stream_events(content, request.body), EVENT_STREAM
     passed = messages.to_client(given, record.request_id, given is EVENT_STREAM)
@@ -231,7 +231,7 @@ async def _relay_turn(
     buffer = run.resume.buffer
     tail = TurnTail(run.answers_held.reserve())
     if run.bodies.returns_ids:
-        tail.ids = StreamedIds(bool(request.body.get(RETURN_TOKEN_IDS)))
+        tail.ids = StreamedIds(request.body.get(RETURN_TOKEN_IDS) is True)
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
@@ -245,7 +245,8 @@ async def _relay_turn(
         await exchange.relay(answer.status, passed, answer, idle, request.latest)
     except BaseException as error:
         if tail.params is not None:  # the answer is complete, though its client left
-            gateway.tasks.spawn(keep(tail.params, tail.choice(), tail.token_ids))
+            ids = run.proven_ids(tail.token_ids)
+            gateway.tasks.spawn(keep(tail.params, tail.choice(), ids))
         elif (
             isinstance(error, asyncio.CancelledError)
             and answer.is_delivered
@@ -265,7 +266,7 @@ async def _relay_turn(
         _note_stream(request, gateway.throttle, engine, tail.params is not None)
     if tail.params is None and answer.is_delivered:
         note_done(request)  # its client has the last event, and may leave now
-    await _finish(gateway, keep(tail.params, tail.choice(), tail.token_ids))
+    await _finish(gateway, keep(tail.params, tail.choice(), run.proven_ids(tail.token_ids)))
     await exchange.finish(tail.last)
 
 

@@ -101,11 +101,27 @@ class Run(Struct, eq=False):
     offer: TurnOffer = SPENT_TURN
     # The token ids of the prompt, if they decide what of the last turn may be read.
     prompt_ids: Sequence[int] | None = None
+    # Those that the prefill engine has computed, if it was asked for them.
+    prefilled_ids: Sequence[int] | None = None
 
     def take_turn(self, turn: Turn) -> None:
         """Take what the last turn of the conversation has left."""
         has_store = turn.recalled is not RecallOutcome.STORE_FAILED
         self.unread_turn, self.retains_turn = turn.entry, turn.retains and has_store
+
+    def take_prompt_ids(self, ids: Sequence[int] | None) -> None:
+        """Let these ids decide what may be read, if the prefill engine reports the same ones."""
+        self.prompt_ids, self.bodies.checks_prompt = ids, ids is not None
+        self.bodies.prompt_ids = b""
+
+    def proven_ids(self, ids: Sequence[int] | None) -> Sequence[int] | None:
+        """Return the ids of a turn as a decode engine reports them; None if its prefill engine
+        has computed others, or may have: KV is loaded by position, and a date may change between
+        two legs."""
+        if ids is None or self.prefiller is None:
+            return ids
+        computed = self.prefilled_ids
+        return ids if computed is not None and [*ids[: len(computed)]] == computed else None
 
     def hold(self, prefiller: Engine) -> None:
         """Count KV that waits at a prefill engine for a decode engine."""
@@ -178,7 +194,7 @@ class Run(Struct, eq=False):
         if isinstance(model, str) and model:
             self.request.model = model
             self.request.body = {**self.request.body, "model": model}
-            self.bodies = LegBodies(self.request.body)
+            self.bodies = self.bodies.of(self.request.body)
 
     def release_unread_turn(self) -> None:
         """Release the retained KV of the last turn if no prefill engine has read it."""
@@ -301,6 +317,7 @@ def change_group(run: Run) -> bool:
         return False
     run.route.end_feedback()
     run.route = found
+    run.take_prompt_ids(None)  # another group may have another tokenizer
     run.request.record.group = found.group
     return True
 

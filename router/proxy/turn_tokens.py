@@ -106,8 +106,10 @@ async def find_prompt_ids(run: Run, prefiller: Engine) -> None:
     if not reuse.needs_tokens(prefiller):
         return
     body = run.request.body
+    if _is_changed_by_engines(body):
+        return
     if reuse.turn.prompt.kind == TOKENS and isinstance(reuse.turn.prompt.content, list):
-        run.prompt_ids = reuse.turn.prompt.content
+        run.take_prompt_ids(reuse.turn.prompt.content)
         return
     proof = run.gateway.token_proofs.find(prefiller.group, _shape_of(body))
     if proof is None:
@@ -115,21 +117,22 @@ async def find_prompt_ids(run: Run, prefiller: Engine) -> None:
     if proof.task is not None:
         await asyncio.shield(proof.task)
     if proof.is_equal:
-        run.prompt_ids = await _tokenize(run.request, proof.engine)
-        if run.prompt_ids is not None and "messages" in body:
-            run.bodies.prompt_ids = orjson.dumps(run.prompt_ids)
+        ids = await _tokenize(run.request, proof.engine)
+        run.take_prompt_ids(ids)
+        if ids is not None and "messages" in body:
+            run.bodies.prompt_ids = orjson.dumps(ids)
 
 
 def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> bool:
     """Compare the ids that a prefill engine reports for its prompt with those from /tokenize.
 
-    Return False if they differ although KV was offered by them: the engine has read KV of other
+    Return False unless they are equal, if KV was offered by them: the engine has read KV of other
     tokens. The first prompt of a shape is tokenized now, beside its decode leg.
     """
-    if not run.bodies.returns_ids:
+    if not run.bodies.asks_prefiller_for_ids:
         return True
     content = parse_object(prefilled.raw)
-    ids = None if content is None else prompt_ids_in(content)
+    run.prefilled_ids = ids = None if content is None else prompt_ids_in(content)
     proofs, shape = run.gateway.token_proofs, _shape_of(run.request.body)
     if run.prompt_ids is not None and run.offer.params is not None:
         if ids == run.prompt_ids:
@@ -169,9 +172,14 @@ async def _tokenize(request: Request, engine: Engine) -> list[int] | None:
     return None if content is None else ids_in(content.get(TOKENS))
 
 
+def _is_changed_by_engines(body: Body) -> bool:
+    """Return True if engines compute other tokens than those that are sent or tokenized."""
+    return any(body.get(name) not in (None, False) for name in NOT_TOKENIZED)
+
+
 def _tokenize_body(body: Body) -> Body | None:
     """Return the body for /tokenize, None for a prompt that it would render in another way."""
-    if any(body.get(name) not in (None, False) for name in NOT_TOKENIZED):
+    if _is_changed_by_engines(body):
         return None
     names = CHAT_FIELDS if "messages" in body else TEXT_FIELDS
     asked = {name: body[name] for name in names if body.get(name) is not None}

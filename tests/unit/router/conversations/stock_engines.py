@@ -27,7 +27,8 @@ class StockPair:
         self._template = environment.from_string(TEMPLATES[template])
         self._retained: dict[str, Ids] = {}
         self.answers = ["fine", "a reply of many words " * 12 + "and an end"]
-        self.says_ids = self.takes_ids = self.retains = True
+        self.says_ids = self.takes_ids = self.retains = self.streams_params = True
+        self.untold: Ids = []  # tokens of answers whose ids are not reported
         self.changes: Ids = []  # before the prompts of chats, if they are rendered anew
         self.tokenize_status, self.tokenizes_wrongly = 200, False
         self.tokenized: list[dict[str, Any]] = []
@@ -52,12 +53,14 @@ class StockPair:
             self.read += count
             self.held += len(kept) - 1
             if kept[:count] != ids[:count] or count >= len(ids):
-                self.wrong.append(json.dumps(body["messages"])[:200])
+                self.wrong.append(json.dumps(body.get("messages"))[:200])
         message = {"role": "assistant", "content": "x"}
         await peer.answer(
             {
                 "id": "1",
-                "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
+                "choices": [
+                    {"index": 0, "message": message, "text": "x", "finish_reason": "length"}
+                ],
                 "usage": {"prompt_tokens": len(ids)},
                 "kv_transfer_params": PARAMS,
                 **({"prompt_token_ids": ids} if body.get("return_token_ids") else {}),
@@ -76,12 +79,15 @@ class StockPair:
                 "tool_calls": [{"id": "c", "type": "function", "function": call}],
             }
         output = tokens(f"{said['content'] or '<call> look'} <end>")
-        params = {"kv_transfer_params": self._retain([*ids, *output])} if self.retains else {}
+        if not self.retains or (body.get("stream") and not self.streams_params):
+            params = {}
+        else:
+            params = {"kv_transfer_params": self._retain([*ids, *output, *self.untold])}
         returns = self.says_ids and body.get("return_token_ids")
         head: dict[str, Any] = {"id": "1", "created": 5, "model": "m"}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(output)}
         if not body.get("stream"):
-            choice = {"index": 0, "message": said, "finish_reason": "stop"}
+            choice = {"index": 0, "message": said, "text": "fine", "finish_reason": "stop"}
             answer = {
                 **head,
                 "object": "chat.completion",
@@ -124,6 +130,9 @@ class StockPair:
         }
 
     def _prompt(self, body: dict[str, Any]) -> Ids:
+        if "prompt" in body:
+            count: int = body.get("truncate_prompt_tokens", 0)
+            return list(body["prompt"][-count:])
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         return given if given and self.takes_ids else [*self.changes, *self._render(body)]
 

@@ -12,12 +12,12 @@ from tests.moving_templates import TEMPLATES
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.stock_engines import BLOCK, StockPair
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import MockEngine, running_engine
+from tests.unit.router.mock_engine import MockEngine, Peer, Received, fails, running_engine
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LONG = "a question of many words that fills some blocks of the cache " * 12
-SECRET_FIELDS = ('token_ids":[', "kv_transfer_params", "remote_host")
+SECRET_FIELDS = ('token_ids":[', 'token_ids": [', "kv_transfer_params", "remote_host")
 
 
 def question(text: str) -> dict[str, Any]:
@@ -162,6 +162,128 @@ async def test_engine_that_computes_another_prompt_than_it_was_given_is_not_deco
     await ask(router, messages)
     assert d.last.json["kv_transfer_params"] == {"retain": True}
     assert router.metric("decode_only_total", reason="tokens_differ") == 1
+
+
+async def test_ids_of_the_prefill_engine_are_checked_whatever_the_decode_engine_retains(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Streams of vLLM 0.32 retain nothing, but may read what a whole answer has left."""
+    pair = StockPair("appends")
+    pair.streams_params = False
+    router = await start(start_router, p, d, pair, without_prefiller="decode")
+    for number in range(3):
+        await ask(router, [question(LONG)], stream=True, conversation_id=str(number))
+    messages = [question(LONG)]
+    messages += [await ask(router, messages), question("and now?")]
+    await proven(router)
+    pair.takes_ids, pair.changes = False, [9]
+    await ask(router, messages, stream=True)
+    assert d.last.json["kv_transfer_params"] == {"retain": True}
+    assert router.metric("decode_only_total", reason="tokens_differ") == 1
+
+
+async def test_engines_that_change_token_ids_read_nothing(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    pair = StockPair("appends")
+    router = await start(start_router, p, d, pair)
+    first, second = list(range(100, 140)), [*range(120, 136), *range(900, 940)]
+    for prompt in (first, second):
+        asked = {"model": "m", "prompt": prompt, "conversation_id": "c", "max_tokens": 10}
+        cut = {"truncate_prompt_tokens": 20, "truncation_side": "left"}
+        answer = await router.client.post("/v1/completions", json={**asked, **cut})
+        assert answer.status_code == 200
+    assert (pair.read, pair.wrong) == (0, [])
+
+
+async def test_turn_whose_legs_computed_different_prompts_is_not_reused(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """Midnight between the legs of the first turn: its KV is of the day before."""
+    pair = StockPair("appends")
+
+    async def decode_a_day_later(request: Received, peer: Peer) -> None:
+        pair.changes = [2]
+        await pair.decode(request, peer)
+
+    pair.changes = [1]
+    router = await start(start_router, p, d, pair)
+    d.usual = decode_a_day_later
+    messages = [question(LONG)]
+    messages += [await ask(router, messages), question("and now?")]
+    await proven(router)
+    await ask(router, messages)
+    assert pair.read == 0
+
+
+async def test_ids_that_are_missing_prove_nothing(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    pair = StockPair("appends")
+    pair.untold = [7] * 48
+    router = await start(start_router, p, d, pair)
+    messages = [question(LONG)]
+    messages += [await ask(router, messages), question("and now?")]
+    await proven(router)
+    await ask(router, messages)
+    assert pair.read == 0
+
+
+@pytest.mark.parametrize("part", [{"image_url": "http://x/cat.png"}, {"uuid": "u"}])
+async def test_part_of_a_message_that_may_be_an_image_proves_nothing(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, part: dict[str, str]
+) -> None:
+    """vLLM goes by the keys of a part, too, and an image's placeholder ids are those of any."""
+    pair = StockPair("appends")
+    router = await start(start_router, p, d, pair)
+    asked = {"role": "user", "content": [{"type": "text", "text": LONG, **part}]}
+    messages: list[Any] = [asked]
+    messages += [await ask(router, messages), question("and now?")]
+    await proven(router)
+    await ask(router, messages)
+    assert pair.read == 0
+
+
+async def test_ids_of_one_group_are_not_the_prompt_in_another(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    """During an upgrade two groups serve one model, with other templates."""
+    pair, newer = StockPair("appends"), StockPair("thought at the end")
+    async with running_engine(newer.prefill) as p2, running_engine(newer.decode) as d2:
+        for number, engine in enumerate((p, d, p2, d2)):
+            engine.identity = identity("aa" if engine in (p, d) else "bb", f"engine-{number}")
+        router = await start(start_router, p, d, pair, ps=[p, p2], ds=[d, d2])
+        await router.knows_its_engines()
+        number = 0
+        while not d.requests:
+            number += 1
+            messages = [question(f"{number} {LONG}")]
+            messages.append(await ask(router, messages, conversation_id=str(number)))
+            await proven(router)
+
+        async def broken(request: Received, peer: Peer) -> None:
+            await (pair.prefill if request.path == "/tokenize" else fails)(request, peer)
+
+        p.usual = broken
+        newer.prompts.clear()
+        messages.append(question("and now?"))
+        await ask(router, messages, conversation_id=str(number))
+        assert newer.prompts == [newer._render({"messages": messages})]
+
+
+def identity(group: str, engine_id: str) -> dict[str, Any]:
+    where = {"remote_engine_id": engine_id, "remote_host": "10.9.8.7", "remote_port": 5600}
+    rank = {"compatibility_hash": group, "tp_size": 1, "block_size": BLOCK, **where}
+    return {"versions": {}, "ranks": [rank], "transfer_modes": ["pull"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("declined", [False, 0, "false", "off"])
+async def test_ids_that_the_client_declines_do_not_reach_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, declined: object, stream: bool
+) -> None:
+    router = await start(start_router, p, d, StockPair("appends"))
+    await ask(router, [question(LONG)], stream=stream, return_token_ids=declined)
 
 
 async def test_ids_that_the_client_asks_for_reach_it(

@@ -22,9 +22,11 @@ FIELDS = (
     "kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "bootstrap_other",
 )  # fmt: skip
-REQUEST_FIELDS = (
-    *FIELDS, "decode_tp_size", "disagg_prefill_dp_rank", "backend_instance_id", "prefill_worker_id",
+OTHER_FIELDS = (
+    "decode_tp_size", "disagg_prefill_dp_rank", "backend_instance_id", "prefill_worker_id",
+    "decode_worker_id", "prefill_dp_rank", "prefill_result",
 )  # fmt: skip
+REQUEST_FIELDS = (*FIELDS, *OTHER_FIELDS)
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -40,7 +42,7 @@ ROUTING_HEADERS = (
     "X-Prefiller-Host-Port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
     "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-any",
     "x-llm-d-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port",
-    "x-prefill-instance-id",
+    "x-prefill-instance-id", "x_prefiller_host_port",
 )  # fmt: skip
 
 
@@ -145,6 +147,44 @@ async def test_no_internal_field_of_an_engine_reaches_a_client(
     assert name not in answer.text
     assert '"text":"b"' in answer.text
     assert stream is answer.text.endswith("data: [DONE]\n\n")
+
+
+PLACES: dict[str, Any] = {
+    "choice": {"choices": [CHOICE | {"FIELD": NAMED}]},
+    "message": {"choices": [CHOICE | {"message": {"role": "assistant", "FIELD": NAMED}}]},
+    "usage": {"usage": {"FIELD": NAMED}},
+    "a list": {"metrics": {"x": [{"FIELD": NAMED}]}},
+    "nvext": {"nvext": {"worker_id": {"FIELD": NAMED}}},
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", [FIELDS[0], FIELDS[1], *OTHER_FIELDS])
+async def test_no_internal_field_reaches_a_client_from_any_place(
+    router: Router, d: MockEngine, name: str, place: str, stream: bool, path: str
+) -> None:
+    written = json.dumps({"choices": [CHOICE], "data": []} | PLACES[place])
+    d.usual = answering(stream, json.loads(written.replace("FIELD", name)))
+    asked = {"model": "m", "prompt": "a", "input": "a", "stream": stream}
+    answer = await router.client.post(path, json=asked)
+    assert answer.status_code == 200
+    assert EVIL not in answer.text
+    assert '"text":"b"' in answer.text.replace(": ", ":")
+
+
+@pytest.mark.parametrize("name", ROUTING_HEADERS)
+async def test_no_routing_header_of_an_engine_reaches_a_client(
+    router: Router, d: MockEngine, name: str
+) -> None:
+    async def script(_: Received, peer: Peer) -> None:
+        await peer.answer({"choices": [CHOICE]}, 200, {name: EVIL})
+
+    d.usual = script
+    answer = await router.complete()
+    assert answer.status_code == 200
+    assert EVIL not in answer.headers.values()
 
 
 @pytest.mark.parametrize("status", [200, 400])
