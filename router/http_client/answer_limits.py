@@ -8,7 +8,7 @@ the end. Answers below UNCOUNTED_BYTES are neither counted nor rejected.
 
 from __future__ import annotations
 
-UNCOUNTED_BYTES = 256 * 1024
+UNCOUNTED_BYTES = 224 * 1024
 
 
 class MemoryBudget:

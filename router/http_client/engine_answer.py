@@ -36,7 +36,7 @@ from router.http_client.errors import (
 from router.http_client.head_cache import Headers
 from router.http_client.sse import EVENT_ENDS, SseReader, end_of_last_event, says_done
 
-HIGH_WATER = 256 * 1024
+HIGH_WATER = 224 * 1024
 NO_ROOM = "large answers take all of --max-held-answers"
 # How much of a relayed body is kept as `recent`: the ends of its last blocks.
 LAST_BLOCKS = 4

@@ -241,6 +241,10 @@ class LongAnswerFields:
         self._in_string = self._is_escaped = False
 
     def passing(self, piece: bytes) -> bytes:
+        begins_field = self._depth or may_have_fields(self._seam + piece[:SEAM_BYTES])
+        if not begins_field and len(piece) >= SEAM_BYTES and not may_have_fields(piece):
+            self._seam = piece[-SEAM_BYTES:]
+            return piece  # large, and not copied
         at, passes = 0, b""
         while at < len(piece):
             if self._depth:

@@ -175,7 +175,7 @@ class ConnectionSettings(SettingsGroup):
         keep-alive timeout of the engines (5 s in vLLM).
     max_answer_size: Largest answer that the router holds whole: prefill answers and errors.
     max_held_answers: Memory for large answers that are held whole, over all requests. An answer
-        beyond the limit gets status 503. Answers up to 256 KiB do not count. 0: no limit.
+        beyond the limit gets status 503. Answers up to 224 KiB do not count. 0: no limit.
     """
 
     engine_idle_connections: fields.Count = 256
