@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from engine_ext.common.log_rate_limit import LogRateLimit
+from router.telemetry.logs import LineHandler
 from scripts.benchmarks.common import free_ports_of
 
 # UCX otherwise looks for RDMA devices only.
@@ -52,8 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_line_is_held_back_for_another_tests_sake() -> None:
+def no_test_changes_what_the_next_one_logs() -> Iterator[None]:
     for logger in logging.root.manager.loggerDict.values():
         for one in getattr(logger, "filters", ()):
             if isinstance(one, LogRateLimit):
                 one.clear()
+    yield
+    for handler in [*logging.root.handlers]:  # of a command that ran in this process
+        if isinstance(handler, LineHandler):
+            logging.root.removeHandler(handler)
