@@ -244,17 +244,10 @@ def generation_content(answer: EngineAnswer, raw: bytes) -> Json | None:
 class _CheckedChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     stop_reason: Any = None
-    disaggregated_params: None = None
 
 
 class _CheckedFields(msgspec.Struct, gc=False):
-    """Decode null alone among internal fields."""
-
     choices: list[_CheckedChoice]
-    kv_transfer_params: None = None
-    ec_transfer_params: None = None
-    disaggregated_params: None = None
-    nvext: None = None
     error: Any = None
     object: Any = None
     type: Any = None
@@ -265,8 +258,7 @@ _decode_checked = msgspec.json.Decoder(_CheckedFields).decode
 
 
 def _is_surely_answer(raw: bytes) -> bool:
-    """Return True for JSON whose finish reasons are usual ones, without an error and without values
-    of internal fields where engines write them."""
+    """Return True for JSON whose finish reasons are usual ones, without an error."""
     try:
         content = _decode_checked(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -55,6 +55,13 @@ async def proven(router: Router) -> None:
     await eventually(lambda: not router.gateway.tasks.background)
 
 
+async def ask_twice(router: Router, first: dict[str, Any]) -> None:
+    messages = [first]
+    messages += [await ask(router, messages), question("and now?")]
+    await proven(router)
+    await ask(router, messages)
+
+
 def outcomes(router: Router, *names: str) -> list[float]:
     pairs = [(name.partition(" ")[0], name.partition(" ")[2]) for name in names]
     return [
@@ -209,10 +216,7 @@ async def test_turn_whose_legs_computed_different_prompts_is_not_reused(
     pair.changes = [1]
     router = await start(start_router, p, d, pair)
     d.usual = decode_a_day_later
-    messages = [question(LONG)]
-    messages += [await ask(router, messages), question("and now?")]
-    await proven(router)
-    await ask(router, messages)
+    await ask_twice(router, question(LONG))
     assert pair.read == 0
 
 
@@ -222,10 +226,7 @@ async def test_ids_that_are_missing_prove_nothing(
     pair = StockPair("appends")
     pair.untold = [7] * 48
     router = await start(start_router, p, d, pair)
-    messages = [question(LONG)]
-    messages += [await ask(router, messages), question("and now?")]
-    await proven(router)
-    await ask(router, messages)
+    await ask_twice(router, question(LONG))
     assert pair.read == 0
 
 
@@ -237,10 +238,7 @@ async def test_part_of_a_message_that_may_be_an_image_proves_nothing(
     pair = StockPair("appends")
     router = await start(start_router, p, d, pair)
     asked = {"role": "user", "content": [{"type": "text", "text": LONG, **part}]}
-    messages: list[Any] = [asked]
-    messages += [await ask(router, messages), question("and now?")]
-    await proven(router)
-    await ask(router, messages)
+    await ask_twice(router, asked)
     assert pair.read == 0
 
 
