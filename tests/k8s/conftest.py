@@ -8,6 +8,7 @@ import pytest
 
 from tests.k8s import gateway_api
 from tests.k8s.cluster import Cluster
+from tests.k8s.pods import Pods
 
 # Kubernetes 1.20's own EndpointSlice would stand where the CRD of the newer one goes.
 NO_OLD_SLICES = "--runtime-config=discovery.k8s.io/v1beta1=false"
@@ -17,6 +18,14 @@ NO_OLD_SLICES = "--runtime-config=discovery.k8s.io/v1beta1=false"
 def cluster() -> Iterator[Cluster]:
     with Cluster(NO_OLD_SLICES) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def pods(cluster: Cluster) -> Iterator[Pods]:
+    pods = Pods(cluster)
+    yield pods
+    for name in pods.all():
+        pods.end(name)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.k8s.cluster import Cluster
 from tests.k8s.pods import Pods
 
 LABELS = {"role": "decode"}
-
-
-@pytest.fixture
-def pods(cluster: Cluster) -> Iterator[Pods]:
-    pods = Pods(cluster)
-    yield pods
-    for name in pods.all():
-        pods.end(name)
 
 
 def test_a_pod_runs_terminates_and_is_gone(pods: Pods) -> None:

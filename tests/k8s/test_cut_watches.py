@@ -1,11 +1,11 @@
-"""A real API server behind something that cuts each connection after three seconds: pods are seen
-as soon as ever."""
+"""A TCP proxy cuts each connection to a real API server after three seconds. The router still sees
+new pods within the short backoff."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,14 +22,6 @@ LIFE_S = 3.0
 PODS = 6
 MAX_PAUSE_S = 4.0
 """Pauses grew to 30 s while lists were read and watches lived."""
-
-
-@pytest.fixture
-def pods(cluster: Cluster) -> Iterator[Pods]:
-    pods = Pods(cluster)
-    yield pods
-    for name in pods.all():
-        pods.end(name)
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ AT_ONCE = 12
 SYSTEMS = [tokens_of(256, number) for number in range(6)]
 MAX_TURNS = 4
 TRIES = 8
-"""Of one turn: its engines may be killed, started, and frozen."""
+"""The number of attempts per turn, since its engines may be killed, restarted or frozen."""
 TOKENS = 6
 KINDS = ("", "turn", "holders", "turn holders")
 

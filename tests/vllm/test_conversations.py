@@ -34,7 +34,7 @@ REST_SECONDS = 60
 
 
 class VllmFleet(SoakFleet):
-    """The same mishaps; an engine that is started again has another port."""
+    """A soak fleet of vLLM servers. A restarted engine listens on another port."""
 
     def __init__(self, fleet: Fleet, mode: str, stack: ExitStack) -> None:
         super().__init__(Launcher(fleet.logs, fleet.model, fleet.free_ports), mode, stack, {})

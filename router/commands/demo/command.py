@@ -159,7 +159,7 @@ class EngineRestarts:
                 engine.check()
             times.append(self._clock())
             engine.restart()
-            log = f" (its log: {engine.log})" if status > 0 else ""  # nobody has killed it
+            log = f" (its log: {engine.log})" if status > 0 else ""  # it ended by itself
             text = f"{engine.name} ended with status {status}{log}, and starts again"
             print_now(f"{text}: {_kill(engine)}")
 

@@ -151,6 +151,10 @@ def failure_text(engines: Sequence[Engine], error: Exception, timeout_s: float) 
     return text if engine is None else no_answer(engine.spec.url, error, timeout_s)
 
 
+def cure_of(error: Exception, usual: str) -> str:
+    return error.cure if isinstance(error, CompressedAnswerError) else usual
+
+
 def timeout_text(engines: Sequence[Engine], timeout_s: float) -> str:
     return no_answer(", ".join(one.spec.url for one in engines), None, timeout_s)
 

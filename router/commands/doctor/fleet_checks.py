@@ -18,6 +18,7 @@ from router.commands.doctor.checks import (
     Check,
     EngineChecker,
     Findings,
+    cure_of,
     failure_text,
     retried,
     timeout_text,
@@ -29,7 +30,7 @@ from router.fleet.kv_facts import SECRET_NONE, Difference
 from router.fleet.metrics_page import METRICS_PATH
 from router.fleet.partners import FindingKind, find_difference
 from router.fleet.probes import json_of
-from router.http_client.errors import CompressedAnswerError, UpstreamError
+from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.gateway import Gateway
 from router.proxy.plan import PULL, choose_mode
@@ -274,9 +275,7 @@ async def _check_moves(
     except (UpstreamError, EngineError, RequestError) as error:
         cure = f"look at the log of {pair.decoder.name}: can it reach the side channel and UCX "
         cure += f"port of {pair.prefiller.name}?"
-        if isinstance(error, CompressedAnswerError):
-            cure = error.cure
-        found.fail(name, f"no: {failure_text(pair, error, timeout_s)}", cure)
+        found.fail(name, f"no: {failure_text(pair, error, timeout_s)}", cure_of(error, cure))
     else:
         return await _check_moved(found, name, pair, answer, before)
     return False

@@ -11,11 +11,11 @@ from random import Random
 from time import monotonic as now
 from typing import Any, NamedTuple
 
-from router.commands.doctor.checks import Check, Findings, failure_text, timeout_text
+from router.commands.doctor.checks import Check, Findings, cure_of, failure_text, timeout_text
 from router.commands.router_client import error_message
 from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.probes import MAX_ANSWER_BYTES
-from router.http_client.errors import CompressedAnswerError, UpstreamError
+from router.http_client.errors import UpstreamError
 from router.openai.answers import parse_object
 from router.openai.errors import EngineError
 from router.proxy.loans import holder_entry, loan_endpoint
@@ -82,9 +82,7 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
     except TimeoutError:
         found.fail(NAME, timeout_text(loan, timeout_s), cure)
     except (UpstreamError, EngineError) as error:
-        if isinstance(error, CompressedAnswerError):
-            cure = error.cure
-        found.fail(NAME, f"no: {failure_text(loan, error, timeout_s)}", cure)
+        found.fail(NAME, f"no: {failure_text(loan, error, timeout_s)}", cure_of(error, cure))
     else:
         if tokens:
             found.ok(NAME, f"yes, {tokens} of {PROMPT_TOKENS} tokens")

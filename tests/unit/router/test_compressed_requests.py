@@ -1,4 +1,4 @@
-"""Compressed requests: engines get plain bodies, and nobody makes the router inflate a bomb."""
+"""Compressed requests: engines get uncompressed bodies, and the router refuses bombs."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_router_samples_what_its_requests_need(
     clock = Clock()
     for _ in range(64):
         clock.leg(made, 9000)
-    # The work since the router's own sample counts, although nobody has read the metric before.
+    # The work since the router's own sample counts, even before the metric's first scrape.
     assert router.metric("engines_needed", group=made.group, role="prefill") > 0
 
 
