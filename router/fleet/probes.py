@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic as now
 from typing import Any, NamedTuple
 
@@ -73,13 +73,14 @@ Model = dict[str, Any]
 @dataclass(slots=True, eq=False)
 class EngineProbe:
     """The probing of one engine: the times of the last probe and of the last answers to the
-    questions for its identity and its models."""
+    questions for its identity and its models. `has_result`: a probe has ended."""
 
     probed_at: float
     identity_at: float = -math.inf
     models_at: float = -math.inf
     task: asyncio.Task[None] | None = None
     models_task: asyncio.Task[None] | None = None
+    has_result: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Prober:
@@ -112,6 +113,15 @@ class Prober:
         finally:
             for engine in list(self._probes):
                 self._stop(engine)
+
+    async def wait_for_first_results(self, timeout_s: float) -> None:
+        """Wait until each known engine was probed once, or the timeout is over."""
+        self._supervise()
+        probes = list(self._probes.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for probe in probes:
+                    await probe.has_result.wait()
 
     def problem(self) -> str:
         """Return why engines are not probed as they should be; empty if they are."""
@@ -261,6 +271,7 @@ class Prober:
             except Exception as error:
                 logger.warning("%s %s: %r", engine.role.engine, engine.name, error)
             probe.probed_at = now()
+            probe.has_result.set()
             is_healthy = engine.health is Health.HEALTHY
             if not (is_silent and is_healthy):
                 longest = math.inf if is_healthy else UNHEALTHY_INTERVAL_S

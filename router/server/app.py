@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("disagg_router")
 # How long requests wait at start for service discovery.
 DISCOVERY_TIMEOUT_S = 3.0
+FIRST_PROBES_TIMEOUT_S = 3.0
 CIRCUIT_VALUES = {CLOSED: 0, HALF_OPEN: 1, OPEN: 2}
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
@@ -162,6 +163,10 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
             tasks.append(loop.create_task(RoleKeeper(fleet, settings.target_itl).run()))
         try:
             await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
+            if shared is not None:
+                # The other workers still answer. What connects to this one waits for its first
+                # probes instead of being told that no engine is known.
+                await prober.wait_for_first_results(FIRST_PROBES_TIMEOUT_S)
             if settings.warm_up != "off":
                 tasks.append(loop.create_task(EngineWarmer(gateway, settings.warm_up).run()))
             yield {"router": state}

@@ -112,6 +112,28 @@ async def requests_counted(url: str) -> float:
     return sum(float(one.split()[-1]) for one in counted)
 
 
+@pytest.mark.slow
+async def test_a_worker_that_starts_answers_nothing_before_it_knows_its_engines(
+    p: MockEngine, d: MockEngine
+) -> None:
+    """Its connections wait in the listener: a client would be told that no engine is healthy."""
+
+    async def ask(url: str) -> int:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return (await client.post("/v1/completions", json=BODY)).status_code
+
+    async def list_late(_: Received, peer: Peer) -> None:
+        await asyncio.sleep(0.5)
+        await peer.answer({"object": "list", "data": [{"id": "m"}]})
+
+    async with family(p, d) as (router, pids):
+        d.listing = list_late
+        os.kill(pids[0], signal.SIGKILL)
+        await router.until("worker 0 ended with status -9 and is restarted")
+        asked = [ask(router.url) for _ in range(16)]
+        assert await asyncio.gather(*asked) == [200] * 16
+
+
 def test_counters_of_workers_that_have_ended_are_added_to_those_that_run(tmp_path: Path) -> None:
     """Gauges describe the present: only running workers have them."""
 
