@@ -35,8 +35,8 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("npm"), reason="there is no npm here"),
 ]
 PACKAGES = {
-    "claude": "@anthropic-ai/claude-code@2.1.197",
-    "codex": "@openai/codex@0.169.0",
+    "claude": "@anthropic-ai/claude-code@2.1.332",
+    "codex": "@openai/codex@0.171.0",
     "opencode": "opencode-ai@1.18.33",
 }
 PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere")).parent / "agents"
