@@ -31,7 +31,7 @@ from engine_ext.push.matching_state import (
     NameTable,
     Registered,
     RegistrationKey,
-    are_different,
+    means_another,
 )
 from engine_ext.wire.notifications import (
     AwaitPrompt,
@@ -211,7 +211,7 @@ class Inquiry:
 
     def may_mean(self, transfer_id: str | None) -> bool:
         """The router's names do not exclude it."""
-        return not are_different(self.message.transfer_id, transfer_id)
+        return not means_another(self.message.transfer_id, transfer_id)
 
 
 class IncomingInquiries(FairTable[str, Inquiry]):

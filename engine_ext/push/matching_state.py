@@ -107,9 +107,10 @@ def lasting(names: tuple[str, ...], transfer_id: str | None) -> tuple[str, ...]:
     return names if transfer_id is None else names[:1]
 
 
-def are_different(transfer_id: str | None, other: str | None) -> bool:
-    """Two attempts of one request share the request id, not the transfer id."""
-    return transfer_id is not None and other is not None and transfer_id != other
+def means_another(wanted: str | None, offered: str | None) -> bool:
+    """D's transfer id names another offer than the one with this id. Two attempts of one request
+    share the request id, not the transfer id. vLLM 0.32 sends none: it means any."""
+    return wanted is not None and wanted != offered
 
 
 @dataclass(slots=True)
@@ -140,13 +141,13 @@ class HeldOffer:
 
     def may_be_meant(self, registered: Registered) -> bool:
         """Names and transfer ids do not exclude it."""
-        is_other = are_different(self.offer.transfer_id, registered.key.transfer_id)
+        is_other = means_another(registered.key.transfer_id, self.offer.transfer_id)
         return self.request is None and not is_other
 
     def is_for(self, message: Withdraw) -> bool:
         """D's withdrawal means this offer."""
         if self.request is None:
-            return not are_different(self.offer.transfer_id, message.transfer_id)
+            return not means_another(message.transfer_id, self.offer.transfer_id)
         withdrawn = RequestKey(self.request.engine_id, message.request_id, message.transfer_id)
         return self.request == withdrawn
 
@@ -352,7 +353,7 @@ class RegistrationTable(BoundedRegistrations):
         return [
             [self[key] for key in self._ranks[request].values()]
             for request in self._names.find(names)
-            if not are_different(request.transfer_id, transfer_id)
+            if not means_another(request.transfer_id, transfer_id)
         ]
 
     def pop_all(self, registered: list[Registered]) -> list[Registered]:
