@@ -15,9 +15,8 @@ from time import monotonic as now
 from typing import NamedTuple
 
 from router.fleet.engine import Engine
-from router.proxy.kv_params import KvParams
 from router.proxy.legs import DecodeLegResult, DecodeOutcome, LegFailure, LegRefusal, decode_leg
-from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.resume import DecodeParams
 from router.proxy.run import Run
 
 # Seconds that the other legs have after the first one has ended without an answer. A look at a
@@ -62,15 +61,13 @@ class HedgedLegs:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._params: dict[Engine, KvParams | None] = {}
-        self._buffers: dict[Engine, ResumeBuffer | None] = {}
+        self._params: dict[Engine, DecodeParams] = {}
         self._legs: dict[Engine, asyncio.Task[DecodeOutcome]] = {}
         self._winner: Engine | None = None
 
-    def add(self, engine: Engine, params: KvParams | None) -> None:
-        """Add a leg. The resume buffer that its params mention is the request's if the leg wins."""
+    def add(self, engine: Engine, params: DecodeParams) -> None:
+        """Add a leg. Its resume buffer is the request's if the leg wins."""
         self._params[engine] = params
-        self._buffers[engine], self._run.resume.buffer = self._run.resume.buffer, None
 
     async def run(self, threshold: float) -> Hedged:
         """Run the legs until the client has its answer or every leg has ended without one.
@@ -96,7 +93,6 @@ class HedgedLegs:
     def _accept(self, engine: Engine) -> None:
         """Let the first leg that accepts win, and end the others in the same turn of the loop."""
         self._winner = engine
-        self._run.resume.buffer = self._buffers[engine]
         for other, leg in self._legs.items():
             if other is not engine:
                 leg.cancel()

@@ -13,6 +13,7 @@ stream are in the `ResumeBuffer`.
 from __future__ import annotations
 
 from time import monotonic as now
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -33,13 +34,25 @@ from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError
 
 
+class DecodeParams(NamedTuple):
+    """What one decode leg gets: its KV transfer params, the buffer that its stream fills, and
+    whether its engine may return the answer instead of preempting it."""
+
+    params: KvParams | None = None
+    buffer: ResumeBuffer | None = None
+    may_return: bool = False
+
+
+NO_PARAMS = DecodeParams()
+
+
 class ResumeState(Struct, eq=False):
     """The resume state of one request.
 
     `buffer` holds the tokens of a stream that another engine could continue, None if no engine
     could. `returns_left` is how many preemption returns are still allowed, and `preempted` lists
-    the engines that have returned the answer. `is_used` is False until an engine with one of these
-    capabilities is involved.
+    the engines that have returned the answer. `is_used` is False until a prefill engine is involved
+    that can hand over its token.
     """
 
     _request: Request
@@ -121,13 +134,9 @@ class ResumeState(Struct, eq=False):
 
     def params_for(
         self, params: KvParams | None, decoder: Engine, prefiller: Engine | None, is_hedged: bool
-    ) -> tuple[KvParams | None, bool]:
-        """Return the KV transfer params for a decode leg, and whether the engine may return the
-        answer for lack of blocks. The engine of a hedged leg may not.
-
-        `params` came from `prefiller`, if there is one.
-        """
-        self.is_used = True
+    ) -> DecodeParams:
+        """Return the params of a decode leg, whose engine may return the answer for lack of blocks
+        unless the leg is hedged. `params` came from `prefiller`, if there is one."""
         continued = self.continued
         if params is not None and params.has_generated_tokens:
             is_meant = (
@@ -143,32 +152,30 @@ class ResumeState(Struct, eq=False):
         request, capabilities = self._request, decoder.capabilities
         may_move = continued is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact_stream
+        buffer = continued
         if capabilities.reports_token_ids and may_move and is_stream:
-            params = self._buffer_for(decoder, params).asking_for_ids(params)
-        elif continued is None:
-            self._drop_buffer()
+            # A buffer of a failed leg is of no use: this engine may use other token ids.
+            buffer = continued or self._new_buffer(decoder)
+            buffer.keep_prompt(params)
+            params = buffer.asking_for_ids(params)
         if not capabilities.returns_preempted or request.decode_only_reason in AS_SENT:
-            return params, False
-        is_kept = not is_stream or (self.buffer is not None and not self.buffer.is_full)
+            return DecodeParams(params, buffer)
+        is_kept = not is_stream or (buffer is not None and not buffer.is_full)
         may_return = may_move and is_kept and self.returns_left > 0 and not is_hedged
-        return with_field(params, b'"hand_back":%s' % (b"true" if may_return else b"false")), (
-            may_return
-        )
+        params = with_field(params, b'"hand_back":%s' % (b"true" if may_return else b"false"))
+        return DecodeParams(params, buffer, may_return)
+
+    def take_buffer(self, buffer: ResumeBuffer | None) -> None:
+        """Let the leg that begins fill this buffer."""
+        if buffer is not self.buffer:
+            self._drop_buffer()
+            self.buffer = buffer
 
     def _may_move(self, decoder: Engine) -> bool:
         """Return True if another engine could continue what this decode engine begins."""
         request = self._request
         may_move = self._gateway.limits.max_resumes > 0 and not request.decode_only_reason
         return may_move and decoder.capabilities.supports_resume and can_hand_over(request.body)
-
-    def _buffer_for(self, decoder: Engine, params: KvParams | None) -> ResumeBuffer:
-        if self.continued is None:
-            # A buffer of a failed leg is of no use: this engine may use other token ids.
-            self._drop_buffer()
-        if self.buffer is None:
-            self.buffer = self._new_buffer(decoder)
-        self.buffer.keep_prompt(params)
-        return self.buffer
 
     def _new_buffer(self, decoder: Engine) -> ResumeBuffer:
         gateway = self._gateway

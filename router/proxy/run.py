@@ -26,7 +26,7 @@ from router.proxy.kv_params import KvParams
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
 from router.proxy.request import Body, Request
-from router.proxy.resume import ResumeState, can_continue
+from router.proxy.resume import DecodeParams, ResumeState, can_continue
 from router.routing.route import Route
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ class Run(Struct, eq=False):
     loads_from: str = ""
     load_failure: LoadFailure | None = None
     prompt_tokens: int | None = None
-    # The decode engine was allowed to return the answer instead of preempting it.
-    may_return: bool = False
 
     # The last turn of a conversation. A prefill engine can read its KV only once.
     unread_turn: Entry | None = None
@@ -157,16 +155,20 @@ class Run(Struct, eq=False):
 
     def leg_params(
         self, params: KvParams | None, decoder: Engine, is_hedged: bool = False
-    ) -> KvParams | None:
-        """Return the KV transfer params of one decode leg. Also set `may_return`, and the resume
-        buffer that the leg fills.
+    ) -> DecodeParams:
+        """Return the KV transfer params of one decode leg, and the buffer that the leg fills.
 
         A hedged leg may lose, so its engine may not return the answer for lack of blocks.
         """
         capabilities, resume = decoder.capabilities, self.resume
-        if capabilities.supports_resume or capabilities.returns_preempted or resume.is_used:
-            params, self.may_return = resume.params_for(params, decoder, self.prefiller, is_hedged)
-        return params
+        if (
+            capabilities.supports_resume
+            or capabilities.returns_preempted
+            or resume.is_used
+            or resume.buffer is not None
+        ):
+            return resume.params_for(params, decoder, self.prefiller, is_hedged)
+        return DecodeParams(params)
 
     def offer_last_turn(self, prefiller: Engine) -> Body | None:
         """Return the params of the last turn's KV, if the prefill engine may read it."""

@@ -350,7 +350,8 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         if isinstance(outcome, LegRefusal):
             if resume.restart_answer():
                 return DecodePhase.RESUME
-            continues_tokens = leg_params is not None and leg_params.continues_tokens
+            sent = leg_params.params
+            continues_tokens = sent is not None and sent.continues_tokens
             if not continues_tokens or not resume.stop_handing_over(decoder, outcome.error):
                 raise outcome.error
             return DecodePhase.AFRESH

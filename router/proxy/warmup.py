@@ -27,7 +27,7 @@ from router.proxy.messages import LegBodies
 from router.proxy.plan import PULL, PUSH, Plan, choose_mode
 from router.proxy.push import make_push
 from router.proxy.request import Request, next_number
-from router.proxy.resume import ResumeState
+from router.proxy.resume import DecodeParams, ResumeState
 from router.proxy.run import AnswersHeld, Run
 from router.proxy.strategies import push_legs
 from router.routing.route import Route
@@ -245,7 +245,7 @@ async def send_test_request(
             try:
                 if prefiller.group != decoder.group:
                     raise BrokenAnswerError("the engines are in different groups by now")
-                _require(await decode_leg(run, decoder, params))
+                _require(await decode_leg(run, decoder, DecodeParams(params)))
             except BaseException as cause:
                 run.release_unread(params, cause)
                 raise
