@@ -5,6 +5,7 @@ transfer     moving KV between two engines: throughput, handshake, hand-over, CP
 multiturn    time to the first token of a conversation's second turn
 push         push mode beside pull mode
 first-token  a prefiller's own first token, handed over or sampled again
+compare      one engine, and a prefill and a decode engine with as many threads
 reconcile    what a fleet that changes costs the event loop
 fleet        routing policies in a simulated fleet
 field        this router's choices of engines beside Dynamo's and vllm-router's
@@ -25,6 +26,7 @@ MODULES = {
     "multiturn": "scripts.benchmarks.latency",
     "push": "scripts.benchmarks.latency",
     "first-token": "scripts.benchmarks.latency",
+    "compare": "scripts.benchmarks.compare",
     "reconcile": "scripts.benchmarks.reconcile",
     "fleet": "scripts.benchmarks.fleet",
     "field": "scripts.benchmarks.field",

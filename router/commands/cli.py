@@ -42,7 +42,7 @@ Commands:
   doctor      check a fleet, and show what to do about each fault
   bench       put a bounded load on a router and measure it
   key         make an API key for a client of the router
-  demo        start engines and a router on this machine; --compare measures them
+  demo        start engines and a router on this machine
   chat        chat with a model behind a router, and see how each answer came
   why         show where a request spent its time, and which engines served it
   completion  print a script that completes commands and options in bash or zsh

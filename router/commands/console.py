@@ -168,13 +168,11 @@ class TerminalLine:
 async def run_with_progress(
     work: Coroutine[Any, Any, T],
     line: Callable[[], str],
-    check: Callable[[], None] = lambda: None,
     silent_s: float = TERMINAL_PROGRESS_S,
 ) -> T:
     """Return what `work` returns. Meanwhile show `line()`, after `silent_s` seconds.
 
-    Progress goes to standard error, since the result may be piped. An exception of `check` ends
-    the work.
+    Progress goes to standard error, since the result may be piped.
     """
     task = asyncio.create_task(work)
     try:
@@ -183,7 +181,6 @@ async def run_with_progress(
             interval = TERMINAL_PROGRESS_S if progress.is_terminal else LOG_PROGRESS_S
             shown_at = -inf
             while not task.done():
-                check()
                 if time.monotonic() - shown_at >= interval:
                     shown_at = time.monotonic()
                     progress.show(line())

@@ -4,7 +4,7 @@
     python scripts/bench.py fleet --fleet 500+500 --requests 200000 --shape chat
     python scripts/bench.py fleet --prefill-policy prefix --min-remote all 256 load
     python scripts/bench.py fleet --trace conversation_trace.jsonl --fleet 4+4 \\
-        --cache-tokens 4000000 --speed qwen3-32b-h200 --load 0.8 1 1.2 --svg goodput.svg
+        --cache-tokens 4000000 --speed qwen3-32b-h200 --load 0.8 1 1.2
     python scripts/bench.py fleet --shape changing --prefill-policy prefix --min-remote load \\
         --fleet 6+2 8 --form free boundary --speed qwen3-32b-h200 --step-ms 45 --seeds 10
 
@@ -31,7 +31,6 @@ from typing import Any
 
 from router.routing.route import POLICIES
 from scripts.benchmarks.common import bench_parser, positive
-from scripts.benchmarks.fleet_chart import Lines, goodput_chart
 from scripts.benchmarks.fleet_simulation import CACHE_TOKENS, Answer, Outcome, Setup, Simulation
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine
 from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, changing, published
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
     speed = SPEEDS[options.speed]
     speed = replace(speed, nic_tokens_per_s=options.network or speed.nic_tokens_per_s)
     print(HEADER, flush=True)
-    charted: dict[str, Lines] = {}
     combinations = product(
         [*traces] or options.shape,
         options.decode_policy,
@@ -110,10 +108,6 @@ def main(arguments: Sequence[str]) -> int:
         ]
         everything = [_goodput(one, options) for one in outcomes]
         print(line(shape, setup, outcomes, everything, goods), flush=True)
-        rule = f"{prefill_policy}, {decode_policy}, remote: {_remote(setup)}, {_fleet(setup)}"
-        charted.setdefault(shape, {}).setdefault(rule, []).append((load, mean(everything)))
-    if options.svg is not None:
-        options.svg.write_text(goodput_chart(charted), encoding="utf-8")
     return 0
 
 
@@ -254,7 +248,6 @@ def _parser() -> argparse.ArgumentParser:
         help="for the 99th percentile of a request's gaps, for goodput (0.05)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="(0)")
     add("--seeds", type=positive, default=1, metavar="N", help="runs with --seed and the next (1)")
-    add("--svg", type=Path, metavar="FILE", help="draw the goodput of each rule by load")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""Commands that a newcomer runs, with real engines: the demo's comparison, and a chat whose engine
+"""Commands that a newcomer runs, with real engines: the comparison, and a chat whose engine
 is killed in mid-answer."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import re
 import subprocess
@@ -17,16 +17,9 @@ import pytest
 
 from router.commands.chat.command import RequestRoutes
 from router.commands.chat.conversation import Conversation
-from router.commands.demo.compare import CompareOptions, compare
-from router.commands.demo.comparison import ALONE, SPLIT
-from router.commands.demo.engines import (
-    ENGINES,
-    DemoModel,
-    DemoOptions,
-    EngineBuilder,
-    write_secret,
-)
 from router.common.child_processes import ChildProcesses
+from scripts.benchmarks.compare import compare
+from scripts.benchmarks.latency import Launcher
 from tests.conftest import find_free_ports
 from tests.integration.processes import wait_for
 
@@ -34,27 +27,19 @@ CLI = [sys.executable, "-m", "router.commands.cli"]
 
 
 @pytest.mark.timeout(300)
-def test_the_comparison_measures_real_engines(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = DemoOptions(1, 1, "127.0.0.1", 8000, "cpu", model, vllm=False)
-    named = DemoModel(model, "tiny")
-    builder = EngineBuilder(ENGINES, options, named, 1, write_secret(tmp_path))
-    wanted = CompareOptions(2, tmp_path / "c.json", tmp_path / "c.svg", round_s=3.0)
-    processes = ChildProcesses(tmp_path)
+def test_the_comparison_measures_real_engines(model: Path, tmp_path: Path) -> None:
+    launcher = Launcher(ChildProcesses(tmp_path), str(model))
     try:
-        compare(processes, builder, wanted)
+        found = asyncio.run(compare(launcher, rounds=2, round_s=3.0))
     finally:
-        processes.stop()
-    content = json.loads((tmp_path / "c.json").read_text())
-    for setup in (ALONE, SPLIT):
-        for one in content["rounds"][setup]:
-            assert one["short_chats"]["failed"] == one["long_prompts"]["failed"] == 0
-            assert one["short_chats"]["completion_tokens"] == 40 * one["short_chats"]["answered"]
-            assert one["long_prompts"]["cached_tokens"] == 0
-    figures = content["figures"]
-    assert all(one["alone"] > 0 and one["split"] > 0 for one in figures)
-    assert "Equal CPU" in capsys.readouterr().out
+        launcher.family.stop()
+    alone, split = found.values()
+    for setup in (alone, split):
+        short, long = setup["short chats"], setup["long prompts"]
+        assert short.failed == long.failed == long.cached_tokens == 0
+        assert short.completion_tokens == 40 * short.answered
+        assert short.first.count == short.answered > 1
+    assert alone["short chats"].prompt_tokens == split["short chats"].prompt_tokens
 
 
 @contextmanager

@@ -5,12 +5,11 @@ The chats have several turns of random words, the same for a seed. Figures need 
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
@@ -115,16 +114,6 @@ class Figures:
     def ended(self) -> int:
         return self.answered + self.failed
 
-    def add(self, other: Figures) -> None:
-        """Add what another load has counted, whose samples have kept all values."""
-        for name in (one.name for one in fields(self)):
-            own, more = getattr(self, name), getattr(other, name)
-            if isinstance(own, Sample):
-                for value in more.values:
-                    own.add(value)
-            else:
-                setattr(self, name, own + more)
-
     def content(self, seconds: float) -> dict[str, Any]:
         """Return the JSON report of a load that took `seconds`."""
         return {
@@ -178,28 +167,6 @@ class ChatLoad:
         finally:
             for client in clients:
                 client.close()
-
-    async def run_at(self, moments: Sequence[float], run: str) -> float:
-        """Begin the chats at these moments, in seconds from now, whatever has been answered.
-
-        Return by how many seconds the latest of them was late.
-        """
-        started = time.monotonic()
-
-        async def begin(moment: float, chat: Chat) -> float:
-            await asyncio.sleep(started + moment - time.monotonic())
-            late = time.monotonic() - started - moment
-            client = Client(self.target.host, self.target.port)
-            try:
-                await self._hold(client, chat)
-            finally:
-                client.close()
-            return late
-
-        async with asyncio.TaskGroup() as group:
-            jobs = zip(moments, chats(self.plan, run), strict=True)
-            tasks = [group.create_task(begin(*job)) for job in jobs]
-        return max(task.result() for task in tasks)
 
     async def _hold(self, client: Client, chat: Chat) -> None:
         history: list[Message] = []

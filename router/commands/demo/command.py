@@ -1,7 +1,6 @@
 """disagg-router demo: starts engines and a router on this machine, and stops them at the end.
 
-Exit code 0: stopped by a signal, or compared. 1: failed. 2: wrong usage, or something is not
-installed. 130: a signal stopped the comparison.
+Exit code 0: stopped by a signal. 1: failed. 2: wrong usage, or something is not installed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from router.commands.console import INTERRUPTED, CommandError, CommandParser, number_in
-from router.commands.demo.compare import SIGNALS, CompareOptions, compare
+from router.commands.console import CommandError, CommandParser, number_in
 from router.commands.demo.engines import (
     ENGINES,
     TARGET_ITL_S,
@@ -45,16 +43,9 @@ from router.common.child_processes import (
 )
 
 PROGRAM = "disagg-router demo"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CHECK_INTERVAL_S = 0.5
-ROUNDS = 3
-DEFAULTS = {"prefillers": 1, "decoders": 2, "host": "127.0.0.1", "port": 8000}
-# Options that the comparison decides.
-NOT_COMPARED = (*DEFAULTS, "vllm", "both_roles")
-DESCRIPTION = """\
-Starts prefill and decode engines and a router on this machine. With --compare, it measures instead
-whether short chats are answered faster while long prompts arrive, if another engine computes the
-prompts.
-"""
+DESCRIPTION = "Starts prefill and decode engines and a router on this machine."
 # An engine that ends more often than this is broken.
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
@@ -67,27 +58,22 @@ PATH = "/v1/chat/completions"
 
 def main(argv: Sequence[str], engines: EngineCommands = ENGINES) -> int:
     parser = _parser()
-    options, comparison = _read(parser, argv)
+    options = DemoOptions(**vars(parser.parse_args(argv)))
     with handling_signals(SIGNALS, signal.default_int_handler):
         try:
-            return parser.run(lambda: _run(options, engines, comparison))
+            return parser.run(lambda: _run(options, engines))
         except ChildEndedError as error:
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)
             return 1
 
 
-def _run(
-    options: DemoOptions, engines: EngineCommands, comparison: CompareOptions | None = None
-) -> int:
-    """Run until a signal raises KeyboardInterrupt, the router ends or the comparison is complete.
+def _run(options: DemoOptions, engines: EngineCommands) -> int:
+    """Run until a signal raises KeyboardInterrupt, or the router ends.
 
     Raises ChildEndedError, CommandError and UsageError.
     """
     engines.check(options)
-    if comparison is None:
-        _check_port(options.host, options.port)
-    else:
-        comparison.check()
+    _check_port(options.host, options.port)
     with _log_directory() as directory:
         processes = ChildProcesses(directory)
         try:
@@ -95,9 +81,6 @@ def _run(
             threads = threads_of(options.prefillers + options.decoders)
             secret = write_secret(processes.directory)
             builder = EngineBuilder(engines, options, model, threads, secret)
-            if comparison is not None:
-                compare(processes, builder, comparison)
-                return 0
             _start_all(processes, builder)
             print_now(_invitation(options.url, model, processes.children))
             restarts = EngineRestarts()
@@ -107,13 +90,12 @@ def _run(
                 restarts.restart_ended(started)
                 time.sleep(CHECK_INTERVAL_S)
         except KeyboardInterrupt:
-            return 0 if comparison is None else INTERRUPTED
+            return 0
         finally:
             # Stopping takes a bounded time.
             with handling_signals(SIGNALS, signal.SIG_IGN):
-                if comparison is None:
-                    with contextlib.suppress(OSError):  # the output may be closed
-                        print_now("Stopping.")
+                with contextlib.suppress(OSError):  # the output may be closed
+                    print_now("Stopping.")
                 # The router stops first: it would report engines that stop before it as failed.
                 processes.stop(processes.children[-1:])
                 processes.stop()
@@ -262,28 +244,14 @@ def _model(text: str) -> Path | str:
     return path
 
 
-def _read(parser: CommandParser, argv: Sequence[str]) -> tuple[DemoOptions, CompareOptions | None]:
-    given = vars(parser.parse_args(argv))
-    compares = given.pop("compare")
-    for name in ("rounds", "json", "svg") if not compares else NOT_COMPARED:
-        if given[name] not in (None, False):
-            why = "cannot be used with --compare" if compares else "needs --compare"
-            parser.error(f"--{name.replace('_', '-')} {why}")
-    if compares and given["device"] != "cpu":
-        parser.error("--compare measures engines on the CPU: leave --device out")
-    wanted = CompareOptions(given.pop("rounds") or ROUNDS, given.pop("json"), given.pop("svg"))
-    defaults = {name: value for name, value in DEFAULTS.items() if given[name] is None}
-    return DemoOptions(**given | defaults), wanted if compares else None
-
-
 def _parser() -> CommandParser:
     parser = CommandParser(PROGRAM, DESCRIPTION)
     add = parser.add_argument
     count = number_in(1, 16, int)
-    add("--prefillers", type=count, metavar="N", help="prefill engines (default: 1)")
-    add("--decoders", type=count, metavar="M", help="decode engines (default: 2)")
-    add("--host", help="address of the router (default: 127.0.0.1)")
-    add("--port", type=int, help="port of the router (default: 8000)")
+    add("--prefillers", type=count, default=1, metavar="N", help="prefill engines (default: 1)")
+    add("--decoders", type=count, default=2, metavar="M", help="decode engines (default: 2)")
+    add("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="port of the router (default: 8000)")
     devices = ("cpu", "cuda")
     add("--device", choices=devices, default="cpu", help="of the engines (default: cpu)")
     add(
@@ -298,15 +266,4 @@ def _parser() -> CommandParser:
     )
     text = "all of these engines compute prompts and answers, as the load needs it"
     add("--both-roles", action="store_true", help=text)
-    add = parser.add_argument_group("measuring").add_argument
-    add(
-        "--compare",
-        action="store_true",
-        help="measure one engine and 1 prefill + 1 decode engine with equal CPU (about two "
-        "minutes), print the latencies, and end",
-    )
-    text = f"rounds of --compare (default: {ROUNDS})"
-    add("--rounds", type=number_in(2, 100, int), metavar="N", help=text)
-    add("--json", type=Path, metavar="PATH", help="write the figures of --compare as JSON")
-    add("--svg", type=Path, metavar="PATH", help="write the chart of --compare as SVG")
     return parser

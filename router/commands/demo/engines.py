@@ -165,8 +165,6 @@ class EngineBuilder:
     model: DemoModel
     threads: int
     secret: Path
-    is_alone: bool = False
-    """The engine exchanges no KV, so it needs no connector."""
 
     def build(self, port: int, side_channel: int) -> tuple[list[str], dict[str, str]]:
         """Return the command and the variables of an engine. Raises NotInstalledError."""
@@ -192,18 +190,15 @@ class EngineBuilder:
             command = self._vllm_command()
         else:
             command = self._reference_command()
-        if not self.is_alone:
-            command += ["--kv-transfer-config", json.dumps(config)]
+        command += ["--kv-transfer-config", json.dumps(config)]
         return [*command, "--host", "127.0.0.1", "--port", str(port)], variables
 
-    def start(
-        self, processes: ChildProcesses, name: str, ports: Iterator[int], cores: Sequence[int] = ()
-    ) -> ChildProcess:
+    def start(self, processes: ChildProcesses, name: str, ports: Iterator[int]) -> ChildProcess:
         """Start an engine on the next two ports."""
         port = next(ports)
         command, variables = self.build(port, next(ports))
         url = f"http://127.0.0.1:{port}"
-        return processes.start(name, command, url, environment=variables, cores=cores)
+        return processes.start(name, command, url, environment=variables)
 
     def _reference_command(self) -> list[str]:
         command = [*self.engines.reference, "--device", self.options.device]

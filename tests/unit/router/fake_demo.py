@@ -1,7 +1,7 @@
 """The demo with an engine that serves nothing but its part: run as a script by test_demo.
 
 As an engine: `fake_demo.py engine MODE --port N ...`, where MODE is good, stubborn (ignores
-SIGTERM), dying, failing (each request), or offline (whose chat model cannot be had). As a maker of
+SIGTERM), dying, or offline (whose chat model cannot be had). As a maker of
 models: `fake_demo.py tiny DIR` and `fake_demo.py chat MODE DIR`. Else: `fake_demo.py demo PORT MODE
 FLAG...`.
 """
@@ -14,13 +14,11 @@ import signal
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from router.commands.demo.command import main as demo
 from router.commands.demo.engines import EngineCommands
 
 ME = [sys.executable, str(Path(__file__))]
-USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -31,12 +29,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if body.get("stream") and sys.argv[2] != "failing":
-            self._stream(body)
-            return
-        if sys.argv[2] == "failing":
-            self._answer({"error": {"message": "no room"}}, 500)
-            return
         side_channel = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
         self._answer(
             {
@@ -46,24 +38,9 @@ class Handler(BaseHTTPRequestHandler):
             }
         )
 
-    def _stream(self, body: dict[str, Any]) -> None:
-        """Answer with as many words as are asked for; the prompt's words count as tokens."""
-        words = sum(len(one["content"].split()) for one in body["messages"])
-        number = body["max_tokens"]
-        usage = {"prompt_tokens": words, "completion_tokens": number}
-        chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "word "}}]})
-        last = json.dumps({"choices": [], "usage": usage})
-        events = [f"data: {one}\n\n".encode() for one in [*[chunk] * number, last, "[DONE]"]]
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("content-length", str(sum(map(len, events))))
-        self.end_headers()
-        for event in events:
-            self.wfile.write(event)
-
-    def _answer(self, content: object, status: int = 200) -> None:
+    def _answer(self, content: object) -> None:
         data = json.dumps(content).encode()
-        self.send_response(status)
+        self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -107,7 +84,7 @@ def main(role: str, *arguments: str) -> int:
             find_vllm=lambda: sys.executable,
         )
         sized = ["--port", port, "--prefillers", "2", "--decoders", "1"]
-        return demo(flags if "--compare" in flags else [*sized, *flags], engines)
+        return demo([*sized, *flags], engines)
     return 0
 
 

@@ -33,6 +33,7 @@ from router.commands.demo.engines import (
     EngineCommands,
     cache_directory,
     find_vllm,
+    usable_cores,
     wait_until_ready,
     write_secret,
 )
@@ -300,6 +301,26 @@ def test_the_engines_secret_is_this_users_alone_and_long_enough(tmp_path: Path) 
     path = write_secret(tmp_path)
     assert S_IMODE(path.stat().st_mode) == 0o600
     assert len(path.read_text().strip()) >= 32
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
+)
+def test_a_containers_quota_limits_the_cores(
+    tmp_path: Path, quota: str, expected: int | None
+) -> None:
+    path = tmp_path / "cpu.max"
+    path.write_text(quota)
+    assert len(usable_cores(path)) == (expected or len(os.sched_getaffinity(0)))
+
+
+def test_a_process_runs_on_its_cores_alone(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    processes = ChildProcesses(tmp_path)
+    code = "import os; print(os.sched_getaffinity(0))"
+    child = processes.start("child", [sys.executable, "-c", code], "", cores=[core])
+    child.process.wait(30)
+    assert child.log_lines() == [str({core})]
 
 
 @pytest.mark.parametrize(

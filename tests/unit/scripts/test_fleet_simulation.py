@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from xml.etree import ElementTree
 
 import pytest
 
@@ -172,16 +171,6 @@ def test_changing_traffic_turns_from_documents_to_answers_and_back() -> None:
     answers = [sum(one.output for one in part) / len(part) for part in parts]
     assert min(prompts[0], prompts[2]) > 8 * prompts[1]
     assert answers[1] > 6 * max(answers[0], answers[2])
-
-
-def test_chart_has_a_line_for_each_rule(tmp_path: Path, trace: Path) -> None:
-    file = tmp_path / "goodput.svg"
-    policies = ("--prefill-policy", "prefix", "session", "--load", "1", "2", "4")
-    fleet = ("--fleet", "2+2")
-    assert main(["--trace", str(trace), *policies, *fleet, "--svg", str(file)]) == 0
-    lines = [one for one in ElementTree.parse(file).iter() if one.tag.endswith("polyline")]
-    assert [len(one.attrib["points"].split()) for one in lines] == [3, 3]
-    assert "session, prefix, remote: all, 2+2" in file.read_text()
 
 
 @pytest.mark.parametrize("text", ["0+2", "2+", "1+1+1+1", "two", "-1"])
