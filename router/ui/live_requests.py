@@ -176,20 +176,6 @@ def links_of(record: Record) -> Iterable[EngineLink]:
         yield record.borrowed_from, record.prefiller or record.decoder, "loan"
 
 
-def count_moving(records: Iterable[Record]) -> Counter[EngineLink]:
-    """Count, by link, the running requests whose KV is moving now.
-
-    The router's best guess: the reading engine has its request and has not begun to answer.
-    """
-    found: Counter[EngineLink] = Counter()
-    for record in records:
-        if record.stage == "decode" and record.prefiller and record.first_byte is None:
-            found[record.prefiller, record.decoder, "prompt"] += 1
-        elif record.stage == "prefill" and record.reused_from:
-            found[record.reused_from, record.prefiller, "turn"] += 1
-    return found
-
-
 class RequestSummary(BaseModel):
     """A request as the dashboard shows it.
 

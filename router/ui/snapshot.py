@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import os
 import time
@@ -41,7 +42,6 @@ from router.ui.live_requests import (
     Refusals,
     RequestFeed,
     RequestSummary,
-    count_moving,
     most_frequent,
     summarize_request,
 )
@@ -62,28 +62,21 @@ Json = dict[str, Any]
 Reading = Callable[[], contextlib.AbstractContextManager[Callable[[], "ProcessSnapshot"]]]
 
 
-class LinkTraffic(BaseModel):
-    """KV over a link: requests that move it now, and requests per second."""
-
-    link: EngineLink
-    moving: int
-    rate: float
-
-
 class ProcessSnapshot(BaseModel):
     """The view of one process.
 
-    `ended` holds the requests that ended since the last snapshot for the same reader, and `missed`
-    counts those that it has no room for. `outcomes` counts requests since the start of the process,
-    `turns` turns of conversations by outcome and `kept` by what they left. `entries` are those of a
-    conversation store in memory. `queue` counts requests that wait for a slot at an engine, and how
-    many may; None if engines have no limits. `ready` has the reasons why requests are not answered
-    ("blocking"), or answered with more work than necessary ("degrading"). `needed` has the engines
-    that the requests need, by group and role, as far as known.
+    `links` has requests per second by link. `ended` holds the requests that ended since the last
+    snapshot for the same reader, and `missed` counts those that it has no room for. `outcomes`
+    counts requests since the start of the process, `turns` turns of conversations by outcome and
+    `kept` by what they left. `entries` are those of a conversation store in memory. `queue` counts
+    requests that wait for a slot at an engine, and how many may; None if engines have no limits.
+    `ready` has the reasons why requests are not answered ("blocking"), or answered with more work
+    than necessary ("degrading"). `needed` has the engines that the requests need, by group and
+    role, as far as known.
     """
 
     view: FleetView
-    links: list[LinkTraffic]
+    links: list[tuple[EngineLink, float]]
     running: list[RequestSummary]
     ended: list[RequestSummary]
     missed: int
@@ -161,7 +154,7 @@ class SnapshotSource:
             queue = admission.depth, settings.queue_size
         return ProcessSnapshot(
             view=build_fleet_view(gateway.fleet, registry),
-            links=_busiest(count_moving(running), feed.rates()),
+            links=heapq.nlargest(MAX_LISTED, feed.rates().items(), key=lambda one: one[1]),
             running=[summarize_request(record, worker, unix) for record in running[-MAX_LISTED:]],
             ended=[summarize_request(record, worker, unix) for record in ended],
             missed=missed,
@@ -176,16 +169,6 @@ class SnapshotSource:
             entries=entries,
             needed=needed,
         )
-
-
-def _busiest(
-    moving: Mapping[EngineLink, int], rates: Mapping[EngineLink, float]
-) -> list[LinkTraffic]:
-    traffic = [
-        LinkTraffic(link=link, moving=moving.get(link, 0), rate=round(rates.get(link, 0.0), 2))
-        for link in {*moving, *rates}
-    ]
-    return sorted(traffic, key=lambda one: (-one.moving, -one.rate, one.link))[:MAX_LISTED]
 
 
 def _by_name(counts: Mapping[tuple[str | int, ...], int]) -> dict[str, int]:
@@ -289,14 +272,12 @@ def _merge_links(
     found: Json = {}
 
     def of(link: EngineLink) -> Json:
-        empty = {"from": link[0], "to": link[1], "kind": link[2], "moving": 0, "rate": 0.0}
+        empty = {"from": link[0], "to": link[1], "kind": link[2], "rate": 0.0}
         known: Json = found.setdefault(" ".join(link), empty | {"bytes_per_second": None})
         return known
 
-    for one in [link for snapshot in snapshots for link in snapshot.links]:
-        known = of(one.link)
-        known["moving"] += one.moving
-        known["rate"] = round(known["rate"] + one.rate, 2)
+    for link, rate in [each for snapshot in snapshots for each in snapshot.links]:
+        of(link)["rate"] = round(of(link)["rate"] + rate, 2)
     fastest = sorted(byte_rates.items(), key=lambda item: (-item[1], item[0]))
     for link, rate in fastest[:MAX_LISTED]:
         of(link)["bytes_per_second"] = rate

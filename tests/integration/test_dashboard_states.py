@@ -429,7 +429,7 @@ def large_fleet(engines_per_role: int) -> dict[str, Any]:
         for number, name in enumerate(listed)
     }
     p, d = names["prefill"][0], names["decode"][0]
-    way = {"from": p, "to": d, "kind": "prompt", "moving": 3, "rate": 1234.5}
+    way = {"from": p, "to": d, "kind": "prompt", "rate": 1234.5}
     times = {"prefill_started": 2.0, "prefill_done": 100.0, "decode_started": 101.0}
     ms = {**times, "queued": None, "admitted": None, "first_byte": 130.0, "ended": 9000.0}
     request = {

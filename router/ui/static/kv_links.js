@@ -1,5 +1,5 @@
 // The KV transfers between engines: curves between the cards, with rates where there is room, and a table.
-import { $, bytes, count, draw, make, perSecond, plural, setClass, setText } from "./dom.js";
+import { $, bytes, draw, make, perSecond, plural, setClass, setText } from "./dom.js";
 import { sideOf } from "./state.js";
 
 const MAX_HINTS = 64;
@@ -28,7 +28,7 @@ export class KvLinks {
 
   get traffic() {
     const ways = Object.entries(this.state.snapshot.ways ?? {});
-    return ways.sort(([, a], [, b]) => (b.bytes_per_second ?? 0) - (a.bytes_per_second ?? 0) || b.rate - a.rate || b.moving - a.moving);
+    return ways.sort(([, a], [, b]) => (b.bytes_per_second ?? 0) - (a.bytes_per_second ?? 0) || b.rate - a.rate);
   }
 
   draw(cards) {
@@ -67,10 +67,10 @@ export class KvLinks {
     }
     const speed = way.bytes_per_second;
     const pace = speed ? Math.log10(1 + speed / 1e4) : Math.sqrt(way.rate);
-    const thick = Math.min(6, 1.2 + pace * 0.8 + way.moving * 0.4).toFixed(1);
+    const thick = Math.min(6, 1.2 + pace * 0.8).toFixed(1);
     if (path.getAttribute("d") !== curve.path) path.setAttribute("d", curve.path);
     path.setAttribute("stroke-width", thick);
-    setClass(path, `arc ${way.kind}${way.moving ? " moving" : ""}`);
+    setClass(path, `arc ${way.kind}`);
   }
 
   // A label at the first place of its curve where it covers no other one; null if there is none.
@@ -110,7 +110,7 @@ export class KvLinks {
     const label = (name) => this.state.label(name);
     $("transfers-table").tBodies[0].replaceChildren(...ways.map((way) => make("tr", {},
       make("th", { scope: "row" }, label(way.from)), make("td", {}, label(way.to)), make("td", {}, make("i", { class: `key ${way.kind}`, "aria-hidden": "true" }), WHAT[way.kind]),
-      make("td", { class: "number" }, count(way.moving)), make("td", { class: "number" }, perSecond(way.rate, "req")),
+      make("td", { class: "number" }, perSecond(way.rate, "req")),
       make("td", { class: "number" }, way.bytes_per_second === null ? "not reported" : `${bytes(way.bytes_per_second)}/s`))));
   }
 }

@@ -15,7 +15,6 @@ from router.ui.live_requests import (
     REFUSAL_WINDOW_S,
     LiveRequests,
     RequestFeed,
-    count_moving,
     links_of,
     summarize_request,
 )
@@ -87,18 +86,13 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert feed.rates() == {}
 
 
-def test_which_way_kv_went_and_goes() -> None:
+def test_links_of_a_request_are_those_over_which_its_kv_moved() -> None:
     done = record(prefiller="p", decoder="d", first_byte=101.0, reused_from="e", stage="done")
     assert list(links_of(done)) == [("p", "d", "prompt"), ("e", "p", "turn")]
     assert list(links_of(record(prefiller="p"))) == []
     borrowing = record(prefiller="p", borrowed_from="q", borrowed_tokens=4096)
     assert list(links_of(borrowing)) == [("q", "p", "loan")]
     assert list(links_of(record(decoder="d", borrowed_from="e"))) == [("e", "d", "loan")]
-    asked = record(prefiller="p", decoder="d", stage="decode")
-    pulling = record(prefiller="p", reused_from="e", stage="prefill")
-    alone = record(decoder="d", stage="decode")
-    ways = {("p", "d", "prompt"): 2, ("e", "p", "turn"): 1}
-    assert count_moving([asked, asked, pulling, alone, done]) == ways
 
 
 def test_what_a_record_says() -> None:

@@ -12,7 +12,6 @@ from router.ui.live_requests import Refusals
 from router.ui.snapshot import (
     KEYED,
     Json,
-    LinkTraffic,
     ProcessSnapshot,
     changes,
     merge_snapshots,
@@ -27,7 +26,7 @@ from tests.unit.router.mock_engine import MockEngine
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
     return ProcessSnapshot(
         view=FleetView(engines=[seen(in_flight=in_flight)], groups=[], has_all_listings=True),
-        links=[LinkTraffic(link=("p", "d", "prompt"), moving=1, rate=0.5)],
+        links=[(("p", "d", "prompt"), 0.5)],
         running=[],
         ended=[],
         missed=0,
@@ -51,7 +50,6 @@ def test_counts_of_processes_add_up() -> None:
         "from": "p",
         "to": "d",
         "kind": "prompt",
-        "moving": 2,
         "rate": 1.0,
         "bytes_per_second": None,
     }
