@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from engine_ext.reference.cli import read_settings
-from engine_ext.reference.host import HostError, build_host
+from engine_ext.reference.host import build_host
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 
 KV_CONFIG = {"kv_connector": "DisaggConnector", "kv_role": "kv_both"}
@@ -64,15 +63,6 @@ def test_a_wrong_command_line_ends_with_one_line_and_status_2(
     assert said in error
 
 
-@pytest.mark.parametrize("port", ["x", "70000", "-5"])
-def test_a_wrong_side_channel_port_names_its_variable(
-    port: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        read_settings(["--model", str(model)], {"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
-    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in capsys.readouterr().err
-
-
 def test_options_and_variables_arrive_where_they_belong(model: Path) -> None:
     extra = {"kv_connector_extra_config": {"kv_lease_duration": 3}}
     kv_config = {**KV_CONFIG, **extra, "kv_load_failure_policy": "recompute", "engine_id": "me"}
@@ -99,29 +89,6 @@ def test_the_flag_decides_over_the_connectors_global_threshold(model: Path) -> N
     assert read_settings(options, {}).engine.global_cache_hit_threshold == 0.25
     options += ["--global-cache-hit-threshold", "0"]
     assert read_settings(options, {}).engine.global_cache_hit_threshold == 0
-
-
-def test_the_flag_decides_over_the_connectors_target(model: Path) -> None:
-    extra = {"kv_connector_extra_config": {"target_itl_ms": 50}}
-    options = ["--model", str(model), "--kv-transfer-config", json.dumps({**KV_CONFIG, **extra})]
-    assert read_settings(options, {}).engine.target_itl_ms == 50
-    options += ["--target-itl-ms", "30"]
-    assert read_settings(options, {}).engine.target_itl_ms == 30
-
-
-def test_what_is_left_open_has_vllms_defaults(model: Path) -> None:
-    settings = read_settings(["--model", str(model)], {})
-    assert settings.connector is None
-    assert settings.side_channel == ("localhost", 5600)
-    assert settings.served_model_names == (str(model),)
-    assert settings.engine.enable_prefix_caching
-
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        read_settings(["--version"], {})
-    assert left.value.code == 0
-    assert capsys.readouterr().out == f"disagg-engine {version('disagg-router')}\n"
 
 
 def test_the_command_line_is_read_without_torch_or_nixl() -> None:
@@ -165,46 +132,8 @@ def test_a_port_in_use_is_one_line(model: Path) -> None:
         assert "Address already in use" in failed(model, "--port", port)
 
 
-def test_a_host_that_is_not_ours_is_one_line(model: Path) -> None:
-    assert "192.0.2.1" in failed(model, "--host", "192.0.2.1")
-
-
-@pytest.mark.slow
-def test_a_side_channel_in_use_is_one_line(model: Path) -> None:
-    with taken_port() as port:
-        said = failed(
-            model, "--kv-transfer-config", json.dumps(KV_CONFIG), **side_channel("127.0.0.1", port)
-        )
-    assert port in said
-
-
 def side_channel(host: str, port: str) -> dict[str, str]:
     return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "said"),
-    [
-        ("config.json", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ("config.json", {"hidden_size": None}, "config.json"),
-        ("config.json", {"hidden_size": 64}, "shape"),
-        ("tokenizer_config.json", {"chat_template": "{% for %}"}, "chat template"),
-    ],
-)
-def test_a_model_that_cannot_run_says_why_in_one_line(
-    file: str, change: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    path = write_tiny_model(tmp_path, TinyModel(layers=1)) / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(HostError, match=said) as error:
-        build_host(read_settings(["--model", str(tmp_path)], {}))
-    assert "\n" not in str(error.value)
-
-
-def test_a_context_longer_than_the_cache_says_so(model: Path) -> None:
-    options = ["--model", str(model), "--max-model-len", "512", "--num-blocks", "3"]
-    with pytest.raises(HostError, match="max_model_len 512"):
-        build_host(read_settings(options, {}))
 
 
 class Running(NamedTuple):

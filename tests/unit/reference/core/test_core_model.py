@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.host import build_engine, build_model
 from engine_ext.reference.kv_cache import KVCache, max_model_len
 from engine_ext.reference.model import BatchBuilder, ChunkInput
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.reference.weights import load_weights
 from tests.unit.reference.core.harness import BLOCK, prompt
 from tests.unit.reference.core.plain_model import log_probabilities
 
@@ -216,114 +215,6 @@ def test_regions_name_and_cover_each_layer(
         assert region.mem_type == "DRAM"
 
 
-def test_shards_load_like_one_file(write_model: WriteModel) -> None:
-    directory = write_model()
-    config = read_model_config(directory)
-    whole = load_weights(directory, config, CPU)
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    halves: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-    for i, (name, tensor) in enumerate(tensors.items()):
-        halves[i % 2][name] = tensor
-    for number, half in enumerate(halves, 1):
-        save_file(half, directory / f"model-0000{number}-of-00002.safetensors")
-    shards = load_weights(directory, config, CPU)
-    assert whole.head.equal(shards.head)
-    assert all(
-        a.qkv.equal(b.qkv) and a.gate_up.equal(b.gate_up) and a.down.equal(b.down)
-        for a, b in zip(whole.layers, shards.layers, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"architectures": None}, "unsupported architecture"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"num_key_value_heads": 4}, "do not divide"),
-        (LATENT | {"q_lora_rank": 32}, "q_lora_rank"),
-        ({"attention_bias": True}, "attention_bias"),
-        (LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1}, "n_routed_experts"),
-        (LATENT | {"kv_lora_rank": None}, "config.json"),
-        ({"vocab_size": "many"}, "config.json"),
-        ({"vocab_size": None}, "config.json"),
-    ],
-)
-def test_a_model_this_engine_cannot_run_is_named_in_one_line(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
-    with pytest.raises(ValueError, match=words) as error:
-        read_model_config(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"architectures": ["Qwen3ForCausalLM"]}'])
-def test_a_broken_config_is_named_in_one_line(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        read_model_config(tmp_path)
-
-
-def test_newer_rope_parameters_and_end_tokens_are_read(tmp_path: Path) -> None:
-    config = {k: v for k, v in TINY.items() if k != "rope_theta"}
-    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    read = read_model_config(tmp_path)
-    assert read.rope_theta == 5e5
-    assert read.eos_token_ids == {2, 7, 9}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
-    [
-        ("auto", "cpu", torch.float32),
-        ("auto", "cuda", torch.bfloat16),
-        ("float16", "cpu", torch.float16),
-    ],
-)
-def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(
-    tmp_path: Path, dtype: str, device: str, expected: torch.dtype
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY | {"torch_dtype": "bfloat16"}))
-    assert read_model_config(tmp_path, dtype, device).dtype is expected
-
-
-def test_checkpoint_errors_name_the_tensor(write_model: WriteModel) -> None:
-    directory = write_model()
-    config = read_model_config(directory)
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-
-    save_file({n: t for n, t in tensors.items() if n != "model.norm.weight"}, path)
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
-        load_weights(directory, config, CPU)
-
-    save_file(tensors | {"model.extra": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"unexpected 1 tensors, e\.g\. model\.extra"):
-        load_weights(directory, config, CPU)
-
-    save_file(tensors | {"model.norm.weight": torch.zeros(5)}, path)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\)"):
-        load_weights(directory, config, CPU)
-
-    path.write_bytes(b"\x10\0\0\0\0\0\0\0not json")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_weights(directory, config, CPU)
-
-    path.unlink()
-    with pytest.raises(ValueError, match="does not exist"):
-        load_weights(directory, config, CPU)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -340,20 +231,6 @@ def test_a_configuration_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         build_engine(EngineConfig(model=write_model(), **changes))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"block_size": 0},
-        {"num_blocks": 1},
-        {"max_num_seqs": 0},
-        {"max_num_batched_tokens": -1},
-    ],
-)
-def test_a_senseless_setting_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        EngineConfig(model=tmp_path, **changes)
 
 
 def test_the_longest_request_fits_an_empty_cache(write_model: WriteModel) -> None:

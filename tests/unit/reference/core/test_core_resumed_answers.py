@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from engine_ext.reference.answer import (
@@ -22,6 +24,7 @@ from engine_ext.reference.answer import (
 from engine_ext.reference.engine import merge
 from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import RequestOutput, SamplingParams
+from engine_ext.reference.model import ForwardBatch
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
@@ -32,7 +35,6 @@ from tests.unit.reference.core.harness import (
     prompt,
     request,
 )
-from tests.unit.reference.core.test_core_stopping import PROMPT, Parrot
 
 RULES = StopRules(frozenset({IM_END_ID, ENDOFTEXT_ID}), 512)
 SCHEMA = {
@@ -41,6 +43,21 @@ SCHEMA = {
     "required": ["mood", "count"],
     "additionalProperties": False,
 }
+PROMPT = prompt(10)
+SECOND_BEST = ord("X")
+
+
+class Parrot:
+    def __init__(self, script: Sequence[int]) -> None:
+        self._script = script
+
+    def forward(self, batch: ForwardBatch, layers: Sequence[Tensor]) -> Tensor:
+        said = (batch.positions[batch.logit_rows] + 1 - len(PROMPT)).tolist()
+        logits = torch.zeros(len(said), VOCAB_SIZE)
+        logits[:, SECOND_BEST] = 1.0
+        for row, at in enumerate(said):
+            logits[row, self._script[at % len(self._script)]] = 2.0
+        return logits
 
 
 @pytest.fixture(scope="session")

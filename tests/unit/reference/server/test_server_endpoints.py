@@ -1,9 +1,13 @@
+import re
 from importlib.metadata import version
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.reference.server.fake_engine import HELD, RunningServer
+from tests.unit.reference.server.fake_engine import HELD, RunningServer, events_of
+
+PATH = "/v1/completions"
+PARAMS = {"do_remote_decode": True, "unknown": [[1, None], {"é": 0.5}]}
 
 
 async def test_every_served_name_is_listed_and_can_be_asked_for(server: RunningServer) -> None:
@@ -53,42 +57,6 @@ async def test_metrics_show_what_engine_and_connector_count(real_server: Running
     assert samples[("disagg_engine_requests_finished_total", "length")] == 6
 
 
-async def test_text_is_tokenized(server: RunningServer) -> None:
-    answer = (await server.post("/tokenize", prompt="hé")).json()
-    assert answer == {"count": 3, "max_model_len": 256, "tokens": [104, 195, 169]}
-
-
-async def test_messages_are_tokenized_as_a_chat_would_send_them(server: RunningServer) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    tokens = (await server.post("/tokenize", messages=messages)).json()["tokens"]
-    await server.post("/v1/chat/completions", messages=messages)
-    assert tuple(tokens) == server.engine.requests[0].prompt_token_ids
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": 7}, "prompt"),
-        ("/tokenize", {"messages": [7]}, "messages"),
-    ],
-)
-async def test_what_cannot_be_tokenized_is_a_400(
-    path: str, body: dict[str, object], param: str, server: RunningServer
-) -> None:
-    response = await server.post(path, **body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
-async def test_unknown_paths_and_methods_are_error_objects(real_server: RunningServer) -> None:
-    unknown = await real_server.client.get("/v1/unknown")
-    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
-    wrong = await real_server.client.get("/v1/completions")
-    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "MethodNotAllowedError")
-    assert wrong.headers["allow"] == "POST"
-
-
 async def test_kv_is_released_by_the_params_that_announced_it(server: RunningServer) -> None:
     for request_id, held in (("held", True), ("other", False)):
         params = {"remote_engine_id": "me", "remote_request_id": request_id, "tp_size": 1}
@@ -113,3 +81,43 @@ async def test_an_engine_without_a_connector_says_who_it_is(server: RunningServe
     said = (await server.client.get("/disagg/identity")).json()
     assert said["versions"]["disagg_router"] == version("disagg-router")
     assert (said["engine"], said["ranks"], said["dp_size"]) == ("disagg-engine", [], 1)
+
+
+async def test_without_usage_the_finishing_chunk_carries_the_kv_parameters(
+    server: RunningServer,
+) -> None:
+    chunks = events_of(await server.post(PATH, prompt="hi", stream=True, kv_transfer_params=PARAMS))
+    assert [chunk.get("kv_transfer_params") for chunk in chunks] == [
+        None,
+        None,
+        {"answer_to": PARAMS},
+    ]
+    assert "usage" not in chunks[-1]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [("abc", "abc"), ("a:b,c/d e", "a-b-c-d-e"), ("x" * 500, "x" * 128)],
+)
+async def test_ids_that_would_break_a_notification_are_made_safe(
+    header: str, expected: str, server: RunningServer
+) -> None:
+    response = await server.client.post(
+        PATH, json={"prompt": "a"}, headers={"X-Request-Id": header}
+    )
+    assert response.json()["id"] == f"cmpl-{expected}"
+    assert re.fullmatch(f"cmpl-{expected}-[0-9a-f]{{8}}", server.engine.requests[0].request_id)
+
+
+async def test_the_same_request_id_twice_is_two_requests(server: RunningServer) -> None:
+    for _ in range(2):
+        await server.client.post(PATH, json={"prompt": "a"}, headers={"X-Request-Id": "same"})
+    first, second = server.engine.requests
+    assert first.request_id != second.request_id
+
+
+async def test_several_answers_to_one_prompt_are_refused(server: RunningServer) -> None:
+    response = await server.post(PATH, prompt="a", n=2)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "n is not supported by this engine"
+    assert not server.engine.requests

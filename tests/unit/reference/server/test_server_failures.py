@@ -83,40 +83,6 @@ def breaking(after: int) -> Script:
     return script
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("stream", "after"), [(False, 0), (False, 2), (True, 0)])
-@pytest.mark.parametrize(
-    ("reason", "status", "kind"),
-    [("error", 500, "InternalServerError"), ("abort", 503, "ServiceUnavailableError")],
-)
-async def test_a_failure_before_the_first_byte_has_its_own_status(
-    reason: FinishReason,
-    status: int,
-    kind: str,
-    stream: bool,
-    after: int,
-    path: str,
-    model: ServedModel,
-) -> None:
-    async with serving(model, FakeEngine(failing(reason, after))) as server:
-        response = await server.post(path, **BODY, stream=stream)
-    assert response.status_code == status
-    assert response.json() == {
-        "error": {"message": "no blocks", "type": kind, "param": None, "code": status}
-    }
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_a_failure_in_a_stream_is_its_last_event(path: str, model: ServedModel) -> None:
-    async with serving(model, FakeEngine(failing("error", 1))) as server:
-        response = await server.post(path, **BODY, stream=True)
-    *_, error, done, end = response.text.split("\n\n")
-    assert response.status_code == 200
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
-    assert (done, end) == ("data: [DONE]", "")
-
-
 async def test_a_defect_of_the_engine_shows_the_client_no_inside(model: ServedModel) -> None:
     async with serving(model, FakeEngine(breaking(after=1))) as server:
         whole = await server.post(PATHS[0], **BODY)

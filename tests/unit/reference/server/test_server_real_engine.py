@@ -71,29 +71,6 @@ async def test_a_stream_and_a_whole_answer_are_the_same_tokens(
     assert whole["finish_reason"] == choices[-1]["finish_reason"] == "length"
 
 
-async def test_the_chosen_token_of_a_greedy_answer_is_its_best_alternative(
-    client: httpx.AsyncClient,
-) -> None:
-    body = {**BODY, "logprobs": True, "top_logprobs": 3}
-    (choice,) = (await client.post(PATHS[1], json=body)).json()["choices"]
-    content = choice["logprobs"]["content"]
-    assert len(content) == 24
-    for entry in content:
-        assert len(entry["top_logprobs"]) == 3
-        assert entry["top_logprobs"][0]["bytes"] == entry["bytes"]
-        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] < 0
-
-
-async def test_a_stop_string_ends_the_answer_in_front_of_it(client: httpx.AsyncClient) -> None:
-    (whole,) = (await client.post(PATHS[0], json=BODY)).json()["choices"]
-    stop = whole["text"][9:11]
-    expected = whole["text"][: whole["text"].index(stop)]
-    (cut,) = (await client.post(PATHS[0], json={**BODY, "stop": stop})).json()["choices"]
-    assert (cut["text"], cut["finish_reason"], cut["stop_reason"]) == (expected, "stop", stop)
-    chunks = events_of(await client.post(PATHS[0], json={**BODY, "stop": stop, "stream": True}))
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-
-
 async def test_a_prompt_seen_before_is_reported_as_cached(client: httpx.AsyncClient) -> None:
     body = {**BODY, "prompt": "x" * 100}
     usages = [(await client.post(PATHS[0], json=body)).json()["usage"] for _ in range(2)]
