@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import complete, differences, text_of, tokens_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import Launcher, Server, metric, wait_for
 
 ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 LEASES = "disagg_engine_kv_leases_active"
 REJECTED = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
-MESSAGES = [{"role": "user", "content": text_of(900, 7)}]
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +110,6 @@ def test_the_decoder_is_left_without_blocks_by_a_rejection(router: Server, decod
     wait_for(lambda: metric(decoder, free) + held == total, "nothing is held")
 
 
-def test_an_engine_says_that_it_judges(decoder: Server) -> None:
-    assert "cache_hit_threshold" in decoder.get("/disagg/identity").json()["capabilities"]
-
-
 def test_a_turn_goes_to_the_decoder_that_holds_it_and_to_nobody_else(
     router: Server, prefiller: Server, alone: Server
 ) -> None:
@@ -158,40 +153,3 @@ def test_a_turn_that_its_decoder_rejects_is_pulled(
     assert differences([complete(alone, longer)], [second]) == []
     assert metric(prefiller, COMPUTED) - before <= 51
     assert rejections(decoder) == rejected + 1
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.5, "0.5", True])
-def test_a_threshold_that_is_no_share_is_a_bad_request_at_router_and_engine(
-    router: Server, decoder: Server, value: object
-) -> None:
-    body = {"model": "tiny", "prompt": "x", "cache_hit_threshold": value}
-    for server in (router, decoder):
-        response = server.post("/v1/completions", body)
-        assert response.status_code == 400
-        assert "cache_hit_threshold" in response.json()["error"]["message"]
-
-
-def test_an_engine_with_a_threshold_of_its_own_answers_where_it_must(
-    launcher: Launcher, alone: Server
-) -> None:
-    """With a prefiller, of several choices, which one engine computes alone, and without one."""
-    own = ("--global-cache-hit-threshold", "0.5")
-    with launcher.engine("strict", *own, extra=BOTH_WAYS) as strict:
-        body = {"model": "tiny", "prompt": text_of(300, 60), "max_tokens": 4}
-        assert strict.post("/v1/completions", body).json()["choices"][0]["finish_reason"] == (
-            "cache_threshold"
-        )
-        with (
-            launcher.engine("doomed", *own, extra=BOTH_WAYS) as doomed,
-            launcher.router([doomed], [strict]) as server,
-        ):
-            for is_alive in (True, False):
-                if not is_alive:
-                    doomed.process.kill()
-                for number, path in enumerate(("/v1/completions", "/v1/chat/completions")):
-                    for stream in (False, True):
-                        seed = 70 + 4 * is_alive + 2 * number + stream
-                        assert said(server, path, stream, seed) == said(alone, path, stream, seed)
-                message = {"role": "user", "content": text_of(300, 80 + is_alive)}
-                asked = {"model": "tiny", "max_tokens": 4, "messages": [message]}
-                assert server.post("/v1/messages", asked).json()["usage"]["output_tokens"] > 0

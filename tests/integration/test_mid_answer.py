@@ -25,7 +25,6 @@ FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 RECEIVED = "disagg_engine_kv_blocks_received_total"
 LEASES = "disagg_engine_kv_leases_active"
 EXPIRED = "disagg_engine_kv_leases_expired_total"
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 200, 500, 1500)
 
 
 @pytest.fixture(scope="module")
@@ -75,29 +74,6 @@ def is_free(server: Server) -> bool:
     return metric(server, LEASES) == 0 == metric(server, "disagg_engine_blocks_delayed")
 
 
-def test_the_prefillers_first_token_is_the_answers(
-    prefiller: Server, decoder: Server, alone: Server
-) -> None:
-    prompts = [text_of(length, 4000 + length) for length in LENGTHS]
-    right = [complete(alone, prompt) for prompt in prompts]
-    computed, fetched = metric(decoder, COMPUTED), metric(decoder, FETCHED)
-    got = [go_on(decoder, start(prefiller, prompt)) for prompt in prompts]
-    assert differences(right, got) == []
-    # All of the prompt's KV is P's, and the first token's is the only one that D has to compute.
-    assert metric(decoder, COMPUTED) == computed
-    assert metric(decoder, FETCHED) - fetched == sum(LENGTHS)
-    wait_for(lambda: is_free(prefiller), "P's blocks are freed after the read")
-    assert metric(prefiller, EXPIRED) == 0
-
-
-def test_a_seed_goes_on_where_it_was(prefiller: Server, decoder: Server, alone: Server) -> None:
-    prompt = text_of(150, 4700)
-    fields: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 12, "max_tokens": 20}
-    right = complete(alone, prompt, **fields)
-    params = start(prefiller, prompt, **(fields | {"max_tokens": 1}))
-    assert differences([right], [go_on(decoder, params, **fields)]) == []
-
-
 @pytest.mark.parametrize("count", [1, 7, 33, 64])
 def test_a_running_answer_moves(
     count: int, prefiller: Server, decoder: Server, alone: Server
@@ -116,18 +92,6 @@ def test_a_running_answer_moves(
     assert differences([expected], [rest]) == []
     assert metric(decoder, RECEIVED) - blocks == -(-(140 + count) // 32)
     wait_for(lambda: is_free(prefiller), "P's blocks are freed after the read")
-
-
-def test_one_wrong_token_changes_the_answer(
-    prefiller: Server, decoder: Server, alone: Server
-) -> None:
-    prompt = text_of(100, 4200)
-    right = complete(alone, prompt)
-    wrong = ResumePayload(
-        tuple(prompt.encode()), ((right.tokens[0] + 1) % 256, *right.tokens[1:4]), 4
-    )
-    rest = go_on(decoder, {"begun": wrong.to_wire()})
-    assert rest.tokens != right.tokens[4:]
 
 
 def test_only_what_is_proven_is_loaded(prefiller: Server, decoder: Server, alone: Server) -> None:
@@ -208,24 +172,6 @@ def test_a_conversation_goes_on_behind_an_answer_that_was_handed_over(
         answer, previous = Answer.in_body(said), said["kv_transfer_params"]
         assert differences([complete(alone, prompt, max_tokens=40)], [answer]) == []
         prompt = [*prompt, *answer.tokens, *tokens_of(20, 4900 + turn)]
-
-
-def test_too_little_at_hand_is_refused_without_a_word(decoder: Server, alone: Server) -> None:
-    prompt = text_of(100, 4950)
-    begun = given(prompt, complete(alone, prompt), 4)
-    answer = post(decoder, "", {"begun": begun.to_wire()}, cache_hit_threshold=0.5)
-    choice = answer["choices"][0]
-    assert choice["finish_reason"] == "cache_threshold"
-    assert (choice["text"], choice["token_ids"]) == ("", [])
-    assert answer["usage"]["completion_tokens"] == 0
-
-
-def test_engines_say_that_they_can(decoder: Server, alone: Server) -> None:
-    pages = [server.get("/disagg/identity").json() for server in (decoder, alone)]
-    for page in pages:
-        assert {"begun", "hand_over"} <= set(page["capabilities"])
-        assert set(page["renders"]) == {"model", "tokenizer", "chat_template"}
-    assert pages[0]["renders"] == pages[1]["renders"]
 
 
 @pytest.fixture(scope="module")

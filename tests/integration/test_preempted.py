@@ -19,7 +19,6 @@ from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wai
 LONG = 150
 PROMPTS = [text_of(length, 9000 + length) for length in (40, 64, 200, 333, 41, 90, 128, 250)]
 FEW = ("--num-blocks", "24")
-PREEMPTIONS = "disagg_engine_preemptions_total"
 HANDED_BACK = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
 
 

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import openai
 import pytest
 
 from tests.integration.legs import prefill
@@ -104,41 +103,6 @@ def test_of_a_prompt_the_decoder_holds_nothing_is_fetched_and_the_prefiller_is_f
     assert metric(decoder, "disagg_engine_kv_blocks_received_total") == blocks
     wait_for(lambda: released(prefiller), "P's blocks are freed")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
-
-
-CHAT: list[Any] = [
-    {"role": "system", "content": "You answer in gibberish."},
-    {"role": "user", "content": "What does a prefill engine do, and why? " * 4},
-]
-
-
-def test_the_openai_client_gets_the_same_streamed_and_not(router: Server, alone: Server) -> None:
-    texts = set()
-    for server in (router, alone):
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        whole = client.chat.completions.create(
-            model="tiny", messages=CHAT, temperature=0, max_tokens=24
-        )
-        stream = client.chat.completions.create(
-            model="tiny",
-            messages=CHAT,
-            temperature=0,
-            max_tokens=24,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = list(stream)
-        streamed = "".join(
-            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
-        )
-        assert whole.usage is not None
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
-        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
-        texts |= {whole.choices[0].message.content, streamed}
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        client.close()
-    assert len(texts) == 1
 
 
 def test_sampling_with_a_seed_is_that_of_one_engine_alone(router: Server, alone: Server) -> None:

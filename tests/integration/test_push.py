@@ -338,20 +338,6 @@ def served(router: Server, flow: str, at_least: int = 0) -> bool:
     return sum(float(line.rpartition(" ")[2]) for line in counts) >= at_least
 
 
-def test_routed_pushes_are_those_of_one_engine_alone(
-    router: Server, prefiller: Server, decoder: Server, alone: Server
-) -> None:
-    prompts = [text_of(length, 4000 + length) for length in (1, 33, 64, 200, 500, 1500, 90, 70)]
-    right = complete_all(alone, prompts)
-    missed = "disagg_engine_kv_pushes_missed_total"
-    pushed, before = metric(prefiller, PUSHED), metric(decoder, missed)
-    for at_once in (1, 4):
-        assert differences(right, complete_all(router, prompts, at_once=at_once)) == []
-    assert metric(prefiller, PUSHED) - pushed == 2 * len(prompts)
-    assert metric(decoder, missed) == before
-    wait_for(lambda: released(prefiller, but=1), "P's blocks are freed")
-
-
 def test_routed_turns_are_pulled_by_p_and_pushed_to_d(launcher: Launcher, alone: Server) -> None:
     with (
         launcher.engine(
@@ -410,17 +396,3 @@ def test_an_engine_that_dies_in_mid_transfer_is_survived(
 def is_free(engine: Server) -> bool:
     waiting = metric(engine, "disagg_engine_requests_waiting_for_remote_kv")
     return not waiting and released(engine)
-
-
-def test_clients_that_leave_a_routed_push_leave_no_block(
-    router: Server, prefiller: Server, decoder: Server
-) -> None:
-    with ExitStack() as clients:
-        for number in range(6):
-            body = {"model": "tiny", "prompt": tokens_of(1500, 4300 + number), "max_tokens": 500}
-            body["stream"] = number % 2 == 0
-            clients.enter_context(post_and_leave(router, body))
-        running = "disagg_engine_requests_running"
-        wait_for(lambda: metric(prefiller, running) > 0, "the first is being prefilled")
-    wait_for(lambda: is_free(decoder), "D is free", 20)
-    wait_for(lambda: released(prefiller, but=1), "P is free", 20)

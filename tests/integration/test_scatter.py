@@ -16,7 +16,6 @@ from tests.integration.oracle import (
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, is_settled, metric, wait_for
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
-FINISHED = 'disagg_engine_requests_finished_total{reason="%s"}'
 SCATTERED = 'disagg_router_scattered_total{outcome="%s"}'
 FLAGS = (
     "--hedged-decoders",

@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from tests.integration.legs import Turn, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
@@ -32,24 +30,6 @@ def test_three_turns_compute_only_what_is_new(
     assert turn.params is not None
     wait_for(lambda: freed(prefiller), "P's blocks are freed")
     assert metric(decoder, "disagg_engine_kv_leases_active") == 1
-
-
-@pytest.mark.parametrize("change", ["shortened", "edited", "stripped", "regenerated", "unrelated"])
-def test_another_history_than_the_one_held_is_answered_right(
-    prefiller: Server, decoder: Server, alone: Server, change: str
-) -> None:
-    prompt = tokens_of(300, 20)
-    turn = take_turn(prefiller, decoder, prompt)
-    whole = [*prompt, *turn.answer.tokens]
-    changed = {
-        "shortened": whole[:200],
-        "edited": [*whole[:150], whole[150] ^ 1, *whole[151:], *tokens_of(40, 21)],
-        "stripped": [*whole[:100], *whole[140:], *tokens_of(40, 22)],
-        "regenerated": prompt,
-        "unrelated": tokens_of(400, 23),
-    }[change]
-    again = take_turn(prefiller, decoder, changed, turn.params)
-    assert differences([complete(alone, changed)], [again.answer]) == []
 
 
 def test_a_turns_params_are_used_once(prefiller: Server, decoder: Server, alone: Server) -> None:

@@ -1,5 +1,5 @@
 """Legs name engines from whose prefix caches their engine can borrow. The engines are mock engines
-with honest answers; real ones are in tests/integration/test_loans.py."""
+with honest answers; real ones are in tests/vllm/test_loans.py."""
 
 from __future__ import annotations
 
