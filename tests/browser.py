@@ -1,7 +1,5 @@
 """A real browser, for as long as a block runs; what it should not do, it tells."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A real redis-server, for as long as a block runs."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

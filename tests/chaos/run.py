@@ -1,7 +1,5 @@
 """One drill: a router, a load, one failure, and what came of it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The harm of each drill, how long it lasts, and what clients may see of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,8 +1,6 @@
 """A router before a pair of reference engines, as processes of the project's own environment; and
 one before engines that say what a test wants."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -9,8 +9,6 @@
 | anything else | a thought and a text |
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,15 +17,10 @@ from typing import Any
 
 import pytest
 
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
-from tests.unit.router.mock_engine import (
-    DONE,
-    MockEngine,
-    Peer,
-    Received,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import usual_prefill
 from tests.unit.router.openai.chats import chunk, usage, whole
 
 Json = dict[str, Any]

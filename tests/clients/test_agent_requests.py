@@ -6,8 +6,6 @@ functions and without stored state. Both bodies are written after the public doc
 programs and APIs; test_agents.py runs the programs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from typing import Any

@@ -5,8 +5,6 @@ The packages are large (1 GB), so these tests run with `make test-nightly`. npm 
 packages beside the other clients.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -19,15 +17,10 @@ from typing import Any
 
 import pytest
 
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
 from tests.unit.router.conversations.engines import KEPT, PROOF, delta, prefilling, sse
-from tests.unit.router.mock_engine import (
-    DONE,
-    MockEngine,
-    Peer,
-    Received,
-)
 from tests.unit.router.openai.chats import chunk, usage, whole
 
 pytestmark = [

@@ -1,7 +1,5 @@
 """Anthropic's own Python client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

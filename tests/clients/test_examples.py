@@ -1,8 +1,6 @@
 """Each example of a client runs, where the client is installed. Those of agents are in
 test_agents.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

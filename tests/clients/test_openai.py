@@ -1,7 +1,5 @@
 """OpenAI's own Python client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

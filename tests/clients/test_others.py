@@ -1,7 +1,5 @@
 """Libraries that speak to many providers, and OpenAI's client for Node."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,8 +1,6 @@
 """Each client through the same turns: two tools called at once, their results, a JSON schema, a
 picture, and reasoning."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -18,8 +18,6 @@ page use a free port instead. Whatever the page started is stopped at the end.
     python -m tests.docs.blocks docs/quick-start.md    # runs the blocks of one page
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The diagrams of the documentation: `python -m tests.docs.diagrams` writes them to docs/images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.docs.drawing import LINE, Drawing, Sequence

@@ -1,7 +1,5 @@
 """Read the parts of a Markdown page that the checks of the documentation need."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

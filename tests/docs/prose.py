@@ -7,8 +7,6 @@ It finds private words where the field has a term, vague pronouns, things that s
 are riddles, and long sentences. Code, links' targets and HTML comments are not looked at.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The shell blocks of the documentation run as they are printed."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

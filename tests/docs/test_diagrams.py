@@ -1,7 +1,5 @@
 """The diagrams in docs/images are those of diagrams.py, and pages show each of them."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

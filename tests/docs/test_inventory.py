@@ -1,7 +1,5 @@
 """docs/test-inventory.md names files that exist."""
 
-from __future__ import annotations
-
 import re
 
 from tests.docs.markdown import ROOT

@@ -1,7 +1,5 @@
 """Links of the Markdown files outside of docs/ resolve. `mkdocs build --strict` checks docs/."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

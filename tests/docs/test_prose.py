@@ -1,7 +1,5 @@
 """The pages and the product's texts use the field's words in short sentences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

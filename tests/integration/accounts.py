@@ -1,8 +1,6 @@
 """What engines had counted when they were about to end, and what must be true of it after a day of
 work."""
 
-from __future__ import annotations
-
 from tests.integration.nursery import Counts
 
 # Of an engine that had time to end whatever it had begun.

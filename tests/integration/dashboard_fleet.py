@@ -20,14 +20,7 @@ import httpx
 
 from engine_ext.common.resume_payload import token_id_comment
 from engine_ext.http.leases import found_by
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-)
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 
 MODEL = "Qwen3-32B"
 BLOCK_TOKENS = 16

@@ -5,8 +5,6 @@ The engines are scripted (tests/integration/dashboard_fleet.py) and the router i
 picture needs no GPU and no model. The browser is Chromium (scripts/install_browser).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

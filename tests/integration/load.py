@@ -3,8 +3,6 @@
 Whatever a client of a real service would call a failure is one here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

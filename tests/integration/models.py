@@ -1,7 +1,5 @@
 """The tests' models, besides the one that all have in common."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each leaves its last words when it ends by itself: what it had counted when ther
 ask it over HTTP, and nothing had been ended by force.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

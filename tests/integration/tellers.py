@@ -1,7 +1,5 @@
 """How a router that runs is told which engines there are: in a file, or by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol

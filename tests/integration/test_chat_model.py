@@ -1,8 +1,6 @@
 """The demo's model that talks, over two engines and a router: it knows what was said before, and
 equals one engine alone. Fetched once, 93 MB, into the user's cache, where the demo finds it too."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """compose.yaml, as far as it can be tried without Docker: its services run as processes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

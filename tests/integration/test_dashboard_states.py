@@ -3,8 +3,6 @@
 Pictures of each state are written to build/dashboard.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """Commands that a newcomer runs, with real engines: the comparison, and a chat whose engine
 is killed in mid-answer."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

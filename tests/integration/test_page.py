@@ -1,7 +1,5 @@
 """The page in a real browser, before a router of its own process with engines that are mocks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator
@@ -11,19 +9,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext, Page, expect
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.browser import Seen, opened
 from tests.integration.processes import BOTH_WAYS, Launcher
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    running_engine,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine
 from tests.unit.router.processes import RouterProcess, serving_router
 
 WORDS = ("The capital ", "of France ", "is ", "Paris", ".")

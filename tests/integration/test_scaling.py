@@ -4,8 +4,6 @@ in a file or by hand.
 The same in Kubernetes, with pods that a real API server tells of, is in tests/k8s/test_scaling.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where scripts/install_k8s and scripts/install_helm put what the tests run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

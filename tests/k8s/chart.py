@@ -1,7 +1,5 @@
 """The chart, rendered by real Helms; `python -m tests.k8s.chart` writes the golden files anew."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ No scheduler and no kubelet: tests are both (see tests.k8s.pods). Version 1.20 l
 v1, which can be had as a CRD (see tests.k8s.gateway_api).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """What `make test-k8s` shares: one control plane for all tests of a process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,8 +4,6 @@ Command, arguments, variables and mounted files are those of the pod. A process 
 a file system of its own: it is told its pod's address, and where what is mounted really lies.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Dockerfiles, as far as can be checked without Docker: their instructions, stage by stage."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ into statuses than any one schema knows. EndpointSlices are written by `publish`
 controller would.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

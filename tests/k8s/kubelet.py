@@ -5,8 +5,6 @@ by its deletion, it runs its preStop, gets SIGTERM, and is gone when its process
 the end of its grace period. While the API server is away, what runs goes on.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

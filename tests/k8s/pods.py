@@ -3,8 +3,6 @@
 Addresses are of 127.0.0.0/8, so that a real process can play a pod at an address of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 Each is started before addresses of routers, and answers at 127.0.0.1 on the port that is yielded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The chart in a cluster: installed, upgraded, rolled back and uninstalled by real Helms."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

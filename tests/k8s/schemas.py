@@ -3,8 +3,6 @@
 An API server drops a field that it does not know, without a word; here it is a failure.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

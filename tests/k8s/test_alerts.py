@@ -1,7 +1,5 @@
 """Alerts and dashboard as Prometheus itself reads them; and what sets alerts off."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chart by itself: what Helm 3 and 4 make of it, and whether Kubernetes would take that."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The chart's life on a real API server: what both Helms install, change, take back and remove; and
 what its account may do there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The control plane of these tests is a real one, and does to watchers what those do in life."""
 
-from __future__ import annotations
-
 import json
 import ssl
 from concurrent.futures import ThreadPoolExecutor

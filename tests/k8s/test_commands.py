@@ -1,7 +1,5 @@
 """The demo's pods as processes: the chart's own commands, arguments, variables and settings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

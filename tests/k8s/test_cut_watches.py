@@ -1,8 +1,6 @@
 """A TCP proxy cuts each connection to a real API server after three seconds. The router still sees
 new pods within the short backoff."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The images' recipe. No Docker is needed, so bases and Docker's own syntax are not tried here."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

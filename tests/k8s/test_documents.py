@@ -1,7 +1,5 @@
 """The commands of the pages on Kubernetes work as they are printed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """Clients, a real gateway, the real router, and engines: what a gateway must not spoil."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource
@@ -12,21 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.k8s import proxies, ways
 from tests.k8s.ways import OneByOne, Way, heard_one_by_one, through_envoy, through_traefik
 from tests.unit.router.harness import eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
 
 STREAM = {"prompt": "x", "stream": True}
 PROMPT = {"prompt": "x"}

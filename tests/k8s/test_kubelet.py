@@ -1,7 +1,5 @@
 """The kubelet of these tests tells what a real one would, and of every process that ends badly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What the chart's pods may do, and how they begin and end."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

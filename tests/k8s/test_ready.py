@@ -1,8 +1,6 @@
 """The chart's readiness probe and a fleet that loses its prefill engines: the router stays in the
 Service, because decode engines answer alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ the engines, with the commands of their pods; Traefik as the Gateway of the char
 kubelet is ours.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The way from a client to engines: a real gateway, routers that are processes, mock engines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -11,19 +9,12 @@ from typing import Any
 
 import httpx
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.conftest import find_free_ports
 from tests.k8s import gateway_api, proxies
 from tests.k8s.cluster import Cluster, wait_for
 from tests.k8s.pods import Pods
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-)
+from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import RouterProcess, serving_router
 
 SERVICE = "disagg-router"

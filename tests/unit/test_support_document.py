@@ -3,8 +3,6 @@
 `python -m tests.unit.test_support_document` writes the tables. README.md may repeat rows of them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

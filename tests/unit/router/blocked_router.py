@@ -1,7 +1,5 @@
 """The router with an event loop that stands still, some time after it began to serve."""
 
-from __future__ import annotations
-
 import sys
 import time
 

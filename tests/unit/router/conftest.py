@@ -1,7 +1,5 @@
 """Fixtures: a mock prefill engine, a mock decode engine, a router that uses them, and Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -11,14 +9,10 @@ import pytest
 import uvloop
 from redis import Redis
 
+from scripts.mock_engine import MockEngine
 from tests.redis_server import RedisServer, running_redis
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
 
 StartRouter = Callable[..., Awaitable[Router]]
 

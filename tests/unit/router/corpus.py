@@ -3,8 +3,6 @@
 Each value is what a client sends on one connection; HIDDEN must reach no engine.
 """
 
-from __future__ import annotations
-
 PATH = b"/v1/completions"
 SHOWN = b'{"prompt":"shown"}'
 HIDDEN = b'{"prompt":"hidden"}'

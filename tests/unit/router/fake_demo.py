@@ -6,8 +6,6 @@ models: `fake_demo.py tiny DIR` and `fake_demo.py chat MODE DIR`. Else: `fake_de
 FLAG...`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The scripted mock engine of the router's tests, with the answers that most of them want."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """An OpenTelemetry collector's front door: takes spans over HTTP, and decodes them."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import threading

@@ -1,7 +1,5 @@
 """The router as a process of its own, in front of engines in this one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Answers that are held whole share one limit on memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -12,20 +10,10 @@ import httpx
 import pytest
 
 from router.http_client.answer_limits import Reservation
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, settings_for
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, usual_decode, usual_prefill
 from tests.unit.router.processes import serving_router
 from tests.unit.router.proxy.test_push import IDENTITY, known
 from tests.unit.router.test_stalled_clients import _peak, _stalled

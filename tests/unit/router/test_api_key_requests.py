@@ -1,7 +1,5 @@
 """Requests with the router's own API keys: authentication, ownership and limits."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -20,6 +18,7 @@ from router.server.app import build
 from router.server.client_connection import ResponseWriter
 from router.settings import SettingsError
 from router.telemetry.logs import AccessLine
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import (
@@ -30,17 +29,7 @@ from tests.unit.router.harness import (
     settings_for,
     status_of,
 )
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import USUAL, event, usual_decode
 from tests.unit.router.processes import serving_router
 
 KEY, OTHER = "sk-disagg-one", "sk-disagg-other"

@@ -1,7 +1,5 @@
 """disagg-router bench: what is asked, what is counted, and what an absurd answer comes to."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

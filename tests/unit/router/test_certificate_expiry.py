@@ -1,7 +1,5 @@
 """When a certificate ends, as openssl says it too."""
 
-from __future__ import annotations
-
 import ssl
 import subprocess
 from pathlib import Path

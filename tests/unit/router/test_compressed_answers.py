@@ -1,7 +1,5 @@
 """Engines are asked for uncompressed answers, and a compressed one is named as that."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

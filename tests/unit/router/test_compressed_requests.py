@@ -1,7 +1,5 @@
 """Compressed requests: engines get uncompressed bodies, and the router refuses bombs."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """A request that crashes engines is not retried on the whole fleet."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -18,19 +16,13 @@ from router.proxy import recovery
 from router.proxy.legs import LegFailure
 from router.proxy.run import Run
 from router.settings import Address
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, Script, chunk, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
     answer_after,
-    chunk,
     event,
     fails,
-    is_release,
     running_engine,
     usual_decode,
     usual_prefill,

@@ -1,7 +1,5 @@
 """Deadlines, and what they do after the process stood still."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`disagg-router demo`, with fake engines: what it starts it also stops."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The files of examples/deploy are valid for the commands that read them."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Engines that come and go while requests run, and what the router says of its sources."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -16,20 +14,10 @@ import pytest
 from router.fleet.engine import EngineRole, Health, Intent
 from router.server.router_state import state_of
 from router.settings import Settings, SettingsError, load
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
 from tests.unit.router.test_settings import ENGINES, FLAGS, problems
 
 CLIENTS = 12

@@ -1,7 +1,5 @@
 """disagg-router doctor: a line for each check, the cure, and the exit status."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import json
@@ -30,14 +28,12 @@ from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open
 from router.routing.role_balance import RoleKeeper
 from router.settings import UNSAFE_REUSE, Settings
 from router.ui.engine_reports import hash_request_id
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
 from tests.unit.router.mock_engine import (
     LendingEngines,
-    MockEngine,
-    Peer,
-    Received,
     fails,
     running_engine,
     usual_decode,

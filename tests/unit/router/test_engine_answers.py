@@ -1,7 +1,5 @@
 """What engines may answer, and what the client gets."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -12,23 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
+from scripts.mock_engine import (
     DONE,
     STREAM_HEAD,
-    USUAL,
     MockEngine,
     Peer,
     Received,
     Script,
     chunk,
-    event,
     is_release,
-    running_engine,
-    usual_decode,
-    usual_prefill,
 )
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import USUAL, event, running_engine, usual_decode, usual_prefill
 
 WHOLE = b'{"choices":[{}],"kv_transfer_params":{"a":1}}'
 FRAMED = b"content-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)

@@ -1,7 +1,5 @@
 """The HTTP/1.1 client without sockets: engines whose bytes are cut or malformed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field

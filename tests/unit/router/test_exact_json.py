@@ -1,7 +1,5 @@
 """Numbers reach the other side as they were written, whichever way a request or an answer takes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 """A status 200 is not yet an answer: what a decoder says in one that means that it has failed is
 retried while nothing was sent, is an error afterwards, and counts against the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -10,9 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import (
+from scripts.mock_engine import (
     DONE,
     STREAM_HEAD,
     MockEngine,
@@ -21,8 +17,10 @@ from tests.unit.router.mock_engine import (
     Script,
     chunk,
     is_release,
-    running_engine,
 )
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
+from tests.unit.router.mock_engine import running_engine
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 BODY: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Several engines, dead ones among them; and the endpoints that speak of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
@@ -10,17 +8,10 @@ import pytest
 
 from router.fleet.engine import EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES
+from scripts.mock_engine import MockEngine, Peer, Received, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    Peer,
-    Received,
-    is_release,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
 
 
 async def test_each_engine_has_its_turn(

@@ -1,7 +1,5 @@
 """Any bytes from a client are answered in HTTP, or their connection is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

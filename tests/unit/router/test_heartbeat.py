@@ -1,7 +1,5 @@
 """--stream-heartbeat: comments in the silences of an event stream."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -17,21 +15,10 @@ from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.proxy.heartbeat import HeartbeatExchange, HeartbeatStream
 from router.settings import SettingsError, load
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
 
 INTERVAL = 0.1
 COMMENT = b": heartbeat\n\n"

@@ -1,7 +1,5 @@
 """Hedged requests: one of several decode engines answers, the other legs leave nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -13,23 +11,12 @@ import pytest
 
 from router.proxy import hedging
 from router.settings import Settings
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse, stream
 from tests.unit.router.conversations.test_decode_first import MARKER
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    event,
-    fails,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, fails, running_engine, usual_decode
 from tests.unit.router.test_resume import (
     CAPABILITIES,
     OURS,

@@ -3,8 +3,6 @@
 Against the public behaviour alone: bytes in, bytes out, what engines saw, what memory it took.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

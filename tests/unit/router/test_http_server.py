@@ -1,7 +1,5 @@
 """The HTTP server on real sockets: spellings, order, and what goes to the FastAPI application."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The pages `/` and `/docs`, for browsers and for curl, without any other host."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Events of a stream stay whole up to a limit, above which the leg fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence
@@ -10,21 +8,11 @@ from typing import Any
 import pytest
 
 from router.http_client.sse import MAX_EVENT_BYTES
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, delta, prefilling, sse
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]

@@ -1,7 +1,5 @@
 """The load generator's client: it says of every answer whether it is whole, and when it came."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

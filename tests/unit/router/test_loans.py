@@ -1,8 +1,6 @@
 """Legs name engines from whose prefix caches their engine can borrow. The engines are mock engines
 with honest answers; real ones are in tests/vllm/test_loans.py."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from time import monotonic as now
 from typing import Any
@@ -10,15 +8,13 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import Intent
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
     PARAMS,
     USUAL,
     LendingEngines,
-    MockEngine,
-    Peer,
-    Received,
     fails,
     running_engine,
     usual_decode,

@@ -1,7 +1,5 @@
 """Text from engines and clients cannot forge a log line or send commands to a terminal."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

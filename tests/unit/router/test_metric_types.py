@@ -1,7 +1,5 @@
 """Histograms that gather first and sort later say the same as if each value were sorted at once."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 from hypothesis import given

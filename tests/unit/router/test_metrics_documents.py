@@ -1,7 +1,5 @@
 """What speaks of metrics speaks of those there are: the document, the alerts, the dashboard."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is counted by model and group: rightly, in a bounded number of series, off the hot path."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

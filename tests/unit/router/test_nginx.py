@@ -1,7 +1,5 @@
 """Streams through a real nginx with its default settings, which buffer answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
@@ -11,16 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-)
 
 pytestmark = pytest.mark.slow  # an nginx
 

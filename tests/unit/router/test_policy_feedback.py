@@ -1,7 +1,5 @@
 """What routing policies receive, when they are asked, and when they forget."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """What has a port of its own is on no other."""
 
-from __future__ import annotations
-
 import re
 
 import httpx

@@ -1,7 +1,5 @@
 """A decode engine without room for the whole answer returns it, and another one continues."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,20 +12,10 @@ from router.fleet.engine import CircuitState
 from router.http_client.answer_limits import MemoryBudget
 from router.openai.answers import read_generated_tokens
 from router.proxy.resume_buffer import ResumeBuffer
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    fails,
-    refuses,
-    running_engine,
-)
+from tests.unit.router.mock_engine import fails, refuses, running_engine
 from tests.unit.router.test_resume import (
     CAPABILITIES,
     LAST,

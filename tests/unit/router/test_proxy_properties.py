@@ -1,7 +1,5 @@
 """Properties of the pure parts: bodies, headers, events, turns, errors, records."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

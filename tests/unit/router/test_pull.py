@@ -1,7 +1,5 @@
 """The pull flow, through a real router to engines on real sockets."""
 
-from __future__ import annotations
-
 import json
 
 import openai

@@ -1,8 +1,6 @@
 """Whatever engines and clients do at random, an answer is whole or its client gets an error, and
 nothing leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from random import Random
@@ -11,17 +9,10 @@ from typing import Any
 import pytest
 
 from router.proxy.heartbeat import COMMENT
+from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    fails,
-    refuses,
-    running_engine,
-)
+from tests.unit.router.mock_engine import fails, refuses, running_engine
 from tests.unit.router.test_hedging import REJECTION
 from tests.unit.router.test_preemption_return import OURS, all_of_it, hands_back
 from tests.unit.router.test_resume import WORDS, computes, dies_after, texts_of

@@ -1,26 +1,15 @@
 """What clients may send, well-formed or not, and what becomes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import RawClient, Router, eventually, post, status_of
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    is_release,
-)
+from tests.unit.router.mock_engine import USUAL, event
 
 BODY = b'{"prompt": "x"}'
 

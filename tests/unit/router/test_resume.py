@@ -1,7 +1,5 @@
 """A decoder dies, freezes or is stopped in mid-stream, and another one goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,22 +16,10 @@ from router.http_client.sse import MAX_EVENT_BYTES
 from router.proxy import resume_buffer as resume_module
 from router.proxy.kv_params import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    fails,
-    refuses,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import PARAMS, fails, refuses, running_engine, usual_decode
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
 CAPABILITIES = ["prefix_proof", "turns", "release", "hand_over", "begun", "tell_token_ids"]

@@ -1,7 +1,5 @@
 """Strange decoders whose streams are to go on, and what a client must not see of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,18 +7,9 @@ import pytest
 from engine_ext.common.resume_payload import encode_token_ids
 from router.http_client.answer_limits import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router import test_resume
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    running_engine,
-)
+from tests.unit.router.mock_engine import USUAL, running_engine
 from tests.unit.router.test_resume import (
     OURS,
     RENDERS,

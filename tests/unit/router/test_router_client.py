@@ -1,7 +1,5 @@
 """What commands ask of a router, and what of it they wait for: never longer than they said."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Parts that are each tested alone, together: the server with API keys, streams and shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -14,19 +12,10 @@ import yaml
 from fastapi.responses import Response, StreamingResponse
 
 from router.auth.api_keys import digest_of
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    answer_after,
-    chunk,
-    event,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import answer_after, event, usual_prefill
 from tests.unit.router.processes import serving_router
 
 KEY, OTHER, THIRD = "sk-disagg-one", "sk-disagg-other", "sk-disagg-third"

@@ -1,7 +1,5 @@
 """Flags, variables and file: one model, one order, one line per problem."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """The page and the chart's schema that are generated from the settings are up to date."""
 
-from __future__ import annotations
-
 from scripts.chart_schema import SCHEMA, settings_schema, with_settings
 from scripts.write_settings_table import PAGE, settings_page
 

@@ -1,7 +1,5 @@
 """Several answers to one prompt are prefilled once if every decode engine loads KV once for all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

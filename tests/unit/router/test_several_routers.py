@@ -1,7 +1,5 @@
 """Several routers that share a Redis know each other's load and prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -11,14 +9,10 @@ import pytest
 from redis import Redis
 
 from router.routing.peer_exchange import STREAM
+from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    answer_after,
-    running_engine,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import answer_after, running_engine, usual_prefill
 
 pytestmark = pytest.mark.slow  # a Redis server
 

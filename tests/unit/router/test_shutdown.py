@@ -1,7 +1,5 @@
 """Starting and stopping the real process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -10,17 +8,9 @@ import socket
 import httpx
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, usual_prefill
 from tests.unit.router.processes import router_process, serving_router
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}

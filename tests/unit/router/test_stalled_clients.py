@@ -1,7 +1,5 @@
 """Many clients that do not read, and sockets that are half closed."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket
@@ -10,18 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    event,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, usual_decode
 from tests.unit.router.processes import serving_router
 
 STALLED, BATCH = 1000, 50

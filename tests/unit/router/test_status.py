@@ -1,7 +1,5 @@
 """disagg-router status: what a router's metrics say, as a value, as a table and as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

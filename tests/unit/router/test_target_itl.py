@@ -3,28 +3,16 @@
 The numbers of the rule are tested in routing/test_local_prefill.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    fails,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, fails, running_engine, usual_decode
 
 STEP_MODEL = {"base_ms": 10.0, "token_us": 50.0, "token_context_ns": 1.0, "context_ns": 30.0}
 RANK = {"num_blocks": 10_000, "block_size": 16, "max_step_tokens": 256, "step_model": STEP_MODEL}

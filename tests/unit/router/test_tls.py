@@ -1,7 +1,5 @@
 """TLS towards clients and towards engines: who is believed, and what happens as files change."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -25,18 +23,10 @@ from router.server.app import build
 from router.server.client_connection import MAX_EXCESS_CONNECTIONS
 from router.server.tls_handshake import HANDSHAKE_TIMEOUT_S
 from router.settings import Settings, SettingsError, load
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.certificates import Authority, Signed
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 from tests.unit.router.test_hostile import peak_of, port_of
 

@@ -1,7 +1,5 @@
 """How many tokens an answer reports."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.telemetry.record import UNKNOWN, Tokens

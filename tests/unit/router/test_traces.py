@@ -1,7 +1,5 @@
 """What a collector is told of requests, on the wire; and what it costs when it does not listen."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -15,16 +13,10 @@ import pytest
 from router.telemetry import tracing
 from router.telemetry.record import Record, Trace
 from router.telemetry.tracing import parent_in
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    MockEngine,
-    Peer,
-    Received,
-    event,
-    running_engine,
-)
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.otlp_receiver import Receiver, Seen, receiving
 from tests.unit.router.processes import router_process
 from tests.unit.router.test_engine_answers import answering

@@ -1,7 +1,5 @@
 """Watched files: whatever happens to a file, the last good state stays."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """disagg-router why, and the router's memory of its last requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The worker processes of one router choose engines by the load and the prompts of all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -16,13 +14,9 @@ import pytest
 
 from router.routing.peers import MAX_REPORT_BYTES, PeerReport
 from router.routing.worker_exchange import SOCKET_PREFIX
+from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    answer_after,
-    running_engine,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import answer_after, running_engine, usual_prefill
 from tests.unit.router.processes import RouterProcess, started_router
 
 pytestmark = pytest.mark.slow  # processes

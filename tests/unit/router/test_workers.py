@@ -1,7 +1,5 @@
 """Several processes on one port, and what answers when a loop does not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -24,18 +22,11 @@ from router.telemetry.metrics_server import (
     serve_in_thread,
     serve_worker_metrics,
 )
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-)
+from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 
 FAMILY = ("--workers=2", "--conversation-store=off", "--port=0", "--health-interval=0.1")

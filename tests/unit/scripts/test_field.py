@@ -1,7 +1,5 @@
 """The comparison with other routers, without them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

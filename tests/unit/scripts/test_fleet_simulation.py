@@ -1,8 +1,6 @@
 """The simulated fleet replays from its seed, reads published traces, and its engines make the gaps
 that chunked prefill makes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

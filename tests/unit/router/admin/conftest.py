@@ -1,7 +1,5 @@
 """What a reload changes for the whole process is as it was after each test."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

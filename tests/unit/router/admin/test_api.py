@@ -1,7 +1,5 @@
 """The admin API before a router in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -19,18 +17,9 @@ from router.admin.control import Control
 from router.admin.processes import WorkerProcess
 from router.fleet.engine import Health, Intent
 from router.settings import Settings
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode
 
 TOKEN = "0123456789abcdef"
 

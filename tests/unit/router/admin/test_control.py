@@ -1,7 +1,5 @@
 """What the control accepts, refuses, remembers and forgets; the processes are told, not real."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

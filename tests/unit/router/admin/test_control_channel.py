@@ -1,7 +1,5 @@
 """The control's line to its workers: late or not, each has the state; nobody waits for the dead."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

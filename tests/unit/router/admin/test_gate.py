@@ -1,7 +1,5 @@
 """Who is let in to the admin API."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

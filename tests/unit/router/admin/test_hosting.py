@@ -1,7 +1,5 @@
 """The admin API's listener: nobody keeps others out, and nothing is left when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The admin API of a router as a process, or as several; and the command that drains engines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -20,19 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 from tests.unit.router.test_settings import FLAGS, problems
 from tests.unit.router.test_workers import family

@@ -1,7 +1,5 @@
 """What a file of keys may say, and what each thing wrong with it is called."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

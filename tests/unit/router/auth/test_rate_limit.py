@@ -1,7 +1,5 @@
 """The arithmetic of limits, against a bucket that is filled step by step."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Limits that several routers count together, in a real Redis; and what is done without it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

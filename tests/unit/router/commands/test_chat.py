@@ -1,7 +1,5 @@
 """disagg-router chat: what is asked, what is shown, and what ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """Every command names a server that does not answer, and the reason, in the same words."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

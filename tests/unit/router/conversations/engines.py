@@ -1,7 +1,5 @@
 """What mock engines answer in conversations, as ours and stock vLLM's do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

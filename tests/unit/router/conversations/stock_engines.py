@@ -1,8 +1,6 @@
 """A stock prefill and decode engine that retain KV. They tokenize as vLLM does, and match KV by
 position; `StockPair` compares the tokens in their place."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

@@ -1,13 +1,12 @@
 """Decode first: a decoder that holds enough answers alone, and a rejection is never seen."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
 
 from router.fleet.engine import EngineRole
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,
@@ -21,15 +20,7 @@ from tests.unit.router.conversations.engines import (
 )
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-)
+from tests.unit.router.mock_engine import PARAMS
 
 MARKER = delta({}, "cache_threshold")
 REJECTIONS: dict[str, list[bytes]] = {

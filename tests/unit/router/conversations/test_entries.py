@@ -1,7 +1,5 @@
 """What comes back from a store is input: an entry with every type right, or none."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Who can write to Redis can take reuse away, and nothing else: no engine sees what he wrote."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which conversation, and whose."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What one process remembers of ids is bounded, and forgets the oldest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from router.conversations.conversations import (

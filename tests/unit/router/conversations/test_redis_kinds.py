@@ -1,7 +1,5 @@
 """Every kind of Redis that a URL can name, as real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A refused, lost or slow Redis operation costs only itself: real servers, a cluster, slow link."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

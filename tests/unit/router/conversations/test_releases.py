@@ -1,7 +1,5 @@
 """KV that nobody will read is given back at once: a prefill's, and a last turn's on its decoder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -13,22 +11,13 @@ import pytest
 from router.conversations.store import MemoryStore
 from router.fleet.engine import Engine, EngineRole
 from router.proxy.relay import TurnTail
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    is_release,
-    running_engine,
-)
+from tests.unit.router.mock_engine import PARAMS, running_engine
 from tests.unit.router.test_engine_answers import answering
 
 PAGE = "/disagg/release"

@@ -1,7 +1,5 @@
 """The prefix guard: what of the last turn's KV is surely the next prompt's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What others wrote into a store is not believed: forged, altered, moved, or put back."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores: one taker gets an entry, bounds hold, a dead store costs one call in a while."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

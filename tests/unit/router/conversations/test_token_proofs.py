@@ -1,7 +1,5 @@
 """Turns on stock engines, which match KV by position: the router offers what tokens prove."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns through a real router to mock engines: what goes to whom, and what the client sees."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -13,6 +11,7 @@ import openai
 import pytest
 
 from router.fleet.engine import EngineRole, Intent
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.redis_server import PASSWORD, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
@@ -25,18 +24,7 @@ from tests.unit.router.conversations.engines import (
     stream,
 )
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import PARAMS, event, running_engine, usual_decode
 from tests.unit.router.processes import serving_router
 
 ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]

@@ -1,18 +1,9 @@
 """A decoder in a process of its own, which can be stopped: says its port, and streams slowly."""
 
-from __future__ import annotations
-
 import asyncio
 
-from tests.unit.router.mock_engine import (
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    usual_decode,
-)
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.mock_engine import event, usual_decode
 
 
 async def slow(request: Received, peer: Peer) -> None:

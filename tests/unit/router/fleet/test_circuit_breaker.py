@@ -1,7 +1,5 @@
 """A circuit breaker against what it promises: every order of successes, failures and pauses."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Groups, and what is said of one that lacks a role."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.common.deadlines import Deadlines

@@ -1,7 +1,5 @@
 """The few lines that matter of a large page of metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.fleet.metrics_page import MAX_LINE_BYTES, MAX_LINES, find_lines

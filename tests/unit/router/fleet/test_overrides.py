@@ -1,7 +1,5 @@
 """Changes of operators take precedence over the listings of sources."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """Which engines can exchange KV, and the first fact in which two of them differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The prefill rate that a router learns from an engine's legs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Frozen engines, busy ones, names that do not resolve; and what becomes of the prober itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -18,20 +16,11 @@ from router.fleet.metrics_page import MAX_METRICS_BYTES
 from router.fleet.probes import Prober
 from router.http_client.connecting import ConnectAttempt
 from router.settings import Settings
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.http_client.test_connect import no_descriptor_left
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    is_release,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import event, usual_decode
 from tests.unit.router.proxy.failing import deaf
 from tests.unit.router.test_engine_answers import answering
 

@@ -1,7 +1,5 @@
 """/ready: whether a request would be answered; and what is said of what is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps from what is there to what is wanted, and several sources' lists as one."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

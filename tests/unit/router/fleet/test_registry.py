@@ -1,7 +1,5 @@
 """What sources list becomes the fleet: gently, as one change, whatever a source does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

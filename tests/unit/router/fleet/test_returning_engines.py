@@ -1,7 +1,5 @@
 """An engine that was silent or unlisted for a moment keeps the prefixes that the router knows."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may be asked for which model: pictures of fleets in every state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

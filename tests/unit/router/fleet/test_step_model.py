@@ -1,7 +1,5 @@
 """The time of an engine's steps by its identity page, whose content may be anything."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

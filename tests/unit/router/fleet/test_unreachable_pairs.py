@@ -1,7 +1,5 @@
 """Pairs of engines that cannot exchange KV: avoided, tried by one request, cleared by a load."""
 
-from __future__ import annotations
-
 from router.fleet.unreachable_pairs import (
     FIRST_PAUSE_S,
     MAX_PAIRS,

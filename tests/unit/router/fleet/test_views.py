@@ -1,7 +1,5 @@
 """Several processes' views as one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

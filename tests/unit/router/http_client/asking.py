@@ -1,7 +1,5 @@
 """What tests ask an engine, and what it says to that."""
 
-from __future__ import annotations
-
 from time import monotonic as now
 
 from router.http_client.engine_answer import EngineAnswer

@@ -1,7 +1,5 @@
 """Fixtures: an engine, and pools of connections that leave nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 

@@ -1,7 +1,5 @@
 """The bytes of answers that are read whole, in one memory for all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.http_client.answer_limits import UNCOUNTED_BYTES, MemoryBudget, Reservation

@@ -1,7 +1,5 @@
 """Whose fault it is that there is no connection."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """What an engine may do to a connection, at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """An engine that is declared dead takes its legs with it, each once and at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

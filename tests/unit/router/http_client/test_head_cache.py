@@ -1,7 +1,5 @@
 """What is taken for a head that came before is what the parser would have found."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reader of event streams: any split into blocks and any line ends give the same events."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

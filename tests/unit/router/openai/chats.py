@@ -1,7 +1,5 @@
 """What an engine that chats says, for tests: whole, and in chunks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures: a decoder that chats."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

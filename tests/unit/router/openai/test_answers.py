@@ -1,7 +1,5 @@
 """Whole answers and streams made of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

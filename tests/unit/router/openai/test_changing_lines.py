@@ -1,7 +1,5 @@
 """Lines that change with each request are removed from system texts."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines' errors about long prompts in Anthropic's words."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.openai.context_errors import as_anthropic_states

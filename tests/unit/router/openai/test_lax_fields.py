@@ -1,7 +1,5 @@
 """Booleans and numbers in other types mean on every API what they mean for vLLM."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

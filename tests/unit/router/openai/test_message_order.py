@@ -1,7 +1,5 @@
 """The order of messages that chat templates accept."""
 
-from __future__ import annotations
-
 import itertools
 from copy import deepcopy
 from typing import Any

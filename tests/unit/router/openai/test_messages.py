@@ -1,7 +1,5 @@
 """Anthropic's Messages, translated to chats and back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -15,18 +13,11 @@ from hypothesis import strategies as st
 from router.openai.anthropic_messages import chat_from_messages, count_request_from_messages
 from router.openai.dialects import AnswerBlocks, UntranslatableError
 from router.openai.errors import BadRequestError
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_prefill,
-)
 from tests.unit.router.mock_engine import chunk as framed
+from tests.unit.router.mock_engine import running_engine, usual_prefill
 from tests.unit.router.openai.chats import (
     HELLO,
     chunk,

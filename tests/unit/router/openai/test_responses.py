@@ -1,7 +1,5 @@
 """OpenAI's Responses, translated to chats and back, and gone on with."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,24 +1,14 @@
 """No part of an answer is lost in translation: odd events are read, and unreadable ones fail."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    running_engine,
-)
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import events_of, says_hello
 
 HI = [{"role": "user", "content": "hi"}]

@@ -1,7 +1,5 @@
 """Tool calls whose pieces arrive in any order, as blocks of messages and items of responses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every kind of failure, provoked at a mock engine, and what a router then does with a request."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -12,18 +10,9 @@ from dataclasses import dataclass
 from router.fleet.engine import Engine, EngineRole
 from router.http_client.connecting import EngineTls
 from router.http_client.errors import EngineLostError
+from scripts.mock_engine import MockEngine, Peer, Received, Script, is_release
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    is_release,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import USUAL, running_engine, usual_decode, usual_prefill
 from tests.unit.router.test_engine_answers import answering, hang, raw, reset
 
 LOST = EngineLostError("declared dead")

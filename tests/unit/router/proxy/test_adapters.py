@@ -1,8 +1,6 @@
 """LoRA adapters: a prompt's KV belongs to one adapter, and an engine that has the adapter loaded is
 preferred."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -11,17 +9,10 @@ from typing import Any
 import pytest
 
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
 
 LONG = "all of this was said before. " * 200
 ADAPTERS = ["sql", "poems", "law", "names"]

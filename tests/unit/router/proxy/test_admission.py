@@ -1,7 +1,5 @@
 """Engine limits, the admission queue, and the limits of the server, on real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -12,17 +10,12 @@ import httpx
 import pytest
 
 from router.server.client_connection import MAX_EXCESS_CONNECTIONS
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import (
-    DONE,
     PARAMS,
-    STREAM_HEAD,
     USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
     event,
     running_engine,
     usual_decode,

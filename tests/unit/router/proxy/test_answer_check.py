@@ -1,7 +1,5 @@
 """Streams that end before any output are detected, however their bytes are cut."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from itertools import pairwise

@@ -1,25 +1,15 @@
 """The headers of answers: for proxies in front of the router, and about the bytes of a body."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import PARAMS, event, usual_decode
 
 ABOUT_BODY = {
     "etag": '"a"',

@@ -19,20 +19,13 @@ from router.fleet.views import build_fleet_view
 from router.routing.demand import EngineDemand
 from router.routing.local_prefill import MAX_TRIALS, QueuedPrefill
 from router.routing.role_balance import RoleKeeper, state_of
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
 from tests.unit.router.test_engine_answers import answering
 
 

@@ -1,7 +1,5 @@
 """A body must have the Content-Type of what it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.openai.errors import UnsupportedTypeError

@@ -1,7 +1,5 @@
 """CORS headers, and the methods OPTIONS and HEAD."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.proxy.exchange import cors_headers, preflight_headers

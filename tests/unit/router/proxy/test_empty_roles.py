@@ -1,7 +1,5 @@
 """Requests while a role has no usable engine, with prompts that every policy reads."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a turn left is read once or given back, whatever fails of the next one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping
@@ -11,22 +9,14 @@ from unittest.mock import Mock
 import pytest
 
 from router.fleet.engine import EngineRole
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.harness import Router, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    running_engine,
-)
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, two_of
 from tests.unit.router.test_engine_answers import answering, raw, reset
 

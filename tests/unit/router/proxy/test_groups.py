@@ -1,7 +1,5 @@
 """KV moves only within a group, whichever source names the groups and whatever fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,21 +8,13 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import DEFAULT_GROUP, Intent
+from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
 from tests.unit.router.test_engine_answers import answering
 
 BLUE, GREEN = "b" * 64, "a" * 64

@@ -1,7 +1,5 @@
 """Hand-over of the first token from a prefill engine to a decode engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,19 +7,10 @@ from typing import Any
 import pytest
 
 from router.proxy.first_token import can_hand_over
+from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    fails,
-    refuses,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import PARAMS, fails, refuses, running_engine, usual_decode
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
 PREFILLS = {"capabilities": ["prefix_proof", "turns", "release", "hand_over"], "renders": RENDERS}

@@ -1,7 +1,5 @@
 """Fields and headers by which engines agree on a transfer pass neither from clients nor to them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Only what a decode engine would reject is rejected before a prefill engine works."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

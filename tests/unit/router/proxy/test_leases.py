@@ -1,28 +1,15 @@
 """Every prefill that was answered is read or released, whoever leaves or fails, and when."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from random import Random
 
 import pytest
 
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    chunk,
-    event,
-    is_release,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import PARAMS, event, running_engine, usual_decode
 from tests.unit.router.test_engine_answers import answering, raw, reset
 
 REQUESTS = 60

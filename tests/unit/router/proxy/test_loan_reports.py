@@ -1,7 +1,5 @@
 """The report of borrowed tokens is taken out of an answer, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

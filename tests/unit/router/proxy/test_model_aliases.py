@@ -1,7 +1,5 @@
 """Other names for models, and what a client reads that asks for a wrong model or path."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

@@ -1,29 +1,18 @@
 """All legs of a request are for one model, whether the client names it or not, and engines whose
 models are unknown get no requests beside those whose models are known."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine, usual_decode, usual_prefill
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ENDPOINTS: dict[str, dict[str, Any]] = {

@@ -1,8 +1,6 @@
 """A prefill and a decode engine that cannot exchange KV are paired with others, without client
 errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -14,18 +12,13 @@ import pytest
 
 from router.commands.status import AvoidedPair, lines, parse_metrics
 from router.fleet.engine import CircuitState
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import (
-    DONE,
     PARAMS,
     USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
     event,
-    is_release,
     running_engine,
     usual_decode,
     usual_prefill,

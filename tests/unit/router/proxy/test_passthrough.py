@@ -1,7 +1,5 @@
 """Endpoints other than generation, whose requests are passed to one engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan of a request, a value that depends on the request and the engines' capabilities."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

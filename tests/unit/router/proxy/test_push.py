@@ -1,26 +1,16 @@
 """Push: both legs run at once and share ids, and the failure of one leg ends the other."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
 import pytest
 
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_turns import ASKED, chat
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine, usual_decode, usual_prefill
 
 WHERE = {
     "remote_engine_id": "p-1",

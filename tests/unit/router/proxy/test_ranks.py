@@ -1,7 +1,5 @@
 """Data-parallel ranks: each has a queue and a prefix cache of its own, and a header names it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,15 +10,10 @@ import pytest
 from router.fleet.engine import EngineRank
 from router.fleet.fleet import ProcessIdentity
 from router.routing.peers import PeerRouters
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import running_engine, usual_prefill
 
 HEADER = "x-data-parallel-rank"
 LONG = "all of this was said before. " * 200

@@ -1,7 +1,5 @@
 """The parts of a stream that a resume buffer keeps, and those that it passes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.http_client.answer_limits import MemoryBudget

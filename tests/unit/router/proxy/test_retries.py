@@ -1,7 +1,5 @@
 """The table of failures: what it says, and what happens on real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -22,22 +20,11 @@ from router.proxy.retry import (
     Situation,
     decide,
 )
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.test_connect import no_descriptor_left
-from tests.unit.router.mock_engine import (
-    DONE,
-    PARAMS,
-    STREAM_HEAD,
-    USUAL,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    event,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, event, usual_prefill
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, LOST, two_of
 from tests.unit.router.test_engine_answers import answering, raw, reset
 from tests.unit.router.test_stalled_clients import endless

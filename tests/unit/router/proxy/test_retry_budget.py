@@ -1,7 +1,5 @@
 """What others pay for retries is bounded, whatever happens when."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

@@ -1,27 +1,27 @@
 """An engine that is being stopped answers 200 with the finish reason "abort": no client sees it, as
 long as another engine can answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import (
+from scripts.mock_engine import (
     DONE,
-    PARAMS,
     STREAM_HEAD,
-    USUAL,
     MockEngine,
     Peer,
     Received,
     Script,
     chunk,
-    event,
     is_release,
+)
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.mock_engine import (
+    PARAMS,
+    USUAL,
+    event,
     running_engine,
     usual_decode,
     usual_prefill,

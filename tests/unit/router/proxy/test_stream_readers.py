@@ -1,7 +1,5 @@
 """All subscribers of a stream find the same events, for all line ends and numbers of data lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Warm-up of engine pairs before the first request of a client needs them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 
@@ -12,18 +10,10 @@ from router.fleet.fleet import Fleet
 from router.proxy import warmup
 from router.proxy.warmup import EngineWarmer
 from router.settings import Address
+from scripts.mock_engine import MockEngine, Peer, Received, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    MockEngine,
-    Peer,
-    Received,
-    is_release,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
 from tests.unit.router.proxy.test_groups import regroup
 from tests.unit.router.proxy.test_push import IDENTITY
 from tests.unit.router.test_engine_answers import answering, hang

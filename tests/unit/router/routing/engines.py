@@ -1,7 +1,5 @@
 """Engines that only count."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from router.fleet.engine import PrefillRate

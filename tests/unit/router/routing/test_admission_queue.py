@@ -1,7 +1,5 @@
 """Whose turn it is: the queue alone, without a clock or a socket."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The number of engines that the offered load needs."""
 
-from __future__ import annotations
-
 import asyncio
 from time import monotonic as now
 from typing import cast

@@ -1,7 +1,5 @@
 """Tests of the costs by which engines of both roles are chosen."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

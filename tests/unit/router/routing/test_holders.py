@@ -1,7 +1,5 @@
 """Holders of prompts: who is named, and when a loan is worth it."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.routing.chunk_index import ChunkIndex

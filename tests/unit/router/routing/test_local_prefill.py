@@ -1,7 +1,5 @@
 """Tests of the rule by which a decode engine computes a prompt itself."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

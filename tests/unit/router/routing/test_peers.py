@@ -1,7 +1,5 @@
 """Routers tell each other their load and their prompts; what they are told is bounded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """What holds for every policy, and for those that go by load."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

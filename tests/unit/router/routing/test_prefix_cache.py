@@ -1,7 +1,5 @@
 """Engines that hold most of a prompt are preferred, and the memory for that is bounded."""
 
-from __future__ import annotations
-
 import tracemalloc
 from itertools import count
 

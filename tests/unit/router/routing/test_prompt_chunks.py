@@ -1,7 +1,5 @@
 """Chunks and sizes of prompts: any JSON has them, and an extension begins as the prompt did."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Which role each engine of both roles prefers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count, pairwise

@@ -1,7 +1,5 @@
 """The group of a request, and the engines of a group that are chosen by cost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A session's engine: always the same, evenly spread, and moved only when it must be."""
 
-from __future__ import annotations
-
 from collections import Counter
 from statistics import pstdev
 

@@ -1,7 +1,5 @@
 """`PrefillCost` in front of simulated prefill engines of different speed."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Workers of one router exchange reports through sockets in their folder."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Compressed bodies become plain ones, within a limit."""
 
-from __future__ import annotations
-
 import gzip
 import random
 import zlib

@@ -1,7 +1,5 @@
 """The bytes of a client become requests, without a socket."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of the line that the router logs when it starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The feed: what who looks is told, who is let in, and that nothing goes on while nobody looks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -17,16 +15,10 @@ from router.ui import site as site_module
 from router.ui.engine_reports import hash_request_id
 from router.ui.hub import MAX_QUEUED_BYTES, MAX_QUEUED_EVENTS, DashboardHub, Viewer
 from router.ui.site import MAX_VIEWERS
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    DONE,
-    MockEngine,
-    Peer,
-    Received,
-    running_engine,
-    usual_decode,
-)
+from tests.unit.router.mock_engine import running_engine, usual_decode
 
 TOKEN = "a token of more than sixteen"
 Event = tuple[str, Any]

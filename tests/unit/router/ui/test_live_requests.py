@@ -1,7 +1,5 @@
 """Requests as they come and go: bounded, and each looker has its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Several workers on one port: whichever shows the page, it shows what all see."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

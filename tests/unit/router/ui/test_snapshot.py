@@ -1,7 +1,5 @@
 """The picture: what several processes see together, and what of it has changed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

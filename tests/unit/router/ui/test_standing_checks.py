@@ -1,7 +1,5 @@
 """The checks that the dashboard shows: what is well, what is not, and what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

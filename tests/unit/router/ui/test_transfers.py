@@ -1,7 +1,5 @@
 """What engines say they moved: read whatever they say, and joined to whose it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

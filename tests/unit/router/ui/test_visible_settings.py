@@ -1,7 +1,5 @@
 """Settings in force: nobody learns a secret from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

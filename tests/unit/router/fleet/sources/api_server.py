@@ -1,7 +1,5 @@
 """As much of a Kubernetes API server as lists and watches pods, and fails as a test says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

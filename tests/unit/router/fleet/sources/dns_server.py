@@ -1,7 +1,5 @@
 """A name server on loopback, UDP and TCP, that answers what a test says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import struct

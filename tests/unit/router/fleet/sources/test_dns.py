@@ -1,7 +1,5 @@
 """Names and their addresses, asked of a real server over UDP and TCP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

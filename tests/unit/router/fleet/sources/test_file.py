@@ -1,7 +1,5 @@
 """A file of engines: what is taken, what is refused and how, and how it may be replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

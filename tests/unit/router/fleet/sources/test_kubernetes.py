@@ -1,7 +1,5 @@
 """Pods listed and watched, from an API server that fails in every way that one can."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Which pods are engines, and what they say of themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A process that starts while a source is unreachable uses the listing that was saved."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
