@@ -13,7 +13,7 @@
 # make soak           thousands of requests while engines are killed and frozen
 # make chaos          4 min: failure drills under load, and what clients see of each
 # make check          30 s: lint, types, layers
-# make docs           1 min: the documentation as a site (build/site); its links, language and shell blocks
+# make docs           1 min: the documentation as a site (build/site); its links and shell blocks
 
 PYTHON ?= python3
 VENV ?= .venv
