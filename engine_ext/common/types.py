@@ -6,8 +6,7 @@ only these records: a `StepMetadata` goes from scheduler to worker once per engi
 """
 
 import enum
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import and_, or_
@@ -192,7 +191,7 @@ class LoanAnswer:
 class LoanAsk:
     """Ask these engines, one after the other, to lend the longest prefix of these blocks to a
     request. The first loan of `least_tokens` tokens or more counts. It ends in exactly one
-    `LoanReport`, unless the request is named in a later `untracks`."""
+    `LoanReport`, unless the request is named in a later `Untrack`."""
 
     request_id: str
     holders: tuple[PeerAddress, ...]
@@ -303,11 +302,8 @@ class LeaseCancel:
 
 @dataclass(frozen=True, slots=True)
 class PushOffer:
-    """P: this request's KV is ready for an engine that registers. A `LeaseGrant` comes with it.
-
-    The blocks cover token positions 0 to `num_tokens`. A partial offer is made while the request
-    runs: `num_tokens` is what is computed, and `digest` covers the whole prompt.
-    """
+    """P: this request's KV is ready for an engine that registers. A `LeaseGrant` comes with it. The
+    blocks cover token positions 0 to `num_tokens`."""
 
     request_id: str
     block_ids: BlockIds
@@ -316,6 +312,12 @@ class PushOffer:
     transfer_id: str | None = None
     attempt: int = 0
     """Another attempt has other blocks, or the same ones filled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialOffer(PushOffer):
+    """P: an offer while the request runs. `num_tokens` are computed so far; `digest` covers the
+    whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,105 +349,113 @@ class ReportCheck(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetadata:
-    """Scheduler -> worker, once per step. `in_order` gives the order in which it is applied."""
+class Expect:
+    """P: a remote will read this request; nothing is leased yet."""
 
-    expects: tuple[str, ...] = ()
-    """P: requests a remote will read; nothing is leased yet."""
-    expected_turns: tuple[str, ...] = ()
-    """D: requests whose KV is to be retained. A reader may be faster than the grant."""
-    transfer_names: tuple[tuple[str, str], ...] = ()
-    """P in push mode: ids in `expects`, and the router's `transfer_id` of each."""
-    partial_offers: tuple[PushOffer, ...] = ()
-    """P in push mode, of requests that still run."""
-    cancels: tuple[LeaseCancel, ...] = ()
-    grants: tuple[LeaseGrant, ...] = ()
-    """Leases that start now. Each id is returned in `finished_sending` exactly once."""
-    loans: tuple[LoanAnswer, ...] = ()
-    revokes: tuple[str, ...] = ()
-    """Leases to end early, because the blocks are needed."""
-    tracks: tuple[TrackOrder, ...] = ()
-    """D: requests to heartbeat for."""
-    asks: tuple[LoanAsk, ...] = ()
-    """Requests that may borrow a prefix."""
-    inquiries: tuple[PushInquiry, ...] = ()
-    """D in push mode."""
-    pulls: tuple[PullOrder, ...] = ()
-    """D: each request id is returned in `finished_recving` exactly once."""
-    untracks: tuple[str, ...] = ()
-    """D: heartbeats that end. A request's `LoanAsk` ends, too."""
-    offers: tuple[PushOffer, ...] = ()
-    """P in push mode."""
-    registrations: tuple[PushRegistration, ...] = ()
-    """D in push mode."""
-    withdrawals: tuple[PushWithdrawal, ...] = ()
-    """D in push mode."""
-    reclaims: tuple[str, ...] = ()
-    """D in push mode: registrations whose blocks other requests need. Each is reported in
+    request_id: str
+    transfer_id: str | None = None
+    """In push mode: the router's name of the transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectTurn:
+    """D: this request's KV is to be retained. A reader may be faster than the grant."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """End this lease early, because the blocks are needed."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Untrack:
+    """D: end this request's heartbeats, and its `LoanAsk` or `PushInquiry`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """D: this KV is not needed after all, so the remote may free it. Nothing is returned."""
+
+    source: RemoteSource
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """D: this request ended during its load. P: it ended without KV after a partial offer. The id
+    is returned in `finished_sending` exactly once, when no transfer of ours touches its blocks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailLoad:
+    """D: this request waits for a load that could not be ordered. The id is returned in
+    `finished_recving` and `failed_recving` exactly once."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """D in push mode: other requests need the blocks of this registration. It is reported in
     `returned` when P has answered that it does not write, in `finished_recving` if P has written,
     or in `ready` if the blocks cannot be given back."""
-    confirmed_returns: tuple[str, ...] = ()
-    """D in push mode: registrations that every rank has reported in `returned`. They end as
-    failed loads whose blocks nothing touches."""
-    declines: tuple[RemoteSource, ...] = ()
-    """D: KV that is not needed after all, so the remote may free it. Nothing is returned."""
-    fences: tuple[str, ...] = ()
-    """D: requests that ended during their load. Each id is returned in `finished_sending` exactly
-    once, when no transfer of ours touches its blocks. P: requests that ended without KV after
-    a partial offer."""
-    saves: tuple[SaveOrder, ...] = ()
-    """Only with host buffers."""
-    failures: tuple[str, ...] = ()
-    """D: requests that wait for a load that could not be ordered. Each id is returned in
-    `finished_recving` and `failed_recving` exactly once."""
-    checks: tuple[ReportCheck, ...] = ()
-    """Requests whose report is overdue. Each is returned in `lost` when nothing is open that would
-    be reported."""
-    sequence: tuple[str, ...] = ()
-    """The field of each order, in the order in which the orders were decided. Empty: that of the
-    fields."""
 
-    @classmethod
-    def of(cls, decided: Iterable[tuple[str, Any]]) -> "StepMetadata":
-        """Build a step of orders and their fields, in the order in which they were decided."""
-        by_field: defaultdict[str, list[Any]] = defaultdict(list)
-        sequence = []
-        for name, order in decided:
-            by_field[name].append(order)
-            sequence.append(name)
-        orders: dict[str, Any] = {name: tuple(content) for name, content in by_field.items()}
-        return cls(**orders, sequence=tuple(sequence))
+    request_id: str
 
-    def in_order(self) -> Iterator[tuple[str, Any]]:
-        """Yield each order with its field. Orders of one request must not change places."""
-        if not self.sequence:
-            for name in ORDER_FIELDS:
-                for order in getattr(self, name):
-                    yield name, order
-            return
-        remaining = {name: iter(getattr(self, name)) for name in dict.fromkeys(self.sequence)}
-        for name in self.sequence:
-            yield name, next(remaining[name])
+
+@dataclass(frozen=True, slots=True)
+class ConfirmReturn:
+    """D in push mode: every rank has reported this registration in `returned`. It ends as a failed
+    load whose blocks nothing touches."""
+
+    request_id: str
+
+
+LeaseOrder = Expect | ExpectTurn | LeaseCancel | LeaseGrant | LoanAnswer | Revoke
+LoadOrder = TrackOrder | LoanAsk | PullOrder | Untrack | Decline | Fence | FailLoad
+PushOrder = PushInquiry | PushOffer | PushRegistration | PushWithdrawal | Reclaim | ConfirmReturn
+Order = LeaseOrder | LoadOrder | PushOrder | SaveOrder | ReportCheck
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """Scheduler -> worker, once per step: orders in the sequence in which they were decided.
+
+    They are carried out in this sequence. Any other one breaks requests: a request that declines
+    one load and then asks for a loan would lose the loan, and a request under the name of an
+    aborted one would lose its heartbeats.
+    """
+
+    orders: tuple[Order, ...] = ()
+
+    def all(self, kind: type[T]) -> tuple[T, ...]:
+        """Return the orders of one kind."""
+        return tuple(order for order in self.orders if isinstance(order, kind))
 
     def without_loads(self) -> "StepMetadata":
         """Return the same orders, with every load failed and every source notified."""
-        orders: list[tuple[str, Any]] = []
-        for name, order in self.in_order():
+        orders: list[Order] = []
+        for order in self.orders:
             match order:
                 case PullOrder(request_id, source):
-                    orders += [("declines", source), ("failures", request_id)]
+                    orders += [Decline(source), FailLoad(request_id)]
                 case PushRegistration(request_id, target):
-                    withdrawal = PushWithdrawal(request_id, target)
-                    orders += [("withdrawals", withdrawal), ("failures", request_id)]
+                    orders += [PushWithdrawal(request_id, target), FailLoad(request_id)]
                 case _:
-                    orders.append((name, order))
-        return StepMetadata.of(orders)
+                    orders.append(order)
+        return StepMetadata(tuple(orders))
 
     def __bool__(self) -> bool:
-        return self is not EMPTY_STEP and self != EMPTY_STEP
+        return bool(self.orders)
 
 
-ORDER_FIELDS = tuple(each.name for each in fields(StepMetadata) if each.name != "sequence")
 EMPTY_STEP = StepMetadata()
 
 
@@ -475,13 +485,13 @@ class TransferResults:
     ready: frozenset[str] = frozenset()
     """D in push mode: requests that may take blocks, because they wait for P no longer."""
     returned: frozenset[str] = frozenset()
-    """D in push mode: requests of a `reclaims` order whose blocks P will not write. The blocks stay
-    reserved until a `confirmed_returns` order."""
+    """D in push mode: requests of a `Reclaim` order whose blocks P will not write. The blocks stay
+    reserved until a `ConfirmReturn` order."""
     loan_requests: tuple[LoanRequest, ...] = ()
-    """Each is answered by a `loans` order."""
+    """Each is answered by a `LoanAnswer`."""
     loan_reports: tuple[LoanReport, ...] = ()
     lost: frozenset[ReportCheck] = frozenset()
-    """The answers to `checks`. The host passes them to `SchedulerConnector.recover`."""
+    """The checks whose report was lost. The host passes them to `SchedulerConnector.recover`."""
 
     def __bool__(self) -> bool:
         loads = self.finished_recving or self.ready or self.returned or self.lost

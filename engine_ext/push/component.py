@@ -11,11 +11,21 @@ One engine may be both. engine_ext/connector.py builds this component where the 
 push, and `engine_ext.worker.loop` steps it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import assert_never
 
 from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.types import (
+    ConfirmReturn,
+    PartialOffer,
+    PushInquiry,
+    PushOffer,
+    PushOrder,
+    PushRegistration,
+    PushWithdrawal,
+    Reclaim,
+)
 from engine_ext.push.matcher import PushMatcher
 from engine_ext.push.prefill_engines import OutgoingInquiries, RemoteClocks
 from engine_ext.push.registrations import Registrations
@@ -48,7 +58,6 @@ class Push:
             self._inquiries.step,
             self._count,
         )
-        self.expect = self._matcher.expect
         self.cancel = self._matcher.cancel
         self.forget = self._matcher.forget
         self.own_id = self._matcher.own_id
@@ -58,18 +67,29 @@ class Push:
         self.uses = self._writes.uses
         self.loads = self._registrations.loads
 
-    @property
-    def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
-        return {
-            "transfer_names": lambda named, now: self._matcher.name(*named),
-            "partial_offers": self._matcher.offer_partially,
-            "inquiries": self._inquiries.ask,
-            "offers": self._matcher.offer,
-            "registrations": self._registrations.register,
-            "withdrawals": self._registrations.withdraw,
-            "reclaims": self._registrations.reclaim,
-            "confirmed_returns": self._registrations.confirm_returned,
-        }
+    def expect(self, request_id: str, transfer_id: str | None) -> None:
+        self._matcher.expect(request_id)
+        if transfer_id is not None:
+            self._matcher.name(request_id, transfer_id)
+
+    def carry_out(self, order: PushOrder, now: float) -> None:
+        match order:
+            case PartialOffer():  # Before `PushOffer`, which it is, too.
+                self._matcher.offer_partially(order, now)
+            case PushOffer():
+                self._matcher.offer(order, now)
+            case PushInquiry():
+                self._inquiries.ask(order, now)
+            case PushRegistration():
+                self._registrations.register(order, now)
+            case PushWithdrawal():
+                self._registrations.withdraw(order, now)
+            case Reclaim(request_id):
+                self._registrations.reclaim(request_id, now)
+            case ConfirmReturn(request_id):
+                self._registrations.confirm_returned(request_id, now)
+            case _:
+                assert_never(order)
 
     @property
     def num_open(self) -> int:

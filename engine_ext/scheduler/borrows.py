@@ -36,6 +36,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import (
     CacheGeometry,
     Clock,
+    Decline,
     EngineIdentity,
     EngineRequest,
     Holder,
@@ -43,6 +44,7 @@ from engine_ext.common.types import (
     LoanReport,
     RemoteSource,
     TransferResults,
+    Untrack,
 )
 from engine_ext.scheduler.loadable_tokens import LoadableTokens
 from engine_ext.scheduler.loads import Loads
@@ -185,7 +187,7 @@ class Borrows:
                 return BorrowState.FOLLOWING
         scheme = self._prompt_keys.scheme
         ask = LoanAsk(request.request_id, holders, scheme, borrow.keys, least)
-        self._orders.asks.append(ask)
+        self._orders.append(ask)
         self._num_timed += 1
         borrow.deadline = self._clock() + self._longest_ask
         return BorrowState.ASKED
@@ -231,8 +233,8 @@ class Borrows:
         return borrow.keys[num_blocks - 1 : num_blocks] == (report.last_key,)
 
     def _give_back(self, request_id: str, source: RemoteSource) -> None:
-        self._orders.untracks.append(request_id)
-        self._orders.declines.append(source)
+        self._orders.append(Untrack(request_id))
+        self._orders.append(Decline(source))
 
     def allocated(self, request_id: str, num_tokens: int) -> None:
         """Note that the request has blocks, and that so many tokens are loaded into them."""
@@ -290,6 +292,6 @@ class Borrows:
 
     def _end(self, request_id: str, borrow: Borrow) -> None:
         if borrow.state is BorrowState.ASKED:
-            self._orders.untracks.append(request_id)
+            self._orders.append(Untrack(request_id))
         self._num_timed -= borrow.state in TIMED
         borrow.state = BorrowState.OVER

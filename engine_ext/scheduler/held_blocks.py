@@ -16,10 +16,13 @@ from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     EngineRequest,
+    Expect,
+    ExpectTurn,
     FinishDecision,
     LeaseCancel,
     LeaseGrant,
     PushOffer,
+    Revoke,
 )
 from engine_ext.scheduler.answer_params import AnswerParams
 from engine_ext.scheduler.orders import Orders
@@ -139,13 +142,12 @@ class HeldBlocks:
     ) -> None:
         num_tokens = len(request.token_ids)
         self._expected[request.request_id] = ExpectedReader(transfer_id, hands_over, num_tokens)
-        self._orders.expects.append(request.request_id)
-        if transfer_id is not None and self._config.transfer_mode == "push":
-            self._orders.transfer_names.append((request.request_id, transfer_id))
+        name = transfer_id if self._config.transfer_mode == "push" else None
+        self._orders.append(Expect(request.request_id, name))
 
     def expect_next_turn(self, request_id: str, is_firm: bool) -> None:
         self._expected[request_id] = ExpectedTurn(is_firm)
-        self._orders.expected_turns.append(request_id)
+        self._orders.append(ExpectTurn(request_id))
 
     def is_expected(self, request_id: str) -> bool:
         """Return True if the request runs, and its blocks are to be held when it has finished."""
@@ -163,9 +165,9 @@ class HeldBlocks:
         """Handle an exception of `finish`: no reader learns where the KV is, so a lease that was
         granted by then ends at once."""
         expected = self._expected.pop(request_id, None)
-        if any(grant.request_id == request_id for grant in self._orders.grants):
+        if any(isinstance(x, LeaseGrant) and x.request_id == request_id for x in self._orders):
             self._held.add(request_id)
-            self._orders.revokes.append(request_id)
+            self._orders.append(Revoke(request_id))
             return FinishDecision(True, None)
         self.reported(request_id)
         return self._cancel(request_id, expected)
@@ -174,7 +176,7 @@ class HeldBlocks:
         """End a lease or a retained turn early. Return False if the request holds nothing."""
         if request_id not in self._held:
             return False
-        self._orders.revokes.append(request_id)
+        self._orders.append(Revoke(request_id))
         return True
 
     def revoke_unless_firm(self, request_id: str) -> None:
@@ -190,7 +192,7 @@ class HeldBlocks:
 
     def end_turns(self) -> bool:
         """Revoke all turns that are not firm. Return True if no turn is left."""
-        self._orders.revokes += self._retained.clear()
+        self._orders.extend(map(Revoke, self._retained.clear()))
         return not len(self._retained)
 
     def revoke_oldest_turn(self) -> bool:
@@ -198,7 +200,7 @@ class HeldBlocks:
         may be revoked."""
         oldest = self._retained.remove_oldest()
         if oldest is not None:
-            self._orders.revokes.append(oldest)
+            self._orders.append(Revoke(oldest))
         return oldest is not None
 
     def revoke_newest_lease(self) -> str | None:
@@ -206,7 +208,7 @@ class HeldBlocks:
         newest = next(reversed(self._leases), None)
         if newest is not None:
             del self._leases[newest]
-            self._orders.revokes.append(newest)
+            self._orders.append(Revoke(newest))
         return newest
 
     def resume_retaining(self) -> None:
@@ -241,9 +243,9 @@ class HeldBlocks:
     ) -> FinishDecision:
         match expected:
             case ExpectedReader(transfer_id):
-                self._orders.cancels.append(LeaseCancel(request_id, transfer_id))
+                self._orders.append(LeaseCancel(request_id, transfer_id))
             case ExpectedTurn():
-                self._orders.cancels.append(LeaseCancel(request_id, is_turn=True))
+                self._orders.append(LeaseCancel(request_id, is_turn=True))
         return FREE_NOW
 
     def _lease(
@@ -258,7 +260,7 @@ class HeldBlocks:
         self._leases[request.request_id] = None
         blocks = self._blocks_to_checksum(request, block_ids)
         seconds = self._config.lease_duration
-        self._orders.grants.append(LeaseGrant(request.request_id, seconds, block_ids=blocks))
+        self._orders.append(LeaseGrant(request.request_id, seconds, block_ids=blocks))
         if self._config.transfer_mode == "push":
             num_tokens = request.num_computed_tokens
             # D registers for the request as it arrived, or for all tokens that are handed over to
@@ -267,7 +269,7 @@ class HeldBlocks:
             known = num_tokens if is_all else min(num_tokens, reader.num_tokens)
             content = digest(request.token_ids, keys, known)
             name, transfer_id = request.request_id, reader.transfer_id
-            self._orders.offers.append(
+            self._orders.append(
                 PushOffer(name, block_ids, num_tokens, content, transfer_id, attempt)
             )
         answer = self._params.for_prefill(request, keys, block_ids, reader.hands_over)
@@ -282,9 +284,9 @@ class HeldBlocks:
         seconds = self._config.retain_seconds
         self._held.add(request.request_id)
         blocks = self._blocks_to_checksum(request, block_ids)
-        self._orders.grants.append(LeaseGrant(request.request_id, seconds, False, blocks))
-        self._orders.revokes += self._retained.add(
-            request.request_id, self._num_blocks(request), is_firm
-        )
+        self._orders.append(LeaseGrant(request.request_id, seconds, False, blocks))
+        num_blocks = self._num_blocks(request)
+        dropped = self._retained.add(request.request_id, num_blocks, is_firm)
+        self._orders.extend(map(Revoke, dropped))
         answer = self._params.for_turn(request, keys, block_ids, seconds, is_firm=is_firm)
         return FinishDecision(True, answer)

@@ -32,7 +32,11 @@ from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,
     Clock,
+    ConfirmReturn,
+    Decline,
     EngineRequest,
+    FailLoad,
+    Fence,
     LoadProblem,
     PeerAddress,
     PullOrder,
@@ -40,8 +44,10 @@ from engine_ext.common.types import (
     PushRegistration,
     PushTarget,
     PushWithdrawal,
+    Reclaim,
     RemoteSource,
     TrackOrder,
+    Untrack,
 )
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.orders import Orders
@@ -200,7 +206,7 @@ class Loads:
         if num_tokens < self._least_tokens(role):
             self._decline(request_id, load)
         elif role is TransferRole.DECODE:
-            self._orders.tracks.append(TrackOrder(request_id, source.address, source.request_id))
+            self._orders.append(TrackOrder(request_id, source.address, source.request_id))
 
     def await_push(self, request_id: str, target: PushTarget, num_tokens: int) -> None:
         """Note that `target` will write the KV of the request's first `num_tokens` tokens."""
@@ -209,7 +215,7 @@ class Loads:
             self._decline(request_id, load)
             return
         name = target.transfer_id or base_id(request_id)
-        self._orders.tracks.append(TrackOrder(request_id, target.address, name))
+        self._orders.append(TrackOrder(request_id, target.address, name))
 
     def awaits_prompt(self, request: EngineRequest, *, is_short: bool) -> bool:
         """Return True if this push may not take blocks yet, because P does not hold its prompt and
@@ -225,7 +231,7 @@ class Loads:
             return False
         load.inquired_until = self._clock() + self._longest_inquiry
         content = digest(request.token_ids, request.content_keys or (), load.origin.num_tokens)
-        self._orders.inquiries.append(PushInquiry(request.request_id, load.origin, content))
+        self._orders.append(PushInquiry(request.request_id, load.origin, content))
         return True
 
     def is_passed_over(self, request_id: str) -> bool:
@@ -255,7 +261,7 @@ class Loads:
         for name, load in reversed(early):
             if needed > 0 and not load.is_reclaimed:
                 load.is_reclaimed = True
-                self._orders.reclaims.append(name)
+                self._orders.append(Reclaim(name))
                 needed -= self._early.of(load.num_tokens)
         return True
 
@@ -271,7 +277,7 @@ class Loads:
         load = self._loads.get(request_id)
         if load is not None and load.state is LoadState.LOADING:
             load.is_returned = True
-            self._orders.confirmed_returns.append(request_id)
+            self._orders.append(ConfirmReturn(request_id))
 
     def is_returned(self, request_id: str) -> bool:
         """Return True if the load is reported as failed only because its blocks were given back."""
@@ -322,14 +328,14 @@ class Loads:
     def fail(self, request_id: str) -> None:
         """Handle an exception of `allocated`, after which the host waits for a load: report it as
         failed, unless it was ordered all the same."""
-        ordered = (self._orders.pulls, self._orders.registrations)
-        if any(order.request_id == request_id for orders in ordered for order in orders):
+        loads = (one for one in self._orders if isinstance(one, PullOrder | PushRegistration))
+        if any(order.request_id == request_id for order in loads):
             return
-        self._orders.failures.append(request_id)
+        self._orders.append(FailLoad(request_id))
         load = self._loads.get(request_id)
         if load is not None:
             load.state = LoadState.LOADING
-            self._orders.untracks.append(request_id)
+            self._orders.append(Untrack(request_id))
             self._notify_holder(request_id, load.origin)
 
     def drop(self, request_id: str) -> None:
@@ -342,7 +348,7 @@ class Loads:
         elif load.state is LoadState.LOADING:
             load.is_stale = True
             if isinstance(load.origin, PushTarget):
-                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+                self._orders.append(PushWithdrawal(request_id, load.origin))
 
     def is_stale(self, request_id: str) -> bool:
         """Return True if the load in progress must be reported as failed."""
@@ -369,7 +375,7 @@ class Loads:
             self.failures.note(request_id, load.origin.address, problem or UNKNOWN)
         is_over = failed and self._policy_of(load) == "fail"
         load.on(LoadEvent.FAIL if is_over else LoadEvent.REPORT)
-        self._orders.untracks.append(request_id)
+        self._orders.append(Untrack(request_id))
 
     def note_problem(self, request_id: str, problem: LoadProblem) -> None:
         """Note why a load has failed: for a host that asks for `failure_policy` before it passes on
@@ -387,13 +393,13 @@ class Loads:
         if load.state is LoadState.OFFERED:
             self._decline(request_id, load)
         elif load.state is LoadState.LOADING:
-            self._orders.untracks.append(request_id)
+            self._orders.append(Untrack(request_id))
             if isinstance(load.origin, PushTarget):
-                self._orders.withdrawals.append(PushWithdrawal(request_id, load.origin))
+                self._orders.append(PushWithdrawal(request_id, load.origin))
         if load.state not in (LoadState.LOADING, LoadState.FAILED):
             return False
         self._fenced[request_id] = load.origin.address
-        self._orders.fences.append(request_id)
+        self._orders.append(Fence(request_id))
         return True
 
     def fence_answered(self, request_id: str) -> None:
@@ -430,23 +436,21 @@ class Loads:
             timeout = None
             if load.role is TransferRole.PREFILL and self._early.host_takes_back:
                 recomputes, timeout = False, self._prefill_timeout
-            self._orders.pulls.append(
+            self._orders.append(
                 PullOrder(name, origin, *where, recomputes, timeout, load.is_proven)
             )
             return
         # Without keys no token is offered, so nothing is registered.
         content = digest(request.token_ids, request.content_keys or (), origin.num_tokens)
-        self._orders.registrations.append(
-            PushRegistration(name, origin, *where, content, recomputes)
-        )
+        self._orders.append(PushRegistration(name, origin, *where, content, recomputes))
 
     def _decline(self, request_id: str, load: KVLoad) -> None:
         load.on(LoadEvent.DECLINE)
-        self._orders.untracks.append(request_id)
+        self._orders.append(Untrack(request_id))
         self._notify_holder(request_id, load.origin)
 
     def _notify_holder(self, request_id: str, origin: RemoteSource | PushTarget) -> None:
         if isinstance(origin, PushTarget):
-            self._orders.withdrawals.append(PushWithdrawal(request_id, origin))
+            self._orders.append(PushWithdrawal(request_id, origin))
         else:
-            self._orders.declines.append(origin)
+            self._orders.append(Decline(origin))

@@ -36,7 +36,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import LOAN_PREFIX, BlockIds, LeaseGrant, LoanAnswer, LoanRequest
+from engine_ext.common.types import (
+    LOAN_PREFIX,
+    BlockIds,
+    LeaseGrant,
+    LoanAnswer,
+    LoanRequest,
+    Revoke,
+)
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.report_deadlines import AwaitedReports
 
@@ -121,7 +128,7 @@ class Loans:
             prefix, may_hold_more = NOTHING, True
         num_tokens = len(prefix.block_ids[0]) * self._block_size if loan_id else 0
         where = prefix.block_ids, num_tokens, prefix.last_key, may_hold_more
-        self._orders.loans.append(LoanAnswer(request.reader, request.sequence, loan_id, *where))
+        self._orders.append(LoanAnswer(request.reader, request.sequence, loan_id, *where))
 
     def make_room(self) -> bool:
         """Revoke all loans because a request of this engine lacks blocks, and refuse new ones until
@@ -136,7 +143,7 @@ class Loans:
     def revoke_all(self) -> bool:
         """Revoke all loans. Return False if there was none."""
         revoked = bool(self._lent)
-        self._orders.revokes += self._lent
+        self._orders.extend(map(Revoke, self._lent))
         self._ending.update(self._lent)
         self._lent.clear()
         self._readers.clear()
@@ -201,7 +208,7 @@ class Loans:
             pins.update(group)
         self._lent[loan_id], self._readers[loan_id] = prefix, {request.reader}
         sums = blocks if self._checksums else ()
-        self._orders.grants.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
+        self._orders.append(LeaseGrant(loan_id, LOAN_SECONDS, True, sums, LOAN_SECONDS))
         return loan_id
 
     def _cut(self, blocks: BlockIds) -> BlockIds:

@@ -7,7 +7,7 @@ preempted), an empty offer reports that, and later offers belong to another atte
 from dataclasses import dataclass
 
 from engine_ext.common.prefix_hashes import digest
-from engine_ext.common.types import BlockIds, EngineRequest, PushOffer
+from engine_ext.common.types import BlockIds, EngineRequest, PartialOffer
 from engine_ext.scheduler.orders import Orders
 
 
@@ -18,7 +18,7 @@ class _OfferedPrompt:
     """Tokens of the request on arrival."""
     transfer_id: str | None
     attempt: int = 0
-    last: PushOffer | None = None
+    last: PartialOffer | None = None
 
     @property
     def num_offered(self) -> int:
@@ -86,7 +86,7 @@ class PartialOffers:
     def _offer(
         self, prompt: _OfferedPrompt, blocks: BlockIds, num_tokens: int, content: bytes
     ) -> None:
-        prompt.last = PushOffer(
+        prompt.last = PartialOffer(
             prompt.request.request_id,
             blocks,
             num_tokens,
@@ -94,4 +94,4 @@ class PartialOffers:
             prompt.transfer_id,
             prompt.attempt,
         )
-        self._orders.partial_offers.append(prompt.last)
+        self._orders.append(prompt.last)

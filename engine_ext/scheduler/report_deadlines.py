@@ -67,7 +67,7 @@ class AwaitedReports:
             self._count += 1
             awaited.since, awaited.number = now, self._count
             self._awaited.move_to_end(request_id)
-            self._orders.checks.append(ReportCheck(request_id, self._count, awaited.is_load))
+            self._orders.append(ReportCheck(request_id, self._count, awaited.is_load))
 
     def recover(self, results: TransferResults) -> TransferResults:
         """Return the results with the reports that were lost."""

@@ -21,8 +21,10 @@ from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     Clock,
+    Decline,
     EngineIdentity,
     EngineRequest,
+    Fence,
     FinishDecision,
     FinishStatus,
     LoadProblem,
@@ -183,7 +185,7 @@ class SchedulerConnector:
         if params.source is not None:
             self._offer(request, params, params.source)
         elif params.target is not None and self._has_our_id(params.target.address):
-            self._orders.withdrawals.append(PushWithdrawal(request.request_id, params.target))
+            self._orders.append(PushWithdrawal(request.request_id, params.target))
         elif params.target is not None:
             most, held = self._loadable.limit(request), params.target.num_tokens
             num_tokens = most if held is None else min(most, held)
@@ -197,7 +199,7 @@ class SchedulerConnector:
             # Another engine with our id, or both legs came to this engine. Then our own prefix
             # cache has the KV.
             self._has_our_id(source.address)
-            self._orders.declines.append(source)
+            self._orders.append(Decline(source))
             return
         role, proof = params.role, params.proof
         if proof is UnusableHashes.UNREADABLE:
@@ -316,7 +318,7 @@ class SchedulerConnector:
         that the KV of `num_computed_tokens` is in its blocks."""
         self._partial_offers.computed(request_id, block_ids, num_computed_tokens)
         if self._saves is not None and self._held.is_expected(request_id):
-            self._orders.saves.append(
+            self._orders.append(
                 self._saves.plan(request_id, block_ids, num_computed_tokens, num_new_tokens)
             )
 
@@ -469,7 +471,7 @@ class SchedulerConnector:
         Return True if there was a partial offer like that."""
         is_fenced = self._partial_offers.forget(request_id) and not decision.delay_free
         if is_fenced:
-            self._orders.fences.append(request_id)
+            self._orders.append(Fence(request_id))
         return is_fenced
 
 

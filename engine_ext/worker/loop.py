@@ -21,7 +21,7 @@ Quarantine
     NIXL has reported the end. See pulls.py and `engine_ext.push` for which deadline applies.
 
 Fence
-    Before the host frees blocks that a load may touch, it orders a fence (`StepMetadata.fences`)
+    Before the host frees blocks that a load may touch, it orders a fence (`Fence`)
     and keeps the blocks. The fence gives up the request's load. It is answered, as
     `finished_sending`, in the first step in which nothing `touches` the request: no transfer runs,
     waits for a handshake, or is in quarantine. The end of a lease whose blocks a WRITE still reads
@@ -34,18 +34,32 @@ mode has none and refuses what other engines push.
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import assert_never
 
 from engine_ext.common.inspection import Inspection, first, first_of
 from engine_ext.common.log_rate_limit import LogRateLimit
 from engine_ext.common.types import (
+    Decline,
+    Expect,
+    ExpectTurn,
+    FailLoad,
+    Fence,
     LeaseCancel,
+    LeaseGrant,
+    LoanAnswer,
+    LoanAsk,
     LoanRequest,
+    Order,
     PeerAddress,
+    PullOrder,
+    PushOrder,
     RemoteSource,
     ReportCheck,
+    Revoke,
+    SaveOrder,
     StepMetadata,
     TrackOrder,
+    Untrack,
 )
 from engine_ext.wire.notifications import (
     AskLoan,
@@ -173,7 +187,6 @@ class TransferLoop:
         self._last_event = NEVER
         self._only_messages_until = NEVER
         """Before this, a step without an order only looks for notifications."""
-        self._orders = self._order_handlers()
         self._parts: tuple[Callable[[float], object], ...] = (
             *(() if checksums is None else (lambda now: checksums.step(),)),
             self._receive,
@@ -194,61 +207,59 @@ class TransferLoop:
         """An order that fails, by a fault of ours, costs no other order."""
         self._last_event = now
         self._only_messages_until = NEVER
-        for name, order in meta.in_order():
-            carry_out = self._orders.get(name)
-            if carry_out is None:
-                continue  # It concerns push, or the engine's thread.
+        for order in meta.orders:
             try:
-                carry_out(order, now)
+                self._carry_out(order, now)
             except Exception:
-                logger.exception("order of %s: %.200r", name, order)
+                logger.exception("order: %.200r", order)
 
-    def _order_handlers(self) -> dict[str, Callable[[Any, float], object]]:
-        handlers: dict[str, Callable[[Any, float], object]] = {
-            "expects": self._expect,
-            "expected_turns": lambda request_id, now: self._leases.expect(request_id),
-            "cancels": self._cancel,
-            "grants": self._lease_service.grant,
-            "loans": self._lease_service.lend,
-            "revokes": self._lease_service.revoke,
-            "tracks": self._track,
-            "asks": self._loan_asks.start,
-            "pulls": self._pulls.start,
-            "untracks": lambda request_id, now: self._untrack(request_id),
-            "declines": lambda source, now: self._decline(source),
-            "fences": lambda request_id, now: self._fence(request_id),
-            "failures": lambda request_id, now: self._results.received(request_id, ok=False),
-            "checks": lambda check, now: self._check(check),
-        }
-        if self._push is not None:
-            handlers.update(self._push.orders)
-        return handlers
-
-    def _expect(self, request_id: str, now: float) -> None:
-        self._leases.expect(request_id)
-        if self._push is not None:
-            self._push.expect(request_id)
-
-    def _cancel(self, cancel: LeaseCancel, now: float) -> None:
-        self._leases.cancel(cancel.request_id)
-        if self._push is not None and not cancel.is_turn:
-            self._push.cancel(cancel.request_id, now, cancel.transfer_id)
-
-    def _track(self, track: TrackOrder, now: float) -> None:
-        self._beats.track(track.request_id, track.address, track.remote_id, now)
-
-    def _untrack(self, request_id: str) -> None:
-        self._beats.untrack(request_id)
-        self._loan_asks.give_up(request_id)
-        if self._push is not None:
-            self._push.end_inquiry(request_id)
-
-    def _fence(self, request_id: str) -> None:
-        self._fences.add(request_id)
-        self._pulls.give_up(request_id)
-
-    def _check(self, check: ReportCheck) -> None:
-        self._checks[check.request_id, check.is_load] = check
+    def _carry_out(self, order: Order, now: float) -> None:
+        push = self._push
+        if isinstance(order, PushOrder):
+            if push is not None:
+                push.carry_out(order, now)
+            return
+        match order:
+            case Expect(request_id, transfer_id):
+                self._leases.expect(request_id)
+                if push is not None:
+                    push.expect(request_id, transfer_id)
+            case ExpectTurn(request_id):
+                self._leases.expect(request_id)
+            case LeaseCancel(request_id, transfer_id, is_turn):
+                self._leases.cancel(request_id)
+                if push is not None and not is_turn:
+                    push.cancel(request_id, now, transfer_id)
+            case LeaseGrant():
+                self._lease_service.grant(order, now)
+            case LoanAnswer():
+                self._lease_service.lend(order, now)
+            case Revoke(request_id):
+                self._lease_service.revoke(request_id, now)
+            case TrackOrder(request_id, address, remote_id):
+                self._beats.track(request_id, address, remote_id, now)
+            case Untrack(request_id):
+                self._beats.untrack(request_id)
+                self._loan_asks.give_up(request_id)
+                if push is not None:
+                    push.end_inquiry(request_id)
+            case LoanAsk():
+                self._loan_asks.start(order, now)
+            case PullOrder():
+                self._pulls.start(order, now)
+            case Decline(source):
+                self._decline(source)
+            case Fence(request_id):
+                self._fences.add(request_id)
+                self._pulls.give_up(request_id)
+            case FailLoad(request_id):
+                self._results.received(request_id, ok=False)
+            case ReportCheck(request_id, _, is_load):
+                self._checks[request_id, is_load] = order
+            case SaveOrder():
+                pass  # The engine's thread makes the copies: see staging.py.
+            case _:
+                assert_never(order)
 
     def step(self, now: float) -> float:
         """Move everything on. Return the seconds after which it wants to be called again."""
@@ -269,11 +280,6 @@ class TransferLoop:
                 num_quarantined += seen.num_blocks
         self._stats.quarantined_blocks_active = num_quarantined
         return IDLE_WAIT if is_faulty else self._wait(now)
-
-    @property
-    def order_names(self) -> list[str]:
-        """The fields of `StepMetadata` that this loop carries out."""
-        return list(self._orders)
 
     @property
     def has_unsent(self) -> bool:

@@ -4,11 +4,12 @@ engine_ext/push implements `PushComponent`, and engine_ext/connector.py builds i
 transfer mode is push. An engine in pull mode runs no code of push.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine_ext.common.inspection import QuarantineSeen
+from engine_ext.common.types import PushOrder
 from engine_ext.wire.notifications import (
     AwaitPrompt,
     ExtensionMessage,
@@ -67,12 +68,11 @@ class PushComponent(KvTransfers, Protocol):
         """Functions of the time that the loop calls in each step, in this order."""
 
     @property
-    def orders(self) -> Mapping[str, Callable[[Any, float], object]]:
-        """The handlers of the fields of `StepMetadata` that only push mode has."""
-
-    @property
     def has_unsent(self) -> bool:
         """A message waits for a handshake."""
+
+    def carry_out(self, order: PushOrder, now: float) -> None:
+        """Carry out an order that only push mode has."""
 
     def receive(self, message: Notification, sender: str, now: float) -> None:
         """A notification of push mode came."""
@@ -80,7 +80,7 @@ class PushComponent(KvTransfers, Protocol):
     def clock_reported(self, agent: str, clock: float, now: float) -> None:
         """The clock of another engine's agent reads `clock`, in an answer that came just now."""
 
-    def expect(self, request_id: str) -> None:
+    def expect(self, request_id: str, transfer_id: str | None) -> None:
         """P has a request whose KV a decode engine may register for."""
 
     def cancel(self, request_id: str, now: float, transfer_id: str | None = None) -> None:

@@ -13,9 +13,13 @@ from typing import Protocol
 
 from engine_ext.common.types import (
     BlockIds,
+    LeaseCancel,
+    LeaseGrant,
     PullOrder,
+    PushOffer,
     PushRegistration,
     Region,
+    Revoke,
     SaveOrder,
     StepMetadata,
     TransferResults,
@@ -53,21 +57,25 @@ class StagedTransfers:
 
     def begin(self, meta: StepMetadata) -> StepMetadata:
         """Return the step's orders, with leases that cannot be served revoked."""
-        orders: tuple[PullOrder | PushRegistration, ...] = (*meta.pulls, *meta.registrations)
-        for order in orders:
+        loads: tuple[PullOrder | PushRegistration, ...] = (
+            *meta.all(PullOrder),
+            *meta.all(PushRegistration),
+        )
+        for order in loads:
             blocks = self._between(order.local_block_ids, order.first_token, order.last_token)
             self._arriving[order.request_id] = blocks
         if not self._unsaved:
             return meta
-        self._unsaved.difference_update(cancel.request_id for cancel in meta.cancels)
-        lost = [grant.request_id for grant in meta.grants if grant.request_id in self._unsaved]
+        self._unsaved.difference_update(cancel.request_id for cancel in meta.all(LeaseCancel))
+        granted = (grant.request_id for grant in meta.all(LeaseGrant))
+        lost = [request_id for request_id in granted if request_id in self._unsaved]
         self._unsaved.difference_update(lost)
         kept = [
-            (name, order)
-            for name, order in meta.in_order()
-            if name != "offers" or order.request_id not in lost
+            order
+            for order in meta.orders
+            if type(order) is not PushOffer or order.request_id not in lost
         ]
-        return StepMetadata.of([*kept, *(("revokes", request_id) for request_id in lost)])
+        return StepMetadata((*kept, *map(Revoke, lost)))
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
         """A request whose blocks cannot be saved is revoked when it is granted."""

@@ -31,6 +31,7 @@ from engine_ext.common.types import (
     ConnectorStats,
     EngineIdentity,
     Region,
+    SaveOrder,
     StepMetadata,
     TransferResults,
 )
@@ -170,8 +171,8 @@ class WorkerConnector:
 
     def wait_for_save(self, meta: StepMetadata) -> None:
         """After the step's forward pass, before its tokens leave the engine."""
-        if self._staged and meta.saves:
-            self._staged.save(meta.saves)
+        if self._staged:
+            self._staged.save(meta.all(SaveOrder))
 
     def get_transfer_results(self) -> TransferResults:
         results = self._results.take()

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from engine_ext import connector
-from engine_ext.common.types import Region, StepMetadata, TransferResults
+from engine_ext.common.types import PullOrder, Region, StepMetadata, TransferResults
 from engine_ext.reference import cli
 from engine_ext.worker.staging import StagingFactory
 from engine_ext.worker.worker import WorkerConnector
+from tests.unit.engine_ext.orders import ordered
 
 
 class CorruptingWorker(WorkerConnector):
@@ -25,7 +26,7 @@ class CorruptingWorker(WorkerConnector):
         super().register_kv_caches(regions, stage)
 
     def start_load_kv(self, meta: StepMetadata) -> None:
-        for order in meta.pulls:
+        for order in ordered(meta, PullOrder):
             if len(order.local_block_ids[0]) > 1:
                 self._loading[order.request_id] = order.local_block_ids[0][1]
         super().start_load_kv(meta)

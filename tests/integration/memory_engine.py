@@ -22,6 +22,7 @@ from engine_ext.common.types import (
     EngineIdentity,
     FinishStatus,
     Region,
+    Revoke,
     StepMetadata,
     TransferResults,
 )
@@ -129,7 +130,7 @@ def hold(memory: Memory) -> None:
 
 def revoke_when_told(memory: Memory) -> None:
     sys.stdin.readline()
-    memory.connector.worker.start_load_kv(StepMetadata(revokes=("p-1",)))
+    memory.connector.worker.start_load_kv(StepMetadata((Revoke("p-1"),)))
 
 
 def read(memory: Memory) -> None:

@@ -302,7 +302,7 @@ class Newcomer:
         worker.register_kv_caches(self._regions)
         try:
             started = time.monotonic()
-            worker.start_load_kv(StepMetadata(tracks=(TrackOrder("d-1", peer, "p-1"),)))
+            worker.start_load_kv(StepMetadata((TrackOrder("d-1", peer, "p-1"),)))
             if not agents[0].answered.wait(REPORT_TIMEOUT_S):
                 raise BenchError("no handshake, or no answer to the first heartbeat")
             total, until_reply = agents[0].ended - started, agents[0].began - started

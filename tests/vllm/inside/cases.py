@@ -35,13 +35,14 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import CacheGeometry, LoadProblem, Region
+from engine_ext.common.types import CacheGeometry, Decline, LoadProblem, PullOrder, Region
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.optional import THRESHOLD as THRESHOLD_FEATURE
 from engine_ext.vllm.optional.resumed_request import FIELD as GIVEN
 from engine_ext.vllm.pending_reports import PendingReports
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside import (
     compat_cases,
@@ -159,7 +160,11 @@ def a_turn_is_computed_unless_a_read_may_still_write(
     engine.ranks[-1].problem = LoadProblem("late", True, in_quarantine)
     engine.add("p", 80, {**turn, "do_remote_decode": True}, 1)
     ended = engine.run("p")
-    assert [len(meta.pulls) for meta in engine.ranks[0].applied if meta.pulls] == [1]
+    assert [
+        len(ordered(meta, PullOrder))
+        for meta in engine.ranks[0].applied
+        if ordered(meta, PullOrder)
+    ] == [1]
     assert ended.reason == ("error" if in_quarantine else "length")
     for _ in range(3):
         engine.step()
@@ -290,7 +295,11 @@ def what_was_given_counts_as_generated(scheduler: str, model: Path) -> None:
     assert engine.run("b").reason == "length"
     assert list(request.output_token_ids[:3]) == given["token_ids"]
     assert request.num_output_tokens == 8
-    assert [len(meta.pulls) for meta in engine.ranks[0].applied if meta.pulls] == [1]
+    assert [
+        len(ordered(meta, PullOrder))
+        for meta in engine.ranks[0].applied
+        if ordered(meta, PullOrder)
+    ] == [1]
     ends(engine)
 
 
@@ -344,7 +353,9 @@ def what_ended_elsewhere_is_declined(model: Path) -> None:
     engine.add("b", 40, params_of("decode", model), 4, **{GIVEN: {"token_ids": [5, 6]}})
     engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     ends(engine)
-    (declined,) = [meta.declines for meta in engine.ranks[0].applied if meta.declines]
+    (declined,) = [
+        ordered(meta, Decline) for meta in engine.ranks[0].applied if ordered(meta, Decline)
+    ]
     assert [source.request_id for source in declined] == ["p"]
 
 

@@ -22,10 +22,21 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_ext.common.types import CacheGeometry, EngineIdentity, LoadProblem, StepMetadata
+from engine_ext.common.types import (
+    CacheGeometry,
+    EngineIdentity,
+    FailLoad,
+    Fence,
+    LeaseGrant,
+    LoadProblem,
+    PullOrder,
+    Revoke,
+    StepMetadata,
+)
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.optional.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.vllm.inside.planted import Fault, Planted
 
 BLOCK = 16
@@ -106,15 +117,15 @@ class Rank:
 
     def _apply(self, meta: StepMetadata) -> None:
         self.applied.append(meta)
-        self.leased.update(grant.request_id for grant in meta.grants)
-        for order in meta.pulls:
+        self.leased.update(grant.request_id for grant in ordered(meta, LeaseGrant))
+        for order in ordered(meta, PullOrder):
             ok = self.problem is None
             self.half._results.received(order.request_id, ok=ok, problem=self.problem)
-        for name in meta.failures:
+        for name in ordered(meta, FailLoad):
             self.half._results.received(name, ok=False)
-        for name in meta.revokes:
+        for name in ordered(meta, Revoke):
             self.read(name)
-        self.late += meta.fences
+        self.late += ordered(meta, Fence)
         if self.problem is None or not self.problem.in_quarantine:
             self.land()
 

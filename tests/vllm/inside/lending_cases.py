@@ -17,9 +17,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from engine_ext.common.types import LoanAnswer, LoanRequest
+from engine_ext.common.types import LoanAnswer, LoanRequest, Revoke
 from engine_ext.vllm.connector import WorkerReport
 from engine_ext.vllm.optional.lending import CachedBlocks
+from tests.unit.engine_ext.orders import ordered
 from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
 
 SYNC, ASYNC = (
@@ -47,7 +48,7 @@ class Asked:
         step = self.scheduler.schedule()
         orders = getattr(step.kv_connector_metadata, "step", None)
         self.engine.answer(step)
-        return orders.loans if orders else ()
+        return ordered(orders, LoanAnswer) if orders else ()
 
 
 def an_idle_engine_lends_what_it_has_computed(scheduler: str, model: Path) -> None:
@@ -109,7 +110,7 @@ def blocks_of_later_steps_are_not_lent(model: Path) -> None:
     asked.engine.answer(steps[0])
     steps.append(asked.scheduler.schedule())
     orders = steps[2].kv_connector_metadata.step
-    assert [answer.num_tokens for answer in orders.loans] == [32]
+    assert [answer.num_tokens for answer in ordered(orders, LoanAnswer)] == [32]
     for step in steps[1:]:
         asked.engine.answer(step)
 
@@ -210,7 +211,7 @@ def a_cache_is_reset_beside_a_loan_whose_blocks_stay(scheduler: str, model: Path
     assert asked.scheduler.reset_prefix_cache()
     assert pool.get_num_free_blocks() == num_free, "the blocks are still lent"
     step = asked.scheduler.schedule()
-    assert step.kv_connector_metadata.step.revokes == (answer.loan_id,)
+    assert ordered(step.kv_connector_metadata.step, Revoke) == (answer.loan_id,)
     asked.engine.answer(step)
     asked.ask(request)
     (refused,) = asked.answers()

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from engine_ext.common.types import ConfirmReturn, PushInquiry, PushRegistration, Reclaim
 from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
@@ -23,14 +24,10 @@ class Decoder(Engine):
         params = {"do_remote_prefill": True, "remote_request_id": name, **where}
         return self.add(name, HALF - 2, params)
 
-    def ordered(self, kind: str) -> set[str]:
+    def ordered(self, kind: type[Any]) -> set[str]:
         """By every rank."""
         orders = [
-            {
-                getattr(order, "request_id", order)
-                for meta in rank.applied
-                for order in getattr(meta, kind)
-            }
+            {order.request_id for meta in rank.applied for order in meta.all(kind)}
             for rank in self.ranks
         ]
         return set.intersection(*orders)
@@ -47,19 +44,19 @@ def a_push_that_is_given_back_makes_room_and_is_loaded_later(
 ) -> None:
     engine = Decoder(model, policy, OURS, num_ranks, connector="DisaggPushConnector")
     early = engine.ask("early")
-    engine.step_until(lambda: engine.ordered("registrations") == {"early"})
+    engine.step_until(lambda: engine.ordered(PushRegistration) == {"early"})
     assert early.status is PARKED
     ready = engine.ask("ready")
-    engine.step_until(lambda: engine.ordered("inquiries") == {"ready"})
-    assert not engine.ordered("reclaims")
+    engine.step_until(lambda: engine.ordered(PushInquiry) == {"ready"})
+    assert not engine.ordered(Reclaim)
     engine.report("ready", "ready")
-    engine.step_until(lambda: engine.ordered("reclaims") == {"early"})
+    engine.step_until(lambda: engine.ordered(Reclaim) == {"early"})
     engine.report("returned", "early")
-    engine.step_until(lambda: engine.ordered("confirmed_returns") == {"early"})
+    engine.step_until(lambda: engine.ordered(ConfirmReturn) == {"early"})
     engine.report("received", "early", ok=False)
-    engine.step_until(lambda: engine.ordered("registrations") == {"early", "ready"})
+    engine.step_until(lambda: engine.ordered(PushRegistration) == {"early", "ready"})
     assert ready.status is PARKED
-    engine.step_until(lambda: engine.ordered("inquiries") == {"early", "ready"})
+    engine.step_until(lambda: engine.ordered(PushInquiry) == {"early", "ready"})
     assert (early.status, early.num_computed_tokens) == (RequestStatus.WAITING, 0)
     engine.report("received", "ready", ok=True)
     engine.run("ready")
@@ -82,7 +79,7 @@ def an_engine_rests_while_all_that_waits_is_for_others_to_do(model: Path) -> Non
     engine.ask("short")
     for _ in range(4):
         engine.step()
-    assert engine.ordered("inquiries") == {"short"}
+    assert engine.ordered(PushInquiry) == {"short"}
     assert engine.scheduler._awaits_kv_alone()
     engine.ranks[0].half._results.ready("short")
     engine.step()
@@ -97,10 +94,10 @@ def vllms_own_scheduler_class_registers_early_only_beside_the_longest_request(
     engine.ask("first")
     for _ in range(3):
         engine.step()
-    assert not engine.ordered("registrations")
-    assert engine.ordered("inquiries") == {"first"}
+    assert not engine.ordered(PushRegistration)
+    assert engine.ordered(PushInquiry) == {"first"}
     engine.report("ready", "first")
-    engine.step_until(lambda: engine.ordered("registrations") == {"first"})
+    engine.step_until(lambda: engine.ordered(PushRegistration) == {"first"})
     engine.report("received", "first", ok=True)
     assert engine.run("first").reason == "length"
 

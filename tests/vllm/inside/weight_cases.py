@@ -9,8 +9,10 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from engine_ext.common.types import PullOrder, Revoke
 from engine_ext.vllm.connector import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import told
 from tests.vllm.inside.in_process import Engine
 
@@ -119,7 +121,9 @@ def leases_and_turns_end_and_what_runs_leaves_none(model: Path) -> None:
     for name in ("running", "waiting"):
         assert engine.run(name).params is None
     engine.step_until(lambda: not engine.scheduler.connector.scheduler.num_leased)
-    assert [meta.revokes for meta in engine.ranks[0].applied if meta.revokes] == [("p",)]
+    assert [ordered(meta, Revoke) for meta in engine.ranks[0].applied if ordered(meta, Revoke)] == [
+        ("p",)
+    ]
     engine.add("next", 40, PREFILL, 1)
     assert engine.run("next").params is not None
 
@@ -135,7 +139,9 @@ def a_load_that_waits_or_is_under_way_is_not_used(
     engine.answer(scheduled)
     assert engine.run("loading").reason == ("error" if policy == "fail" else "length")
     assert engine.run("waiting").reason == "length"
-    pulled = [order.request_id for meta in engine.ranks[0].applied for order in meta.pulls]
+    pulled = [
+        order.request_id for meta in engine.ranks[0].applied for order in ordered(meta, PullOrder)
+    ]
     assert pulled == ["loading"]
     engine.step_until(engine.is_empty)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.types import EngineIdentity, LeaseCancel, LeaseGrant, StepMetadata
+from engine_ext.common.types import EngineIdentity, Expect, LeaseCancel, LeaseGrant, StepMetadata
 from engine_ext.connector import build_worker
 from engine_ext.push import component
 from engine_ext.push.component import Push
@@ -99,8 +99,8 @@ def calls_of_push(run: Callable[[], object]) -> set[str]:
 def life_of_an_engine(mode: TransferMode, port: int) -> None:
     """A lease that is renewed and expires, a cancelled request, a READ, and idle steps."""
     harness = Harness(config=config(mode))
-    harness.apply(StepMetadata(expects=("p-1", "p-2"), cancels=(LeaseCancel("p-2"),)))
-    harness.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    harness.apply(StepMetadata((Expect("p-1"), Expect("p-2"), LeaseCancel("p-2"))))
+    harness.apply(StepMetadata((LeaseGrant("p-1", 30),)))
     harness.hears(Hello(b"agent-d"), sender="agent-d")
     harness.hears(Renew(1, ("p-1", "other")), sender="agent-d")
     harness.reading(source(port=port)).state = TransferState.DONE

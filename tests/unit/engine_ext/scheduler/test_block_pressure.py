@@ -7,13 +7,19 @@ import pytest
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import (
     CacheGeometry,
+    ConfirmReturn,
     EngineIdentity,
     FinishStatus,
+    PushInquiry,
+    PushWithdrawal,
+    Reclaim,
+    Revoke,
     StepMetadata,
     TransferResults,
 )
 from engine_ext.scheduler.block_pressure import LATE_SECONDS, STALLED_SECONDS, TURN_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request
 
 LATER = (None, False)
@@ -79,12 +85,12 @@ def test_a_request_without_room_asks_once_whether_its_prompt_is_there() -> None:
     assert decoder.asked(request) == (160, True), "a host may ask twice in a step"
     decoder.step()
     assert decoder.asked(request) == LATER
-    assert [inquiry.request_id for inquiry in decoder.step().inquiries] == ["short"]
+    assert [inquiry.request_id for inquiry in ordered(decoder.step(), PushInquiry)] == ["short"]
     assert decoder.asked(request) == LATER
     assert not decoder.step()
     decoder.hears(ready="short")
     assert decoder.asked(request) == (160, True)
-    assert not decoder.step().reclaims, "it has not been without room since"
+    assert not ordered(decoder.step(), Reclaim), "it has not been without room since"
 
 
 def test_a_ready_request_without_room_reclaims_as_much_as_it_needs_the_newest_first() -> None:
@@ -95,11 +101,11 @@ def test_a_ready_request_without_room_reclaims_as_much_as_it_needs_the_newest_fi
     decoder.half.loads.ready("ready")
     for _ in range(3):
         assert decoder.asked(request) == (192, True)
-        reclaims = decoder.step().reclaims
+        reclaims = ordered(decoder.step(), Reclaim)
         if reclaims:
             assert reclaims == ("c", "b")
     decoder.hears(returned="c")
-    assert decoder.step().confirmed_returns == ("c",)
+    assert ordered(decoder.step(), ConfirmReturn) == ("c",)
     again = Request("c", None, 9 * 16)
     assert decoder.half.load_failure_policy(again) == "recompute"
     decoder.hears(finished_recving="c", failed_recving="c")
@@ -126,7 +132,7 @@ def test_a_host_that_takes_nothing_back_registers_early_beside_the_longest_reque
     decoder.half.loads.ready("ready")
     for _ in range(3):
         assert decoder.asked(ready) == (320, True)
-        assert not decoder.step().reclaims
+        assert not ordered(decoder.step(), Reclaim)
 
 
 @pytest.mark.parametrize("mode", ["waits", "grows"])
@@ -141,16 +147,16 @@ def test_a_turn_gives_way_when_nothing_runs(mode: str) -> None:
     decoder.half.loads.ready("waiting")
     for _ in range(3):
         decoder.asked(waiting)
-        assert not decoder.step(TURN_SECONDS).revokes, "something runs"
+        assert not ordered(decoder.step(TURN_SECONDS), Revoke), "something runs"
     if mode == "grows":
         decoder.asked(running)
-        assert decoder.step().revokes == ("turn",)
+        assert ordered(decoder.step(), Revoke) == ("turn",)
         return
     decoder.half.request_finished(running, ((),), FinishStatus.STOPPED)
     decoder.asked(waiting)
-    assert not decoder.step(TURN_SECONDS).revokes
+    assert not ordered(decoder.step(TURN_SECONDS), Revoke)
     decoder.asked(waiting)
-    assert decoder.step().revokes == ("turn",)
+    assert ordered(decoder.step(), Revoke) == ("turn",)
 
 
 def test_a_loaded_request_that_does_not_start_reclaims_blocks() -> None:
@@ -158,8 +164,8 @@ def test_a_loaded_request_that_does_not_start_reclaims_blocks() -> None:
     decoder.registers("loaded", 10)
     decoder.registers("early", 20)
     decoder.hears(finished_recving="loaded")
-    assert not decoder.step().reclaims
-    assert decoder.step(LATE_SECONDS).reclaims == ("early",)
+    assert not ordered(decoder.step(), Reclaim)
+    assert ordered(decoder.step(LATE_SECONDS), Reclaim) == ("early",)
 
 
 def test_when_nothing_moves_the_newest_registration_is_withdrawn() -> None:
@@ -173,8 +179,8 @@ def test_when_nothing_moves_the_newest_registration_is_withdrawn() -> None:
     decoder.asked(waiting)
     decoder.step(STALLED_SECONDS - 1)
     decoder.asked(waiting)
-    assert not decoder.step(1).withdrawals
+    assert not ordered(decoder.step(1), PushWithdrawal)
     for name in ("new", "old"):
         decoder.asked(waiting)
-        (withdrawal,) = decoder.step(STALLED_SECONDS).withdrawals
+        (withdrawal,) = ordered(decoder.step(STALLED_SECONDS), PushWithdrawal)
         assert withdrawal.request_id == name

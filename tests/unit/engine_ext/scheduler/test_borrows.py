@@ -8,6 +8,7 @@ import pytest
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import (
     CacheGeometry,
+    Decline,
     EngineIdentity,
     EngineRequest,
     FinishStatus,
@@ -15,12 +16,15 @@ from engine_ext.common.types import (
     LoanAsk,
     LoanReport,
     PeerAddress,
+    PullOrder,
     RemoteSource,
     StepMetadata,
     TransferResults,
+    Untrack,
 )
 from engine_ext.scheduler.borrows import LATE_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request
 
 BLOCK = 16
@@ -61,7 +65,7 @@ class Borrower:
 
     def ask(self, request: Request, local: int = 0) -> LoanAsk:
         assert self.half.get_num_new_matched_tokens(request, local) == (None, False)
-        (ask,) = self.orders().asks
+        (ask,) = self.orders().all(LoanAsk)
         return ask
 
     def orders(self) -> StepMetadata:
@@ -110,16 +114,16 @@ def test_a_request_asks_loads_what_it_lacks_and_reports_how_much(
     assert (ask.scheme, ask.keys) == ("numbers", (b"0", b"1", b"2", b"3", b"4", b"5"))
     assert ask.least_tokens == 16 + 64
     assert borrower.half.get_num_new_matched_tokens(request, 16) == (None, False)
-    assert not borrower.orders().asks, "it is asked once"
+    assert not ordered(borrower.orders(), LoanAsk), "it is asked once"
     borrower.report("r", loan(), b"5")
     assert borrower.half.get_num_new_matched_tokens(request, 16) == (80, True)
     borrower.half.update_state_after_alloc(request, (tuple(range(7)),), 80)
-    (pull,) = borrower.orders().pulls
+    (pull,) = ordered(borrower.orders(), PullOrder)
     assert (pull.source, pull.first_token, pull.last_token) == (loan(), 16, 96)
     assert pull.is_proven
     assert (pull.recomputes, pull.timeout) == (False, 1.0), "a frozen holder costs a second"
     borrower.end_load("r")
-    assert borrower.orders().untracks == ("r",)
+    assert ordered(borrower.orders(), Untrack) == ("r",)
     answer = borrower.finish(request)
     assert (answer["borrowed_tokens"], answer["lender"]) == (80, 1)
 
@@ -143,7 +147,7 @@ def test_a_loan_that_failed_is_reported_and_a_refusal_is_not(
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
     borrower.half.update_state_after_alloc(request, (tuple(range(7)),), 0)
     assert borrower.finish(request).get("borrowed_tokens") == reported
-    assert not borrower.orders().asks
+    assert not ordered(borrower.orders(), LoanAsk)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_a_loan_that_is_not_worth_it_is_not_requested(
     request = borrower.arrive("r", length, **params)
     matched = borrower.half.get_num_new_matched_tokens(request, local)
     assert matched == (0, False), why
-    assert not borrower.orders().asks
+    assert not ordered(borrower.orders(), LoanAsk)
 
 
 def test_engines_whose_blocks_depend_on_more_than_tokens_borrow_nothing() -> None:
@@ -176,13 +180,13 @@ def test_a_loan_that_does_not_fit_is_given_back(borrower: Borrower, why: str) ->
     borrower.ask(request)
     if why == "ended":
         borrower.finish(request)
-        assert borrower.orders().untracks == ("r",), "the worker half stops asking"
+        assert ordered(borrower.orders(), Untrack) == ("r",), "the worker half stops asking"
     borrower.report(
         "x" if why == "other request" else "r", loan(), b"4" if why == "other tokens" else b"5"
     )
     orders = borrower.orders()
-    assert orders.declines == (loan(),)
-    assert not orders.pulls
+    assert ordered(orders, Decline) == (loan(),)
+    assert not ordered(orders, PullOrder)
 
 
 def test_a_loan_without_blocks_is_given_back_in_time(borrower: Borrower) -> None:
@@ -191,9 +195,9 @@ def test_a_loan_without_blocks_is_given_back_in_time(borrower: Borrower) -> None
     borrower.report("r", loan(), b"5")
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (96, True), "no blocks are free"
     borrower.now = OFFER_SECONDS - 0.1
-    assert not borrower.orders().declines
+    assert not ordered(borrower.orders(), Decline)
     borrower.now = OFFER_SECONDS
-    assert borrower.orders().declines == (loan(),)
+    assert ordered(borrower.orders(), Decline) == (loan(),)
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
@@ -203,14 +207,14 @@ def test_a_client_that_leaves_gives_an_offered_loan_back(borrower: Borrower) -> 
     borrower.report("r", loan(), b"5")
     borrower.half.request_finished(request, ((),), FinishStatus.ABORTED)
     orders = borrower.orders()
-    assert (orders.untracks, orders.declines) == (("r",), (loan(),))
+    assert (ordered(orders, Untrack), ordered(orders, Decline)) == (("r",), (loan(),))
 
 
 def test_requests_with_one_prefix_wait_for_the_first_one(borrower: Borrower) -> None:
     first, second = borrower.arrive("a"), borrower.arrive("b")
     borrower.ask(first)
     assert borrower.half.get_num_new_matched_tokens(second, 0) == (None, False)
-    assert not borrower.orders().asks
+    assert not ordered(borrower.orders(), LoanAsk)
     borrower.report("a", loan(), b"5")
     borrower.half.update_state_after_alloc(first, (tuple(range(7)),), 96)
     assert borrower.half.get_num_new_matched_tokens(second, 0) == (None, False)
@@ -226,7 +230,9 @@ def test_followers_of_a_refused_request_ask_once_themselves(borrower: Borrower) 
     borrower.report("a", None)
     for other in others:
         borrower.half.get_num_new_matched_tokens(other, 0)
-    assert [ask.request_id for ask in borrower.orders().asks] == ["b", "c"], "not one by one"
+    assert [ask.request_id for ask in ordered(borrower.orders(), LoanAsk)] == ["b", "c"], (
+        "not one by one"
+    )
 
 
 def test_one_follower_asks_for_all_when_the_first_requests_client_has_disconnected(
@@ -239,7 +245,7 @@ def test_one_follower_asks_for_all_when_the_first_requests_client_has_disconnect
     borrower.half.request_finished(first, ((),), FinishStatus.ABORTED)
     for other in others:
         assert borrower.half.get_num_new_matched_tokens(other, 0) == (None, False)
-    assert [ask.request_id for ask in borrower.orders().asks] == ["b"]
+    assert [ask.request_id for ask in ordered(borrower.orders(), LoanAsk)] == ["b"]
 
 
 @pytest.mark.parametrize(("in_quarantine", "policy"), [(True, "fail"), (False, "recompute")])
@@ -260,9 +266,9 @@ def test_new_weights_give_up_what_is_not_loaded_yet(borrower: Borrower) -> None:
     request = borrower.arrive("r")
     borrower.ask(request)
     borrower.half.change_weights(["r"])
-    assert borrower.orders().untracks == ("r",)
+    assert ordered(borrower.orders(), Untrack) == ("r",)
     borrower.report("r", loan(), b"5")
-    assert borrower.orders().declines == (loan(),)
+    assert ordered(borrower.orders(), Decline) == (loan(),)
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
@@ -273,8 +279,8 @@ def test_a_request_without_a_report_is_passed_over_until_its_deadline(borrower: 
     assert borrower.half.is_passed_over("r")
     assert borrower.half.is_passed_over("later")
     borrower.now += ConnectorConfig(engine_id="b").loan_timeout + LATE_SECONDS
-    assert borrower.orders().untracks == ("r",)
+    assert ordered(borrower.orders(), Untrack) == ("r",)
     assert borrower.half.get_num_new_matched_tokens(request, 0) == (0, False)
     assert not borrower.half.is_passed_over("r")
     borrower.report("r", loan(), b"5")
-    assert borrower.orders().declines == (loan(),), "it came too late"
+    assert ordered(borrower.orders(), Decline) == (loan(),), "it came too late"

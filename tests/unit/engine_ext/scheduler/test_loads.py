@@ -4,11 +4,12 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.states import IllegalEventError
-from engine_ext.common.types import LoadProblem
+from engine_ext.common.types import Decline, FailLoad, Fence, LoadProblem, PullOrder, Untrack
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.loads import KVLoad, LoadEvent, Loads, LoadState
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request, source
 
 LEGAL = {
@@ -59,7 +60,7 @@ def test_a_request_that_ends_while_it_loads_is_fenced_and_its_report_changes_not
     made = loads(orders)
     assert made.finish("d-1")
     meta = orders.take()
-    assert (meta.untracks, meta.fences) == (("d-1",), ("d-1",))
+    assert (ordered(meta, Untrack), ordered(meta, Fence)) == (("d-1",), ("d-1",))
     made.reported("d-1", failed=failed)
     assert made.is_fenced("d-1")
     made.fence_answered("d-1")
@@ -72,7 +73,7 @@ def test_a_request_whose_load_failed_is_fenced_when_it_ends() -> None:
     made = loads(orders)
     made.reported("d-1", failed=True)
     assert made.finish("d-1")
-    assert orders.take().fences == ("d-1",)
+    assert ordered(orders.take(), Fence) == ("d-1",)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,9 @@ def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_a
     made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy), early)
     made.offer("d-1", source(), role, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
-    assert [(order.recomputes, order.timeout) for order in orders.take().pulls] == [(True, None)]
+    assert [(order.recomputes, order.timeout) for order in ordered(orders.take(), PullOrder)] == [
+        (True, None)
+    ]
     made.reported("d-1", failed=True)
     assert not made.finish("d-1")
 
@@ -105,7 +108,9 @@ def test_a_prefill_is_computed_unless_a_read_may_still_write_into_its_blocks(
     made = Loads(orders, 16, config)
     made.offer("p-1", source(), TransferRole.PREFILL, 100, is_proven=True)
     made.allocated(Request("p-1"), BLOCKS, 100)
-    assert [(order.recomputes, order.timeout) for order in orders.take().pulls] == [(False, 0.5)]
+    assert [(order.recomputes, order.timeout) for order in ordered(orders.take(), PullOrder)] == [
+        (False, 0.5)
+    ]
     problem = LoadProblem("why", is_of_pair=True, in_quarantine=in_quarantine)
     made.note_problem("p-1", problem)
     expected = "fail" if in_quarantine else "recompute"
@@ -120,7 +125,7 @@ def test_a_load_that_went_well_needs_no_fence() -> None:
     made = loads(orders)
     made.reported("d-1", failed=False)
     assert not made.finish("d-1")
-    assert orders.take().fences == ()
+    assert ordered(orders.take(), Fence) == ()
 
 
 def test_a_load_that_could_not_be_ordered_waits_for_its_lease_no_more_when_the_holder_is_told() -> (
@@ -133,4 +138,8 @@ def test_a_load_that_could_not_be_ordered_waits_for_its_lease_no_more_when_the_h
     orders.take()
     made.fail("d-1")
     meta = orders.take()
-    assert (meta.untracks, meta.declines, meta.failures) == (("d-1",), (source(),), ("d-1",))
+    assert (ordered(meta, Untrack), ordered(meta, Decline), ordered(meta, FailLoad)) == (
+        ("d-1",),
+        (source(),),
+        ("d-1",),
+    )

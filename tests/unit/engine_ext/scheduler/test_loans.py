@@ -10,13 +10,15 @@ from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
+    LeaseGrant,
     LoanAnswer,
     LoanRequest,
-    StepMetadata,
+    Revoke,
     TransferResults,
 )
 from engine_ext.scheduler.loans import LOAN_SECONDS, LOAN_SHARE, MAX_LOANS
 from engine_ext.scheduler.scheduler import SchedulerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request
 
 BLOCK = 16
@@ -68,7 +70,7 @@ class Lender:
         request = LoanRequest(reader, self.count, scheme, keys, is_cut)
         self.half.update_connector_output(TransferResults(loan_requests=(request,)))
         self.meta = self.half.build_connector_meta()
-        (answer,) = self.meta.loans
+        (answer,) = self.meta.all(LoanAnswer)
         assert (answer.reader, answer.sequence) == (reader, self.count)
         return answer
 
@@ -89,11 +91,10 @@ def test_the_longest_cached_prefix_is_pinned_and_leased_before_it_is_answered(
     answer = lender.ask(1, 2, 3, 4)
     assert (answer.block_ids, answer.num_tokens, answer.last_key) == (((1, 2),), 2 * BLOCK, b"2")
     assert lender.cache.pinned == {answer.loan_id: ((1, 2),)}
-    (grant,) = lender.meta.grants
+    (grant,) = ordered(lender.meta, LeaseGrant)
     assert (grant.request_id, grant.renewable) == (answer.loan_id, True)
     assert (grant.seconds, grant.extension) == (LOAN_SECONDS, LOAN_SECONDS)
-    fields = StepMetadata.__dataclass_fields__
-    assert list(fields).index("grants") < list(fields).index("loans"), "orders in this order"
+    assert lender.meta.orders == (grant, *lender.meta.all(LoanAnswer)), "orders in this order"
     assert lender.half.num_leased == 1
     lender.report(answer.loan_id)
     assert lender.half.num_leased == 0
@@ -110,7 +111,7 @@ def test_what_is_not_lent_is_refused_and_pins_nothing(lender: Lender, why: str) 
     assert (answer.loan_id, answer.num_tokens) == ("", 0)
     assert answer.may_hold_more == (why in ("other keys", "draining"))
     assert not lender.cache.pinned
-    assert not lender.meta.grants
+    assert not ordered(lender.meta, LeaseGrant)
 
 
 def test_a_prefix_that_is_not_cached_is_refused_beside_a_loan_and_after_it(lender: Lender) -> None:
@@ -127,13 +128,13 @@ def test_readers_of_one_prefix_share_a_loan(lender: Lender) -> None:
     second = lender.ask(1, 2, reader="b")
     assert second.loan_id == first.loan_id
     assert len(lender.cache.pinned) == 1
-    assert not lender.meta.grants, "it is granted once"
+    assert not ordered(lender.meta, LeaseGrant), "it is granted once"
 
 
 def test_a_loan_that_is_being_revoked_is_not_shared(lender: Lender) -> None:
     first = lender.ask(1, 2)
     lender.half.end_turns()
-    assert lender.half.build_connector_meta().revokes == (first.loan_id,)
+    assert ordered(lender.half.build_connector_meta(), Revoke) == (first.loan_id,)
     assert lender.ask(1, 2).loan_id not in ("", first.loan_id)
 
 
@@ -191,7 +192,7 @@ def test_a_request_that_lacks_blocks_revokes_all_loans_before_any_turn(lender: L
     revoked: list[str] = []
     for _ in range(2):  # asked about in two steps: it got no blocks in the first
         lender.half.get_num_new_matched_tokens(waiting, 0)
-        revoked += lender.half.build_connector_meta().revokes
+        revoked += ordered(lender.half.build_connector_meta(), Revoke)
         lender.now += 5.0
     assert set(revoked) == lent
     refused = lender.ask(3)
@@ -204,13 +205,13 @@ def test_a_request_that_lacks_blocks_revokes_all_loans_before_any_turn(lender: L
 def test_a_request_that_is_preempted_revokes_all_loans(lender: Lender) -> None:
     lent = lender.ask(1).loan_id
     lender.half.on_preempted("r")
-    assert lender.half.build_connector_meta().revokes == (lent,)
+    assert ordered(lender.half.build_connector_meta(), Revoke) == (lent,)
 
 
 def test_new_weights_end_loans_and_a_pause_refuses_them(lender: Lender) -> None:
     lent = lender.ask(1).loan_id
     lender.half.change_weights([])
-    assert lender.half.build_connector_meta().revokes == (lent,)
+    assert ordered(lender.half.build_connector_meta(), Revoke) == (lent,)
     lender.half.drain()
     assert not lender.ask(1).loan_id
     lender.half.resume()

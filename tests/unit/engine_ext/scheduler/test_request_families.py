@@ -4,9 +4,19 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.types import FinishStatus, MatchedTokens, TransferResults
+from engine_ext.common.types import (
+    Decline,
+    FinishStatus,
+    MatchedTokens,
+    PullOrder,
+    PushRegistration,
+    PushWithdrawal,
+    TrackOrder,
+    TransferResults,
+)
 from engine_ext.scheduler.loads import MAX_FAMILIES, RequestFamilies
 from engine_ext.scheduler.scheduler import SchedulerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request
 from tests.unit.engine_ext.scheduler.test_scheduler import BLOCKS, answer_of_p, make
 
@@ -36,16 +46,16 @@ def test_the_first_reads_and_the_others_ask_again_until_it_has(mode: Any) -> Non
     decoder.update_state_after_alloc(requests[0], BLOCKS, 100)
     assert asked(decoder, requests[1:]) == [LATER, LATER]
     orders = decoder.build_connector_meta()
-    assert len(orders.pulls) + len(orders.registrations) == 1
-    assert len(orders.tracks) == 1
+    assert len(ordered(orders, PullOrder)) + len(ordered(orders, PushRegistration)) == 1
+    assert len(ordered(orders, TrackOrder)) == 1
     decoder.update_connector_output(TransferResults(finished_recving=frozenset(["0_d-1"])))
     assert asked(decoder, requests[1:]) == [NOTHING, NOTHING]
     for request in requests[1:]:
         decoder.update_state_after_alloc(request, BLOCKS, 0)
         assert not decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED).delay_free
     orders = decoder.build_connector_meta()
-    assert (orders.pulls, orders.registrations) == ((), ())
-    assert (orders.declines, orders.withdrawals) == ((), ())
+    assert (ordered(orders, PullOrder), ordered(orders, PushRegistration)) == ((), ())
+    assert (ordered(orders, Decline), ordered(orders, PushWithdrawal)) == ((), ())
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -56,7 +66,9 @@ def test_where_the_first_ends_before_the_others_compute(loads: bool) -> None:
         decoder.update_state_after_alloc(requests[0], BLOCKS, 100)
     decoder.request_finished(requests[0], BLOCKS, FinishStatus.ABORTED)
     assert asked(decoder, requests[1:]) == [NOTHING, NOTHING]
-    assert len(decoder.build_connector_meta().declines) == (not loads), "the holder is told once"
+    assert len(ordered(decoder.build_connector_meta(), Decline)) == (not loads), (
+        "the holder is told once"
+    )
 
 
 def test_one_that_comes_when_the_first_has_ended_does_not_read() -> None:

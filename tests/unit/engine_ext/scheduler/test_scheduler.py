@@ -11,15 +11,26 @@ from engine_ext.common.prefix_hashes import ContentKey, Keys
 from engine_ext.common.types import (
     STATE,
     CacheGeometry,
+    Decline,
     EngineIdentity,
+    Expect,
     FinishStatus,
     LeaseCancel,
     LeaseGrant,
+    PartialOffer,
+    PullOrder,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
     RemoteSource,
+    Revoke,
+    TrackOrder,
     TransferResults,
+    Untrack,
     chunked,
 )
 from engine_ext.scheduler.scheduler import SchedulerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request, told
 
 BLOCKS = ((6, 5, 4, 3, 2, 1, 0),)
@@ -62,7 +73,7 @@ def offered(scheduler: SchedulerConnector, **changes: Any) -> Request:
 def test_a_finished_prefill_is_leased_and_described(scheduler: SchedulerConnector) -> None:
     request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
     scheduler.on_new_request(request)
-    assert scheduler.build_connector_meta().expects == ("r",)
+    assert ordered(scheduler.build_connector_meta(), Expect) == (Expect("r"),)
     delay, params = scheduler.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
     assert delay
     assert params is not None
@@ -72,7 +83,7 @@ def test_a_finished_prefill_is_leased_and_described(scheduler: SchedulerConnecto
     assert (params["remote_host"], params["remote_port"]) == ("10.0.0.2", 5601)
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
-    assert scheduler.build_connector_meta().grants == (LeaseGrant("r", 30.0),)
+    assert ordered(scheduler.build_connector_meta(), LeaseGrant) == (LeaseGrant("r", 30.0),)
     scheduler.update_connector_output(TransferResults(finished_sending=frozenset("r")))
     assert scheduler.num_leased == 0
 
@@ -85,7 +96,7 @@ def test_an_aborted_prefill_is_freed_at_once(
     scheduler.on_new_request(request)
     scheduler.build_connector_meta()
     assert scheduler.request_finished(request, BLOCKS, status) == (False, None)
-    assert scheduler.build_connector_meta().cancels == (LeaseCancel("r"),)
+    assert ordered(scheduler.build_connector_meta(), LeaseCancel) == (LeaseCancel("r"),)
 
 
 def test_a_local_request_leaves_no_trace(scheduler: SchedulerConnector) -> None:
@@ -100,7 +111,7 @@ def test_a_local_request_leaves_no_trace(scheduler: SchedulerConnector) -> None:
 
 def test_renewal_starts_with_the_arrival_of_the_request(scheduler: SchedulerConnector) -> None:
     offered(scheduler)
-    (track,) = scheduler.build_connector_meta().tracks
+    (track,) = ordered(scheduler.build_connector_meta(), TrackOrder)
     assert (track.request_id, track.remote_id) == ("d-1", "p-1")
 
 
@@ -108,7 +119,7 @@ def test_only_what_the_local_cache_lacks_is_pulled(scheduler: SchedulerConnector
     request = offered(scheduler)
     assert scheduler.get_num_new_matched_tokens(request, 32) == (68, True)
     scheduler.update_state_after_alloc(request, BLOCKS, 68)
-    (order,) = scheduler.build_connector_meta().pulls
+    (order,) = ordered(scheduler.build_connector_meta(), PullOrder)
     assert (order.first_token, order.last_token) == (32, 100)
     assert order.local_block_ids == BLOCKS
 
@@ -122,8 +133,8 @@ def test_asking_twice_changes_nothing_and_one_pull_is_ordered(
     scheduler.update_state_after_alloc(request, BLOCKS, 100)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     meta = scheduler.build_connector_meta()
-    assert len(meta.pulls) == 1
-    assert meta.declines == ()
+    assert len(ordered(meta, PullOrder)) == 1
+    assert ordered(meta, Decline) == ()
 
 
 def test_a_loaded_request_that_is_preempted_is_computed_locally(
@@ -133,7 +144,7 @@ def test_a_loaded_request_that_is_preempted_is_computed_locally(
     scheduler.update_state_after_alloc(request, BLOCKS, 100)
     scheduler.update_connector_output(TransferResults(finished_recving=frozenset(["d-1"])))
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert scheduler.build_connector_meta().untracks == ("d-1",)
+    assert ordered(scheduler.build_connector_meta(), Untrack) == ("d-1",)
 
 
 def test_a_full_local_hit_releases_the_remote(scheduler: SchedulerConnector) -> None:
@@ -141,18 +152,18 @@ def test_a_full_local_hit_releases_the_remote(scheduler: SchedulerConnector) -> 
     assert scheduler.get_num_new_matched_tokens(request, 100) == (0, False)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     meta = scheduler.build_connector_meta()
-    assert [declined.request_id for declined in meta.declines] == ["p-1"]
-    assert meta.pulls == ()
+    assert [declined.request_id for declined in ordered(meta, Decline)] == ["p-1"]
+    assert ordered(meta, PullOrder) == ()
     scheduler.request_finished(request, BLOCKS, FinishStatus.STOPPED)
-    assert scheduler.build_connector_meta().declines == ()
+    assert ordered(scheduler.build_connector_meta(), Decline) == ()
 
 
 def test_an_abort_in_the_queue_releases_the_remote(scheduler: SchedulerConnector) -> None:
     request = offered(scheduler)
     scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
     meta = scheduler.build_connector_meta()
-    assert [declined.request_id for declined in meta.declines] == ["p-1"]
-    assert meta.untracks == ("d-1",)
+    assert [declined.request_id for declined in ordered(meta, Decline)] == ["p-1"]
+    assert ordered(meta, Untrack) == ("d-1",)
 
 
 def test_an_abort_while_loading_leaves_the_release_to_the_read(
@@ -161,7 +172,7 @@ def test_an_abort_while_loading_leaves_the_release_to_the_read(
     request = offered(scheduler)
     scheduler.update_state_after_alloc(request, BLOCKS, 100)
     scheduler.request_finished(request, BLOCKS, FinishStatus.ABORTED)
-    assert scheduler.build_connector_meta().declines == ()
+    assert ordered(scheduler.build_connector_meta(), Decline) == ()
 
 
 def test_tokens_the_remote_does_not_hold_are_not_asked_for(scheduler: SchedulerConnector) -> None:
@@ -190,8 +201,8 @@ def test_both_legs_on_one_engine_release_without_a_read(scheduler: SchedulerConn
     request = offered(scheduler, remote_engine_id="me")
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     meta = scheduler.build_connector_meta()
-    assert [type(declined) for declined in meta.declines] == [RemoteSource]
-    assert meta.tracks == ()
+    assert [type(declined) for declined in ordered(meta, Decline)] == [RemoteSource]
+    assert ordered(meta, TrackOrder) == ()
 
 
 def test_a_prompt_of_other_tokens_gets_only_what_is_proven_equal(
@@ -230,8 +241,8 @@ def test_an_unreadable_proof_loads_nothing_is_counted_and_declined(
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     scheduler.update_state_after_alloc(request, BLOCKS, 0)
     meta = scheduler.build_connector_meta()
-    assert [source.request_id for source in meta.declines] == ["p-1"]
-    assert (meta.tracks, meta.pulls) == ((), ())
+    assert [source.request_id for source in ordered(meta, Decline)] == ["p-1"]
+    assert (ordered(meta, TrackOrder), ordered(meta, PullOrder)) == ((), ())
     failure = scheduler.load_failures.take("d-1")
     assert failure is not None
     assert (failure["remote_engine_id"], failure["scope"]) == ("p", "request")
@@ -245,7 +256,7 @@ def test_a_turn_with_an_unreadable_proof_is_not_loaded_on_the_operators_word_eit
     request = next_turn(prefiller, prefix_proof=tamper(retained()["prefix_proof"]))
     assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
     assert prefiller.proofs_unreadable == 1
-    assert len(prefiller.build_connector_meta().declines) == 1
+    assert len(ordered(prefiller.build_connector_meta(), Decline)) == 1
 
 
 @pytest.mark.parametrize("proof", [answer_of_p, lambda: {"prefix_proof": None}])
@@ -255,7 +266,7 @@ def test_a_pull_says_whether_it_is_proven(
     given = proof()["prefix_proof"]
     request = offered(scheduler, prefix_proof=given)
     scheduler.update_state_after_alloc(request, BLOCKS, 100)
-    (order,) = scheduler.build_connector_meta().pulls
+    (order,) = ordered(scheduler.build_connector_meta(), PullOrder)
     assert order.is_proven == (given is not None)
     assert scheduler.proofs_unreadable == 0
 
@@ -265,7 +276,7 @@ def test_a_turn_that_is_trusted_on_the_operators_word_is_not_called_proven() -> 
     request = next_turn(prefiller, prefix_proof=None)
     assert prefiller.get_num_new_matched_tokens(request, 0) == (120, True)
     prefiller.update_state_after_alloc(request, BLOCKS, 120)
-    assert not prefiller.build_connector_meta().pulls[0].is_proven
+    assert not ordered(prefiller.build_connector_meta(), PullOrder)[0].is_proven
 
 
 def test_a_prompt_of_which_nothing_is_proven_is_declined_when_it_arrives(
@@ -275,8 +286,8 @@ def test_a_prompt_of_which_nothing_is_proven_is_declined_when_it_arrives(
     request = Request("d-1", answer_of_p(), num_prompt_tokens=15)
     scheduler.on_new_request(request)
     meta = scheduler.build_connector_meta()
-    assert [source.request_id for source in meta.declines] == ["p-1"]
-    assert meta.tracks == ()
+    assert [source.request_id for source in ordered(meta, Decline)] == ["p-1"]
+    assert ordered(meta, TrackOrder) == ()
 
 
 def test_what_a_prefiller_generated_itself_does_not_spoil_the_proof_of_the_prompt(
@@ -320,8 +331,8 @@ def test_two_requests_of_the_same_tokens_share_kv_only_where_all_else_is_the_sam
     if mode == "pull":
         assert loadable == (16 if held == wanted else 0)
         return
-    (offer,) = prefiller.build_connector_meta().offers
-    (registration,) = decoder.build_connector_meta().registrations
+    (offer,) = ordered(prefiller.build_connector_meta(), PushOffer)
+    (registration,) = ordered(decoder.build_connector_meta(), PushRegistration)
     assert (offer.digest == registration.digest) == (held == wanted)
 
 
@@ -346,8 +357,8 @@ def test_who_goes_on_loads_all_that_the_prefiller_has_of_prompt_and_answer(
     assert decoder.get_num_new_matched_tokens(request, 0) == (held, True)
     decoder.update_state_after_alloc(request, ((1, 2, 3),), held)
     if mode == "push":
-        (offer,) = prefiller.build_connector_meta().offers
-        (registration,) = decoder.build_connector_meta().registrations
+        (offer,) = ordered(prefiller.build_connector_meta(), PushOffer)
+        (registration,) = ordered(decoder.build_connector_meta(), PushRegistration)
         assert (offer.num_tokens, registration.last_token) == (held, held)
         assert offer.digest == registration.digest
 
@@ -390,8 +401,8 @@ def test_a_push_that_begins_on_both_sides_at_once_is_of_what_both_were_given(
     decoder.on_new_request(request)
     assert decoder.get_num_new_matched_tokens(request, 0) == (40 + given, True)
     decoder.update_state_after_alloc(request, ((1, 2, 3),), 40 + given)
-    (offer,) = prefiller.build_connector_meta().offers
-    (registration,) = decoder.build_connector_meta().registrations
+    (offer,) = ordered(prefiller.build_connector_meta(), PushOffer)
+    (registration,) = ordered(decoder.build_connector_meta(), PushRegistration)
     assert offer.digest == registration.digest
 
 
@@ -412,7 +423,11 @@ def test_what_cannot_be_told_is_never_offered(mode: TransferMode) -> None:
     prefiller.on_new_request(leg)
     assert prefiller.request_finished(leg, BLOCKS, FinishStatus.LENGTH_CAPPED) == (False, None)
     meta = prefiller.build_connector_meta()
-    assert (meta.grants, meta.offers, meta.cancels) == ((), (), (LeaseCancel("p-1"),))
+    assert (ordered(meta, LeaseGrant), ordered(meta, PushOffer), ordered(meta, LeaseCancel)) == (
+        (),
+        (),
+        (LeaseCancel("p-1"),),
+    )
 
 
 def test_what_cannot_be_told_is_not_kept_for_the_next_turn() -> None:
@@ -429,7 +444,7 @@ def test_what_cannot_be_told_is_never_read(
     request = Request("d-1", answer_of_p(**proof), content_keys=None)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert len(scheduler.build_connector_meta().declines) == 1
+    assert len(ordered(scheduler.build_connector_meta(), Decline)) == 1
 
 
 def test_what_cannot_be_told_is_never_registered_for_a_push() -> None:
@@ -438,7 +453,11 @@ def test_what_cannot_be_told_is_never_registered_for_a_push() -> None:
     decoder.on_new_request(request)
     assert decoder.get_num_new_matched_tokens(request, 0) == (0, False)
     meta = decoder.build_connector_meta()
-    assert (len(meta.withdrawals), meta.registrations, meta.tracks) == (1, (), ())
+    assert (
+        len(ordered(meta, PushWithdrawal)),
+        ordered(meta, PushRegistration),
+        ordered(meta, TrackOrder),
+    ) == (1, (), ())
 
 
 # Turns: a decode engine keeps what it answered, a prefill engine pulls it for the next turn.
@@ -490,7 +509,7 @@ def test_a_kept_turn_says_where_until_when_and_which_tokens() -> None:
     assert answer["do_remote_prefill"] is False
     assert answer["remote_num_tokens"] == 120
     assert answer["retained_until"] == 1480
-    (grant,) = decoder.build_connector_meta().grants
+    (grant,) = ordered(decoder.build_connector_meta(), LeaseGrant)
     assert grant == LeaseGrant("t-1", 480.0, renewable=False)
 
 
@@ -499,9 +518,12 @@ def test_the_next_turn_pulls_what_it_extends(prefiller: SchedulerConnector) -> N
     assert prefiller.get_num_new_matched_tokens(request, 16) == (104, True)
     prefiller.update_state_after_alloc(request, BLOCKS, 104)
     meta = prefiller.build_connector_meta()
-    assert (meta.pulls[0].first_token, meta.pulls[0].last_token) == (16, 120)
-    assert meta.expects == ("n-1",)
-    assert meta.tracks == ()
+    assert (ordered(meta, PullOrder)[0].first_token, ordered(meta, PullOrder)[0].last_token) == (
+        16,
+        120,
+    )
+    assert ordered(meta, Expect) == (Expect("n-1"),)
+    assert ordered(meta, TrackOrder) == ()
 
 
 @pytest.mark.parametrize("prompt_tokens", [70, 100, 119])
@@ -542,7 +564,9 @@ def test_a_turn_that_cannot_be_used_is_computed_and_given_back(
     prefiller.on_new_request(request)
     assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
     prefiller.update_state_after_alloc(request, BLOCKS, 0)
-    assert [source.request_id for source in prefiller.build_connector_meta().declines] == ["t-1"]
+    assert [source.request_id for source in ordered(prefiller.build_connector_meta(), Decline)] == [
+        "t-1"
+    ]
 
 
 def test_a_turn_that_is_over_by_this_clock_is_logged(
@@ -558,13 +582,13 @@ def test_a_prefiller_without_the_flag_computes_and_gives_the_turn_back(
 ) -> None:
     request = next_turn(scheduler)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert len(scheduler.build_connector_meta().declines) == 1
+    assert len(ordered(scheduler.build_connector_meta(), Decline)) == 1
 
 
 def test_a_turn_with_broken_params_is_an_ordinary_prefill(prefiller: SchedulerConnector) -> None:
     request = next_turn(prefiller, remote_port="x")
     assert prefiller.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert prefiller.build_connector_meta().expects == ("n-1",)
+    assert ordered(prefiller.build_connector_meta(), Expect) == (Expect("n-1"),)
 
 
 def test_few_missing_tokens_are_computed_and_the_turn_given_back(
@@ -573,7 +597,7 @@ def test_few_missing_tokens_are_computed_and_the_turn_given_back(
     request = next_turn(prefiller)
     assert prefiller.get_num_new_matched_tokens(request, 64) == (0, False)
     prefiller.update_state_after_alloc(request, BLOCKS, 0)
-    assert len(prefiller.build_connector_meta().declines) == 1
+    assert len(ordered(prefiller.build_connector_meta(), Decline)) == 1
 
 
 def test_a_prefill_that_lost_its_turn_computes_whatever_the_policy(
@@ -589,8 +613,8 @@ def test_waiting_turns_hold_no_more_than_their_share_and_the_oldest_goes() -> No
     for name in ("t-1", "t-2", "t-3"):
         retained(name, decoder)
     meta = decoder.build_connector_meta()
-    assert [grant.request_id for grant in meta.grants] == ["t-1", "t-2", "t-3"]
-    assert meta.revokes == ("t-1",)
+    assert [grant.request_id for grant in ordered(meta, LeaseGrant)] == ["t-1", "t-2", "t-3"]
+    assert ordered(meta, Revoke) == ("t-1",)
 
 
 def test_a_turn_larger_than_the_share_is_not_kept() -> None:
@@ -626,12 +650,12 @@ def test_a_turn_that_stock_may_read_never_gives_way_and_what_does_not_fit_is_not
     assert kept == [True, True, False]
     assert not turn(decoder, "t-3", proven)
     decoder.drain()
-    assert decoder.build_connector_meta().revokes == ()
+    assert ordered(decoder.build_connector_meta(), Revoke) == ()
     decoder.resume()
     decoder.update_connector_output(TransferResults(finished_sending=frozenset({"t-0"})))
     assert turn(decoder, "t-4", proven)
     assert turn(decoder, "t-5", stock)
-    assert decoder.build_connector_meta().revokes == ("t-4",)
+    assert ordered(decoder.build_connector_meta(), Revoke) == ("t-4",)
 
 
 @pytest.mark.parametrize(
@@ -645,7 +669,7 @@ def test_a_turn_that_was_pushed_gives_way_if_the_router_says_who_prefilled(
     pushed = {key: value for key, value in answer_of_p().items() if key != "prefix_proof"}
     assert turn(decoder, "t", pushed | said)
     decoder.drain()
-    assert decoder.build_connector_meta().revokes == (("t",) if gives_way else ())
+    assert ordered(decoder.build_connector_meta(), Revoke) == (("t",) if gives_way else ())
 
 
 def test_an_engine_that_lets_in_who_lacks_the_secret_keeps_every_turn_for_its_time() -> None:
@@ -654,7 +678,7 @@ def test_an_engine_that_lets_in_who_lacks_the_secret_keeps_every_turn_for_its_ti
     decoder = make("d", bidirectional=True, access=access)
     assert turn(decoder, "t", answer_of_p())
     decoder.drain()
-    assert decoder.build_connector_meta().revokes == ()
+    assert ordered(decoder.build_connector_meta(), Revoke) == ()
 
 
 def test_stock_is_told_of_no_turn_that_may_go_and_our_engines_are_told_that_it_may() -> None:
@@ -687,7 +711,7 @@ def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None
     decoder.on_new_request(request)
     decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
     decoder.drain()
-    assert decoder.build_connector_meta().revokes == ("t-1",)
+    assert ordered(decoder.build_connector_meta(), Revoke) == ("t-1",)
     decoder.drain()
     assert not decoder.has_pending_work()
 
@@ -698,7 +722,7 @@ def test_turns_of_other_weights_end_but_those_that_stock_may_read() -> None:
     stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
     assert turn(decoder, "t-0", proven)
     assert decoder.end_turns()
-    assert decoder.build_connector_meta().revokes == ("t-0",)
+    assert ordered(decoder.build_connector_meta(), Revoke) == ("t-0",)
     assert turn(decoder, "t-1", stock)
     assert not decoder.end_turns()
     assert turn(decoder, "t-2", proven)
@@ -716,7 +740,7 @@ def test_what_other_weights_computed_ends_but_turns_that_stock_may_read() -> Non
         decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
     decoder.build_connector_meta()
     decoder.change_weights(["t", "firm", "leased", "unknown"])
-    assert decoder.build_connector_meta().revokes == ("t", "leased")
+    assert ordered(decoder.build_connector_meta(), Revoke) == ("t", "leased")
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -731,8 +755,10 @@ def test_what_other_weights_computed_is_not_loaded(mode: TransferMode) -> None:
     assert decoder.get_num_new_matched_tokens(waiting, 0) == (0, False)
     decoder.update_state_after_alloc(waiting, BLOCKS, 0)
     meta = decoder.build_connector_meta()
-    assert (meta.pulls, meta.registrations) == ((), ())
-    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 2])
+    assert (ordered(meta, PullOrder), ordered(meta, PushRegistration)) == ((), ())
+    assert [len(ordered(meta, Decline)), len(ordered(meta, PushWithdrawal))] == (
+        [1, 0] if mode == "pull" else [0, 2]
+    )
     assert (decoder.is_stale_load("waiting"), decoder.is_stale_load("loading")) == (False, True)
     failed = frozenset({"loading"})
     decoder.update_connector_output(TransferResults(finished_recving=failed, failed_recving=failed))
@@ -747,8 +773,10 @@ def test_where_nothing_may_be_loaded_all_is_computed_and_the_holder_hears_of_it(
     assert decoder.get_num_new_matched_tokens(request, 0) == (0, False)
     decoder.update_state_after_alloc(request, BLOCKS, 0)
     meta = decoder.build_connector_meta()
-    assert (meta.pulls, meta.registrations) == ((), ())
-    assert [len(meta.declines), len(meta.withdrawals)] == ([1, 0] if mode == "pull" else [0, 1])
+    assert (ordered(meta, PullOrder), ordered(meta, PushRegistration)) == ((), ())
+    assert [len(ordered(meta, Decline)), len(ordered(meta, PushWithdrawal))] == (
+        [1, 0] if mode == "pull" else [0, 1]
+    )
 
 
 def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:
@@ -759,7 +787,7 @@ def test_what_is_released_by_name_is_revoked_once_and_nothing_else_is() -> None:
     prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
     assert not prefiller.release("another", "r")
     assert prefiller.release("p", "r")
-    assert prefiller.build_connector_meta().revokes == ("r",)
+    assert ordered(prefiller.build_connector_meta(), Revoke) == ("r",)
     prefiller.update_connector_output(TransferResults(frozenset({"r"})))
     assert not prefiller.release("p", "r")
     assert not prefiller.has_pending_work()
@@ -775,7 +803,7 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     request = offered(decoder, remote_block_ids=[list(group) for group in blocks])
     assert decoder.get_num_new_matched_tokens(request, 32) == (loaded - 32, True)
     decoder.update_state_after_alloc(request, blocks, loaded - 32)
-    (order,) = decoder.build_connector_meta().pulls
+    (order,) = ordered(decoder.build_connector_meta(), PullOrder)
     assert (order.first_token, order.last_token) == (32, loaded)
 
 
@@ -835,7 +863,7 @@ def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, load
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
     if not loaded:
         decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
-        assert len(decoder.build_connector_meta().declines) == 1
+        assert len(ordered(decoder.build_connector_meta(), Decline)) == 1
 
 
 @pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 0)])
@@ -910,7 +938,9 @@ def test_a_state_is_read_only_where_it_is_of_just_those_tokens(computed: int, lo
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
     decoder.update_state_after_alloc(request, blocks, loaded)
     meta = decoder.build_connector_meta()
-    assert (len(meta.pulls), len(meta.declines)) == ((1, 0) if loaded else (0, 1))
+    assert (len(ordered(meta, PullOrder)), len(ordered(meta, Decline))) == (
+        (1, 0) if loaded else (0, 1)
+    )
 
 
 @pytest.mark.parametrize("num_told", [None, 98, 99])
@@ -925,13 +955,13 @@ def test_a_state_is_written_only_where_it_is_of_just_the_tokens_that_are_awaited
     assert not prefiller.wants_steps_of("p-1"), "no part of it is written early"
     leg.num_computed_tokens, leg.answer = computed, (1000 + 99,)
     prefiller.request_finished(leg, (BLOCKS[0], (9,)), FinishStatus.LENGTH_CAPPED)
-    (offer,) = prefiller.build_connector_meta().offers
+    (offer,) = ordered(prefiller.build_connector_meta(), PushOffer)
     request = Request("d-1", answer_of_p(remote_num_tokens=num_told), 100)
     decoder.on_new_request(request)
     wanted = num_told or 99
     assert decoder.get_num_new_matched_tokens(request, 0) == (wanted, True)
     decoder.update_state_after_alloc(request, (BLOCKS[0], (5,)), wanted)
-    (registration,) = decoder.build_connector_meta().registrations
+    (registration,) = ordered(decoder.build_connector_meta(), PushRegistration)
     assert registration.last_token == wanted
     assert (registration.digest == offer.digest) == (computed == wanted)
 
@@ -969,7 +999,7 @@ def test_who_is_told_of_a_prompt_that_is_being_computed(
     prefiller.on_new_request(Request("r", {"do_remote_decode": True}))
     assert prefiller.wants_steps_of("r") is is_early
     prefiller.on_step("r", BLOCKS * len(windows), 48, 16)
-    offers = prefiller.build_connector_meta().partial_offers
+    offers = ordered(prefiller.build_connector_meta(), PartialOffer)
     assert [offer.num_tokens for offer in offers] == ([48] if is_early else [])
 
 

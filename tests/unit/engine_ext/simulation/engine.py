@@ -21,6 +21,7 @@ from engine_ext.common.types import (
     EngineRequest,
     FinishDecision,
     FinishStatus,
+    PullOrder,
     Region,
     TransferResults,
 )
@@ -35,6 +36,7 @@ from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import NEVER
 from engine_ext.worker.loop import TransferLoop
 from engine_ext.worker.results import PendingResults
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.simulation.agents import SimAgent, SimTransfer
 from tests.unit.engine_ext.simulation.memory import (
     BLOCK_SIZE,
@@ -388,7 +390,7 @@ class SimEngine:
         now = self.clock()
         if meta:
             self._note("orders", meta)
-            for pull in meta.pulls:
+            for pull in ordered(meta, PullOrder):
                 if (reader := self.loading.get(pull.request_id)) is not None:
                     source = pull.source
                     reader.borrows_from = source.address.engine_id, source.request_id

@@ -12,16 +12,21 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import (
+    ConfirmReturn,
     ConnectorStats,
+    Decline,
     EngineIdentity,
+    Fence,
     LeaseCancel,
     LeaseGrant,
+    PartialOffer,
     PeerAddress,
     PullOrder,
     PushInquiry,
     PushOffer,
     PushRegistration,
     PushTarget,
+    Reclaim,
     RemoteSource,
     StepMetadata,
     TrackOrder,
@@ -109,7 +114,7 @@ class Rank:
 
     def reading(self) -> list[FakeTransfer]:
         self.apply(
-            StepMetadata(pulls=(PullOrder("d-1", self.source(), ((3, 4),), 0, 32, is_proven=True),))
+            StepMetadata((PullOrder("d-1", self.source(), ((3, 4),), 0, 32, is_proven=True),))
         )
         self.step_until(lambda: self.agent.transfers)
         return self.agent.transfers
@@ -202,7 +207,7 @@ def test_a_part_that_does_not_end_keeps_the_blocks_of_a_load_that_has_failed(
     finish(rank, DONE, RUNNING)
     rank.step(rank.config.transfer_timeout + 1)
     assert rank.results.take() == FAILED
-    rank.apply(StepMetadata(fences=("d-1",)))
+    rank.apply(StepMetadata((Fence("d-1"),)))
     rank.step(1000)
     assert not rank.results.take()
     finish(rank, DONE, DONE)
@@ -237,7 +242,7 @@ def test_one_holder_whose_lease_had_ended_fails_the_load(launch: Launch) -> None
 
 def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) -> None:
     rank = launch(1, 2)
-    rank.apply(StepMetadata(tracks=(TrackOrder("d-1", rank.address, "p-1"),)))
+    rank.apply(StepMetadata((TrackOrder("d-1", rank.address, "p-1"),)))
     rank.step_until(lambda: len(rank.agent.sent) == 4)
     beats = rank.sent()
     assert [name for name, _ in beats] == ["agent-0", "agent-1"]
@@ -251,7 +256,7 @@ def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) 
 
 def test_a_release_reaches_every_rank(launch: Launch) -> None:
     rank = launch(1, 2)
-    rank.apply(StepMetadata(declines=(rank.source(),)))
+    rank.apply(StepMetadata((Decline(rank.source()),)))
     rank.step_until(lambda: len(rank.agent.sent) == 4)
     assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
 
@@ -268,7 +273,7 @@ def test_copies_of_a_head_are_read_once_and_all_of_them_let_go(launch: Launch) -
 
 def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(launch: Launch) -> None:
     rank = launch(1, 2)
-    rank.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    rank.apply(StepMetadata((LeaseGrant("p-1", 30),)))
     for _ in range(2):
         rank.hears(b"p-1:2", 0)
     assert not rank.results.take()
@@ -279,7 +284,7 @@ def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(launch: L
 def test_an_absurd_number_of_ranks_is_a_failed_load(launch: Launch) -> None:
     rank = launch(1, 1)
     source = replace(rank.source(), address=rank.address._replace(tp_size=1024))
-    rank.apply(StepMetadata(pulls=(PullOrder("d-1", source, ((3, 4),), 0, 32, is_proven=True),)))
+    rank.apply(StepMetadata((PullOrder("d-1", source, ((3, 4),), 0, 32, is_proven=True),)))
     rank.step()
     assert rank.results.take() == FAILED
 
@@ -295,7 +300,7 @@ def registered(rank: Rank, *, recomputes: bool = False) -> list[wire.PushRegiste
     target = PushTarget(rank.address, rank.address.tp_size, "p-1")
     order = PushRegistration("d-1", target, ((3, 4),), 0, 32, b"", recomputes)
     track = TrackOrder("d-1", rank.address, "p-1")
-    rank.apply(StepMetadata(registrations=(order,), tracks=(track,)))
+    rank.apply(StepMetadata((track, order)))
     number = max(1, rank.address.tp_size)
     rank.step_until(lambda: len(rank.agent.sent) == 2 * number)
     for index, (_, beat) in enumerate(m for m in rank.sent() if isinstance(m[1], wire.Renew)):
@@ -349,7 +354,7 @@ def test_a_rank_that_will_not_write_makes_the_others_stop_and_the_load_fails_at_
     rank.hears(wire.PushFailed("d-1", number, "no"), 0)
     assert rank.results.take() == FAILED
     assert [(name, type(one)) for name, one in rank.sent()] == [("agent-1", wire.Withdraw)]
-    rank.apply(StepMetadata(fences=("d-1",)))
+    rank.apply(StepMetadata((Fence("d-1"),)))
     rank.step()
     assert not rank.results.take()
     rank.hears(wire.PushDone("d-1", number), 1)
@@ -373,7 +378,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_it_said_that_it_mi
     rank = launch(1, 2)
     messages = registered(rank)
     rank.hears(wire.PushFailed("d-1", generation(messages), "no"), 0)
-    rank.apply(StepMetadata(fences=("d-1",)))
+    rank.apply(StepMetadata((Fence("d-1"),)))
     assert messages[0].disagg is not None
     bound = messages[0].disagg.begin_by - CLOCK + WRITE_BOUND
     rank.step(bound)
@@ -397,7 +402,7 @@ GIVEN_BACK = TransferResults(returned=frozenset(["d-1"]))
 def reclaimed(rank: Rank) -> int:
     """A registration whose blocks are asked back; returns its number."""
     number = generation(registered(rank))
-    rank.apply(StepMetadata(reclaims=("d-1",)))
+    rank.apply(StepMetadata((Reclaim("d-1"),)))
     rank.step()
     asked = [(name, one) for name, one in rank.sent() if isinstance(one, wire.ReturnBlocks)]
     message = wire.ReturnBlocks("d-1", number)
@@ -420,7 +425,7 @@ def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(launch: Launch) 
     assert rank.results.take() == GIVEN_BACK
     rank.step(RETURNED_SECONDS / 2)
     assert not rank.results.take(), "other ranks of ours may not have them back"
-    rank.apply(StepMetadata(confirmed_returns=("d-1",)))
+    rank.apply(StepMetadata((ConfirmReturn("d-1"),)))
     assert rank.results.take() == FAILED
     assert (rank.stats.pushes_given_back, rank.stats.pushes_missed) == (1, 0)
     assert rank.loop.num_open == 1, "the heartbeats, which go on"
@@ -459,7 +464,7 @@ def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_giv
 ) -> None:
     rank = launch(1, 2)
     again = given_back_in_vain(rank)
-    rank.apply(StepMetadata(confirmed_returns=("d-1",)))
+    rank.apply(StepMetadata((ConfirmReturn("d-1"),)))
     rank.step()
     gives_back(rank, again, 0)
     assert not rank.results.take()
@@ -510,7 +515,7 @@ def test_a_rank_of_p_that_refuses_gives_nothing_back(launch: Launch) -> None:
 def test_a_prompt_is_ready_when_every_rank_of_p_holds_it(launch: Launch) -> None:
     rank = launch(1, 2)
     target = PushTarget(rank.address, 2, "p-1", "t")
-    rank.apply(StepMetadata(inquiries=(PushInquiry("d-1", target, b"x"),)))
+    rank.apply(StepMetadata((PushInquiry("d-1", target, b"x"),)))
     question = wire.AwaitPrompt("d-1", b"x", "p-1", "t")
     rank.step_until(lambda: len(rank.agent.sent) >= 4)
     asked = [(name, one) for name, one in rank.sent() if isinstance(one, wire.AwaitPrompt)]
@@ -528,11 +533,7 @@ def test_a_prompt_is_ready_when_every_rank_of_p_holds_it(launch: Launch) -> None
 
 
 def offer(rank: Rank) -> None:
-    rank.apply(
-        StepMetadata(
-            grants=(LeaseGrant("p-1", 30),), offers=(PushOffer("p-1", ((1, 2),), 32, b"x"),)
-        )
-    )
+    rank.apply(StepMetadata((LeaseGrant("p-1", 30), PushOffer("p-1", ((1, 2),), 32, b"x"))))
 
 
 def register(rank: Rank, their_rank: int, name: str = "p-1", generation: int = 1) -> None:
@@ -581,7 +582,7 @@ def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Lau
 
 def offer_partially(rank: Rank) -> None:
     """The first of its two blocks is computed."""
-    rank.apply(StepMetadata(partial_offers=(PushOffer("p-1", ((1,),), 16, b"x"),)))
+    rank.apply(StepMetadata((PartialOffer("p-1", ((1,),), 16, b"x"),)))
 
 
 def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -> None:
@@ -616,7 +617,7 @@ def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: 
     assert refusals(rank, 2) == ["agent-0", "agent-1"]
     for their_rank in (0, 1):
         rank.hears(wire.AwaitPrompt("d-1", b"x", "p-1"), their_rank)
-    rank.apply(StepMetadata(partial_offers=(PushOffer("p-1", ((1, 2),), 32, b"x"),)))
+    rank.apply(StepMetadata((PartialOffer("p-1", ((1, 2),), 32, b"x"),)))
     rank.step()
     assert not [one for _, one in rank.sent() if isinstance(one, wire.PromptReady)]
     offer(rank)
@@ -649,7 +650,7 @@ def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Lau
     register(rank, 0)
     offer_partially(rank)
     rank.step_until(lambda: rank.agent.transfers)
-    rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),), fences=("p-1",)))
+    rank.apply(StepMetadata((LeaseCancel("p-1"), Fence("p-1"))))
     rank.step()
     assert not rank.results.take()
     finish(rank, DONE)
@@ -733,7 +734,7 @@ def test_a_registration_of_a_rank_that_is_not_ours_to_write_is_refused(
 def test_every_rank_of_d_hears_that_the_prefill_was_given_up(launch: Launch) -> None:
     rank = launch(1, 2)
     register(rank, 0)
-    rank.apply(StepMetadata(cancels=(LeaseCancel("p-1"),)))
+    rank.apply(StepMetadata((LeaseCancel("p-1"),)))
     register(rank, 1)
     assert refusals(rank, 2) == ["agent-0", "agent-1"]
 
@@ -765,7 +766,7 @@ def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(launch:
 
 def test_a_rank_that_renews_after_its_read_is_no_reader_that_still_waits(launch: Launch) -> None:
     rank = launch(1, 2)
-    rank.apply(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    rank.apply(StepMetadata((LeaseGrant("p-1", 30),)))
     rank.hears(wire.Read("p-1", readers=2, sequence=1), 0)
     rank.hears(wire.Renew(2, ("p-1",)), 0)
     rank.hears(wire.Renew(2, ("p-1",)), 1)

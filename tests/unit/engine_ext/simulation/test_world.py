@@ -292,7 +292,7 @@ def lose_a_block(pair: Pair) -> None:
 
 def track_for_ever(pair: Pair) -> None:
     order = TrackOrder("nobody", PeerAddress("p", "sim", 1), "nothing")
-    pair.decoder.loop.apply(StepMetadata(tracks=(order,)), pair.decoder.clock())
+    pair.decoder.loop.apply(StepMetadata((order,)), pair.decoder.clock())
     pair.world.settle(60.0)
 
 

@@ -1,7 +1,6 @@
 """What happened: time, who, what. Kept as it is until somebody reads it; a run of one seed gives
 the same lines wherever it runs."""
 
-from dataclasses import fields
 from typing import NamedTuple
 
 from engine_ext.common.types import StepMetadata
@@ -34,8 +33,7 @@ def _in_words(details: object) -> str:
     if isinstance(details, bytes):
         return f"{decode_notification(details)!r:.240}"
     if isinstance(details, StepMetadata):
-        filled = {f.name: sorted(map(str, getattr(details, f.name))) for f in fields(details)}
-        return f"{ {name: value for name, value in filled.items() if value} }"
+        return f"{sorted(map(str, details.orders))}"
     if isinstance(details, set | frozenset):
         return f"{sorted(details)}"
     return f"{details!s:.240}"

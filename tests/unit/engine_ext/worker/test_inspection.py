@@ -62,7 +62,7 @@ def test_a_lease_is_seen_with_its_age_its_end_and_its_readers_horizons(harness: 
 
 def test_names_are_shown_hashed_and_found_by_name(harness: Harness) -> None:
     names = ("p-1", "p-2")
-    harness.apply(StepMetadata(grants=tuple(LeaseGrant(name, 30) for name in names)))
+    harness.apply(StepMetadata((*(LeaseGrant(name, 30) for name in names),)))
     shown = leases.rank(harness.loop.inspect(harness.now), KEY)
     assert [one["request"] for one in shown["leases"]] == [leases.hashed(n, KEY) for n in names]
     assert not any(name in str(shown) for name in names)
@@ -74,7 +74,7 @@ def test_names_are_shown_hashed_and_found_by_name(harness: Harness) -> None:
 
 def test_of_many_leases_the_first_are_shown_and_all_are_counted(harness: Harness) -> None:
     grants = tuple(LeaseGrant(f"p-{number}", 30) for number in range(LIMIT + 5))
-    harness.apply(StepMetadata(grants=grants))
+    harness.apply(StepMetadata((*grants,)))
     seen = harness.loop.inspect(harness.now)
     assert (len(seen.leases), seen.num_leases) == (LIMIT, LIMIT + 5)
     last = harness.loop.inspect(harness.now, f"p-{LIMIT + 4}")
@@ -205,7 +205,7 @@ def worker() -> Iterator[WorkerConnector]:
 
 
 def test_any_thread_may_ask_a_running_worker(worker: WorkerConnector) -> None:
-    worker.start_load_kv(StepMetadata(grants=(LeaseGrant("p-1", 30),)))
+    worker.start_load_kv(StepMetadata((LeaseGrant("p-1", 30),)))
     found: list[int] = []
     threads = [
         threading.Thread(target=lambda: found.append(worker.inspect(seconds=60).num_leases))

@@ -17,6 +17,7 @@ from engine_ext.common.types import (
     PushOffer,
     Region,
     RemoteSource,
+    Revoke,
     SaveOrder,
     StepMetadata,
     TransferResults,
@@ -25,6 +26,7 @@ from engine_ext.scheduler.save_plan import SavePlanner
 from engine_ext.worker.staging import StagedTransfers
 from engine_ext.worker.torch_memory import HostBuffer
 from engine_ext.worker.worker import WorkerConnector
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions
 
 IDS = ((10, 11, 12, 13), (20, 21, 22, 23))
@@ -102,7 +104,7 @@ def test_an_id_that_is_used_again_begins_anew() -> None:
 def test_what_came_is_loaded_once_and_only_what_came(
     staged: StagedTransfers, staging: FakeStaging
 ) -> None:
-    staged.begin(StepMetadata(pulls=(pull("a", 4, 10), pull("b", 0, 16))))
+    staged.begin(StepMetadata((pull("a", 4, 10), pull("b", 0, 16))))
     results = TransferResults(
         finished_recving=frozenset({"a", "b"}), failed_recving=frozenset({"b"})
     )
@@ -111,7 +113,7 @@ def test_what_came_is_loaded_once_and_only_what_came(
 
 
 def test_what_cannot_be_loaded_has_failed(staged: StagedTransfers, staging: FakeStaging) -> None:
-    staged.begin(StepMetadata(pulls=(pull("a", 0, 10),)))
+    staged.begin(StepMetadata((pull("a", 0, 10),)))
     staging.is_broken = True
     results = staged.finish_loads(TransferResults(finished_recving=frozenset({"a"})))
     assert results.failed_recving == {"a"}
@@ -123,12 +125,12 @@ def test_what_cannot_be_saved_is_revoked_with_its_grant(
     staging.is_broken = True
     staged.save([SaveOrder("a", IDS), SaveOrder("b", IDS)])
     offers = PushOffer("a", IDS, 10, b""), PushOffer("c", IDS, 10, b"")
-    both = StepMetadata(grants=(LeaseGrant("a", 30), LeaseGrant("c", 30)), offers=offers)
+    both = StepMetadata((LeaseGrant("a", 30), LeaseGrant("c", 30), *offers))
     begun = staged.begin(both)
-    assert begun.revokes == ("a",)
-    assert begun.offers == offers[1:], "what is not there is not pushed"
-    staged.begin(StepMetadata(cancels=(LeaseCancel("b"),)))
-    assert staged.begin(StepMetadata(grants=(LeaseGrant("b", 30),))).revokes == ()
+    assert ordered(begun, Revoke) == ("a",)
+    assert ordered(begun, PushOffer) == offers[1:], "what is not there is not pushed"
+    staged.begin(StepMetadata((LeaseCancel("b"),)))
+    assert ordered(staged.begin(StepMetadata((LeaseGrant("b", 30),))), Revoke) == ()
 
 
 def cache() -> tuple[torch.Tensor, list[Region]]:

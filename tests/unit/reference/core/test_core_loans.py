@@ -12,6 +12,7 @@ from engine_ext.common.types import (
     LoanAnswer,
     LoanRequest,
     Region,
+    Revoke,
     StepMetadata,
     TransferResults,
 )
@@ -19,6 +20,7 @@ from engine_ext.reference.block_manager import chain_digest
 from engine_ext.reference.model import Decoder
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.worker.staging import StagingFactory
+from tests.unit.engine_ext.orders import ordered
 from tests.unit.reference.core.harness import (
     BLOCK,
     Driver,
@@ -41,8 +43,8 @@ class RecordingWorker(FakeWorker):
         self.revoked: list[str] = []
 
     def start_load_kv(self, meta: StepMetadata) -> None:
-        self.loans += meta.loans
-        self.revoked += meta.revokes
+        self.loans += ordered(meta, LoanAnswer)
+        self.revoked += ordered(meta, Revoke)
 
 
 class LendingConnector:
