@@ -72,7 +72,7 @@ class EngineDescription:
     loan_scheme: str | None = None
     """How it names the blocks of its cache: loans need equal names (`PrefixCache.scheme`)."""
     borrows: bool = False
-    """It asks the `holders` of a request for loans (engine_ext/scheduler/borrows.py)."""
+    """It asks the `holders` of a request for loans (engine_ext/scheduler/loans.py)."""
     target_itl_ms: float | None = None
     """A step that decodes ends within 0.9 of it if possible: see common/step_budget.py."""
     step_models: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

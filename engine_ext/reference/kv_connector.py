@@ -21,8 +21,7 @@ from engine_ext.common.types import (
     StepMetadata,
     TransferResults,
 )
-from engine_ext.scheduler.borrows import PromptKeys
-from engine_ext.scheduler.loans import PrefixCache
+from engine_ext.scheduler.loans import PrefixCache, PromptKeys
 from engine_ext.worker.staging import StagingFactory
 
 

@@ -230,7 +230,7 @@ class Scheduler:
     @property
     def scheme(self) -> str:
         """This property, `find` and `pin` implement engine_ext.scheduler.loans.PrefixCache, and
-        with `keys_of` engine_ext.scheduler.borrows.PromptKeys."""
+        with `keys_of` engine_ext.scheduler.loans.PromptKeys."""
         return loan_scheme(self._blocks.block_size)
 
     def find(self, keys: Seq[bytes]) -> BlockIds:

@@ -37,11 +37,10 @@ from engine_ext.common.types import (
 )
 from engine_ext.scheduler.answer_params import AnswerParams
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit, HostBlockSupply, Shortage
-from engine_ext.scheduler.borrows import Borrows, PromptKeys, may_borrow
 from engine_ext.scheduler.held_blocks import HeldBlocks
 from engine_ext.scheduler.loadable_tokens import LoadableTokens
 from engine_ext.scheduler.loads import Loads
-from engine_ext.scheduler.loans import Loans, PrefixCache
+from engine_ext.scheduler.loans import Borrows, Loans, PrefixCache, PromptKeys, may_borrow
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferParams, TransferRole, parse
 from engine_ext.scheduler.partial_offers import PartialOffers

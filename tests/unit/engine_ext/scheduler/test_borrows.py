@@ -22,7 +22,7 @@ from engine_ext.common.types import (
     TransferResults,
     Untrack,
 )
-from engine_ext.scheduler.borrows import LATE_SECONDS, OFFER_SECONDS
+from engine_ext.scheduler.loans import LATE_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request

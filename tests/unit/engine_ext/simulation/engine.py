@@ -215,7 +215,7 @@ class SimEngine:
         self.held[loan_id] = loan
         self._note("lends", f"{blocks} as {loan_id}")
 
-    # As an engine that borrows: `engine_ext.scheduler.borrows.PromptKeys`.
+    # As an engine that borrows: `engine_ext.scheduler.loans.PromptKeys`.
 
     def keys_of(self, request: EngineRequest) -> Sequence[bytes]:
         return keys_of(request.token_ids)

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.scheduler.borrows import LATE_SECONDS, OFFER_SECONDS
-from engine_ext.scheduler.loans import LOAN_SECONDS
+from engine_ext.scheduler.loans import LATE_SECONDS, LOAN_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.report_deadlines import REPORT_SECONDS
 from engine_ext.worker.loan_asks import SILENT_SECONDS
 from tests.unit.engine_ext.simulation.pair import Pair, tokens

@@ -29,8 +29,7 @@ from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
-from engine_ext.scheduler.borrows import PromptKeys
-from engine_ext.scheduler.loans import PrefixCache
+from engine_ext.scheduler.loans import PrefixCache, PromptKeys
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
