@@ -7,10 +7,10 @@ vLLM calls while it starts may raise: then it does not start.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.lora.utils import get_adapter_absolute_path
@@ -30,7 +29,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from engine_ext.common.config import LoadFailurePolicy
 from engine_ext.common.step_budget import StepBudget
 from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import (
@@ -38,20 +36,17 @@ from engine_ext.common.types import (
     NO_RESULTS,
     STATE,
     BlockIds,
-    FinishDecision,
-    LoadProblem,
     LoanReport,
     LoanRequest,
-    ReportCheck,
     StepMetadata,
     TransferResults,
 )
 from engine_ext.connector import build_worker
-from engine_ext.http import leases
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
+from engine_ext.vllm.connector_calls import NO_SLEEP, ConnectorCalls
 from engine_ext.vllm.guard import guarded, guarded_step, nothing
 from engine_ext.vllm.optional import (
     EARLY_EXIT,
@@ -65,13 +60,20 @@ from engine_ext.vllm.optional.step_times import StepTimes
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
 from engine_ext.vllm.request_view import RequestView, back_off
-from engine_ext.vllm.wakeup_socket import WakeupListener, WakeupSender
-from engine_ext.vllm.weights import Adapter, Weights
-from engine_ext.worker.worker import WorkerConnector
+from engine_ext.vllm.wakeup_socket import WakeupSender
+from engine_ext.vllm.weights import Weights
+from engine_ext.vllm.worker_reports import (
+    READY,
+    RETURNED,
+    WorkerReport,
+    marked,
+    merged,
+    unmarked,
+    with_marked,
+)
 
 if TYPE_CHECKING:
     from engine_ext.vllm.metrics import MetricDeltas
-    from engine_ext.vllm.optional.lending import CachedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -91,22 +93,6 @@ class DisaggHandshake(KVConnectorHandshakeMetadata):
     payload: bytes
 
 
-@dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
-    """From vLLM's workers to its scheduler, with a step's output."""
-
-    problems: Mapping[str, LoadProblem]
-    """Why loads have failed."""
-    loan_requests: tuple[LoanRequest, ...] = ()
-    loan_reports: tuple[LoanReport, ...] = ()
-    """Only an engine of one rank lends and borrows."""
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Merge the reports of several ranks: a request may have a problem at each."""
-        others = other.problems if isinstance(other, WorkerReport) else {}
-        return WorkerReport(_merged(others, self.problems))
-
-
 Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
@@ -115,19 +101,11 @@ LOADS_NOTHING = (
     "engine loads no KV and computes turns. Use kv_role kv_both"
 )
 
-NO_SLEEP = "DisaggConnector does not support /sleep (the KV cache would move)"
-
-READY, GIVEN_BACK, LOST = "\0ready ", "\0given back ", "\0lost "
-"""Before names among what was sent: vLLM counts there until every rank has reported a name, and has
-no place for these. No request is called so; they are taken out before vLLM looks."""
 NOTHING: Matched = (0, False)
 NOT_KEPT: Finished = (False, None)
 
 
-class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
-    _of_this_worker: ClassVar["weakref.ref[DisaggConnector] | None"] = None
-    """In a worker's process, its half, for `inspect_worker`."""
-
+class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -138,29 +116,23 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = describe.connector_config(vllm_config)
         target = describe.target_itl_ms(vllm_config, self._config)
         self._windows = describe.windows(kv_cache_config)
-        self._scheduler: SchedulerConnector | None = None
-        self._worker: WorkerConnector | None = None
-        self._wakeups: WakeupListener | None = None
         self._metric_deltas = _metric_deltas()
-        self.step_fit: StepFit | None = None
         self._step_times: StepTimes | None = None
-        self.step_budget: StepBudget | None = None
-        """For our scheduler class; None without `target_itl_ms`."""
         self._pending_reports = PendingReports()
         self._prompt_progress = PromptProgress()
         is_pushed = self._config.transfer_mode == "push"
         self._weights = Weights(get_adapter_absolute_path, is_pushed)
-        self._problems: dict[str, LoadProblem] = {}
-        """Why loads have failed, until vLLM reports to the scheduler half that they have."""
+        self._problems = {}
         self._unprocessed = NO_RESULTS
         """Results during which our half has raised; it gets them once more."""
         self._loans = NO_RESULTS
         """The worker half's messages about loans, which are sent with the next step's output."""
-        self._lent: CachedBlocks | None = None
-        self.loan_scheme: str | None = None
-        """How vLLM's cache names its blocks, if it lends or borrows."""
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._make_scheduler()
+            identity = describe.engine_identity(vllm_config, self._config, geometry=None)
+            geometry = describe.scheduler_geometry(vllm_config, kv_cache_config)
+            self._scheduler = SchedulerConnector(
+                self._config, identity, geometry, host_takes_back=False
+            )
             if not describe.may_load(vllm_config):
                 logger.warning(LOADS_NOTHING)
             _install_engine_patches()
@@ -217,11 +189,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         that was under way when the request was preempted would end it without KV."""
         return True
 
-    @property
-    def scheduler(self) -> SchedulerConnector:
-        assert self._scheduler is not None, "this is the worker's half"
-        return self._scheduler
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -269,7 +236,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             self._pending_reports.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
-        block_ids = self._by_group(blocks.get_block_ids())
+        block_ids = _by_group(blocks.get_block_ids(), self._windows)
         self.scheduler.update_state_after_alloc(
             RequestView(request), block_ids, num_external_tokens
         )
@@ -278,24 +245,12 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """If this raises, the orders go with a later step."""
         if self._step_times is not None:
-            self._begin_step(self._step_times, scheduler_output)
+            self._step_times = _begun(self._step_times, scheduler_output)
         if self._prompt_progress.prompts or scheduler_output.preempted_req_ids:
             self._report_prompts(scheduler_output)
         assert self._scheduler is not None
         step = self._scheduler.build_connector_meta()
         return NO_ORDERS if step is EMPTY_STEP else DisaggMetadata(step)
-
-    def _begin_step(self, times: StepTimes, scheduler_output: SchedulerOutput) -> None:
-        try:
-            times.begin(scheduler_output)
-        except Exception:
-            logger.exception("KV connector: the times of steps are no longer measured")
-            self._step_times = None
-
-    @property
-    def step_model(self) -> dict[str, float] | None:
-        """`step_model` of the identity page; None until fitted."""
-        return None if self.step_fit is None else self.step_fit.to_wire()
 
     @guarded(nothing)
     def _report_prompts(self, scheduler_output: SchedulerOutput) -> None:
@@ -316,7 +271,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         reports: tuple[LoanReport, ...] = ()
         if isinstance(report, WorkerReport):
             # A rank may report its own before the last one is done.
-            self._problems = _merged(self._problems, report.problems)
+            self._problems = merged(self._problems, report.problems)
             asked, reports = report.loan_requests, report.loan_reports
         failed = connector_output.failed_recving
         ended = connector_output.finished_sending or connector_output.finished_recving
@@ -324,8 +279,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         if not (ended or failed or is_about_loans) and self._unprocessed is NO_RESULTS:
             return
         sent = connector_output.finished_sending or set()
-        ready, given_back = _marked(READY, sent), _marked(GIVEN_BACK, sent)
-        sent = {name for name in sent if not name.startswith("\0")}
+        ready, returned = marked(READY, sent), marked(RETURNED, sent)
+        sent = unmarked(sent)
         of_requests = sent
         if self._lent is not None:
             asked, of_requests = self._lent.fence(asked), self._lent.unpin(sent)
@@ -336,7 +291,7 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             frozenset(failed),
             {name: self._problems.pop(name) for name in failed & self._problems.keys()},
             ready,
-            given_back,
+            returned,
             tuple(asked),
             reports,
         )
@@ -350,7 +305,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def _fail_finish(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
-        return self._kept(request, self.scheduler.fail_finish(str(request.request_id)))
+        name = str(request.request_id)
+        return self._pending_reports.finish(name, self.scheduler.fail_finish(name))
 
     @guarded(lambda: NOT_KEPT, otherwise=_fail_finish)
     def request_finished_all_groups(
@@ -359,176 +315,15 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         view = RequestView(request)
         self._prompt_progress.forget(view.request_id)
         decision = self.scheduler.request_finished(
-            view, self._by_group(block_ids), view.finish_status
+            view, _by_group(block_ids, self._windows), view.finish_status
         )
-        return self._kept(request, decision)
-
-    def _kept(self, request: Request, decision: FinishDecision) -> Finished:
-        if decision.delay_free:
-            self._pending_reports.free(str(request.request_id))
-        return decision.delay_free, decision.kv_transfer_params
-
-    @guarded(nothing)
-    def load_failure_policy(self, request: Request) -> LoadFailurePolicy | None:
-        """For our scheduler class; vLLM's own has one policy for all requests. None: that one."""
-        return self.scheduler.load_failure_policy(RequestView(request))
-
-    @guarded(nothing)
-    def note_problems(self, output: KVConnectorOutput) -> None:
-        """Note why loads have failed. Our scheduler class calls this first, because vLLM acts on
-        failed loads before it calls `update_connector_output`."""
-        problems = output.kv_connector_worker_meta
-        for each in getattr(problems, "metadata", (problems,)):  # several, of a MultiConnector
-            if isinstance(each, WorkerReport):
-                self._problems = _merged(self._problems, each.problems)
-        for name in output.failed_recving & self._problems.keys():
-            self.scheduler.loads.note_problem(name, self._problems[name])
-
-    @guarded(nothing)
-    def take_back(self) -> None:
-        """Note that our scheduler class is there: a request whose load was given back can wait
-        again."""
-        self.scheduler.loads.take_back()
-
-    @guarded(bool)
-    def is_given_back(self, request: Request) -> bool:
-        """Return True if the load failed because its blocks were given back."""
-        return self.scheduler.loads.is_returned(str(request.request_id))
-
-    @guarded(bool)
-    def is_passed_over(self, request: Request) -> bool:
-        """Return True if the request is passed over until a worker wakes the engine."""
-        return self.scheduler.is_passed_over(str(request.request_id))
-
-    @guarded(nothing)
-    def drain(self) -> None:
-        """Keep nothing for later, because the engine leaves or pauses. Readers may continue."""
-        self.scheduler.drain()
+        return self._pending_reports.finish(view.request_id, decision)
 
     @guarded(bool)
     def reset_cache(self) -> bool:
         """Give up all turns, for example because the weights have changed. Return False if some
         stay; see `end_turns`."""
         return self.scheduler.end_turns()
-
-    # Weights that change; see weights.py and compat/patch_weights.py.
-
-    @guarded(nothing)
-    def look_at_adapter(self, lora: Any) -> Adapter | None:
-        """Return an adapter's files before vLLM loads them, for `adapter_loaded`."""
-        return self._weights.look(lora)
-
-    @guarded(nothing)
-    def adapter_loaded(self, lora: Any, seen: Adapter | None, requests: Sequence[Request]) -> None:
-        """Note that vLLM has loaded an adapter. `seen`: what `look_at_adapter` returned, or None if
-        the load failed. `requests`: all of the engine's, also those that have ended and are
-        leased."""
-        if self._weights.load(lora, seen):
-            with_adapter = [each for each in requests if each.lora_request is not None]
-            of_it = [one for one in with_adapter if one.lora_request.lora_name == lora.lora_name]
-            self._end_kv(f"LoRA adapter {lora.lora_name} may have changed", of_it)
-
-    @guarded(nothing)
-    def weights_changed(self, by: str, requests: Sequence[Request], keeps_adapters: bool) -> None:
-        """Note that the model's own weights have changed, or may have, and its adapters' unless
-        these are kept."""
-        self._weights.change(keeps_adapters)
-        self._end_kv(f"the model's weights may have changed ({by})", requests)
-
-    def _end_kv(self, why: str, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if not request.is_finished():
-                self._weights.disown(request)
-        self.scheduler.change_weights([str(request.request_id) for request in requests])
-        logger.warning("%s: KV computed before is no longer used or offered", why)
-
-    @guarded(nothing)
-    def weights_named(self, version: str) -> None:
-        """Note the operator's name for the weights. Engines with equal names share KV."""
-        self._weights.name(version)
-
-    @guarded(nothing)
-    def fail_stale_loads(self, output: KVConnectorOutput) -> None:
-        """Report loads as failed that were in progress when the weights changed."""
-        stale = {
-            name for name in output.finished_recving or () if self.scheduler.is_stale_load(name)
-        }
-        if stale:
-            output.failed_recving = {*(output.failed_recving or ()), *stale}
-
-    @guarded(nothing)
-    def recover_reports(self, output: KVConnectorOutput) -> None:
-        """Put reports that were lost among the results, before vLLM acts on any."""
-        sent = output.finished_sending or set()
-        marked = {name for name in sent if name.startswith(LOST)}
-        if not marked:
-            return
-        results = TransferResults(
-            frozenset(sent - marked),
-            frozenset(output.finished_recving or ()),
-            frozenset(output.failed_recving or ()),
-            lost=frozenset(_check(name) for name in marked),
-        )
-        results = self.scheduler.recover(results)
-        output.finished_sending = set(results.finished_sending)
-        output.finished_recving = set(results.finished_recving)
-        output.failed_recving = set(results.failed_recving)
-        self._problems = _merged(self._problems, results.problems)
-
-    @guarded(nothing)
-    def resume(self) -> None:
-        """Keep turns again, because the engine continues."""
-        self.scheduler.resume()
-
-    @guarded(bool)
-    def release(self, engine_id: str, request_id: str) -> bool:
-        """See engine_ext.http.release; for our HTTP page, by way of vLLM's engine process."""
-        return self.scheduler.release(engine_id, request_id)
-
-    # Loans; see optional/lending.py.
-
-    @guarded(nothing)
-    def lend_from(self, cache: "CachedBlocks") -> None:
-        self._lent, self.loan_scheme = cache, cache.scheme
-        self.scheduler.lend_from(cache)
-
-    @guarded(nothing)
-    def revoke_loans(self) -> None:
-        """End all loans, because the cache that they are of is reset. Readers may finish."""
-        self.scheduler.revoke_loans()
-
-    @property
-    def lends(self) -> bool:
-        return self._lent is not None
-
-    @property
-    def loan_problem(self) -> str | None:
-        """Why it does not lend."""
-        return describe.why_not_lent(self._vllm_config, self._kv_cache_config)
-
-    @guarded(nothing)
-    def borrow_with(self, cache: "CachedBlocks") -> None:
-        self.scheduler.borrow_with(cache)
-        self.loan_scheme = cache.scheme
-
-    @property
-    def borrows(self) -> bool:
-        return self._scheduler is not None and self._scheduler.borrows
-
-    @guarded(nothing)
-    def answer_fenced(self) -> None:
-        """Answer the requests for loans whose steps have ended."""
-        assert self._lent is not None
-        for request in self._lent.written():
-            self.scheduler.update_connector_output(TransferResults(loan_requests=(request,)))
-
-    @guarded(bool)
-    def listen_for_wakeups(self, on_wakeup: Callable[[bool], None]) -> bool:
-        """Call `on_wakeup`, from another thread, when a worker has results, and with True when none
-        has called for a while. Return False if that cannot be."""
-        name = describe.wakeup_name(self._vllm_config, self._config)
-        self._wakeups = WakeupListener(name, on_wakeup)
-        return True
 
     @guarded(lambda: True)
     def has_pending_push_work(self) -> bool:
@@ -537,13 +332,8 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker side.
 
-    @property
-    def worker(self) -> WorkerConnector:
-        assert self._worker is not None, "this is the scheduler's half, or has no KV cache yet"
-        return self._worker
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        DisaggConnector._of_this_worker = weakref.ref(self)
+        ConnectorCalls._of_this_worker = weakref.ref(self)
         geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = build_worker(self._config, geometry, identity)
@@ -573,10 +363,6 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, DisaggMetadata)
         self.worker.start_load_kv(metadata.step)
 
-    def inspect(self, key: bytes, asked: str | None) -> dict[str, Any]:
-        """See engine_ext.http.leases. Raises TimeoutError."""
-        return leases.rank(self.worker.inspect(asked), key)
-
     @guarded(nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads run beside the engine's steps."""
@@ -594,14 +380,11 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.worker.get_transfer_results()
-        self._problems = _merged(self._problems, results.problems)
+        self._problems = merged(self._problems, results.problems)
         if results.loan_requests or results.loan_reports:
             self._loans |= results
-        ready = {READY + name for name in results.ready}
-        given_back = {GIVEN_BACK + name for name in results.returned}
-        lost = {f"{LOST}{one.number} {one.is_load:d} {one.request_id}" for one in results.lost}
         return KVConnectorTransferResults(
-            {*results.finished_sending, *ready, *given_back, *lost},
+            with_marked(results),
             set(results.finished_recving),
             set(results.failed_recving),
         )
@@ -628,33 +411,21 @@ class DisaggConnector(KVConnectorBase_V1, SupportsHMA):
             if self._wakeups is not None:
                 stack.callback(self._wakeups.close)
 
-    def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
-        """Return each group's blocks. If vLLM caches prefixes, it lists states of earlier tokens,
-        or holes, before the request's own state."""
-        groups = zip(block_ids, self._windows, strict=True)
-        return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
 
-    def _make_scheduler(self) -> SchedulerConnector:
-        identity = describe.engine_identity(self._vllm_config, self._config, geometry=None)
-        geometry = describe.scheduler_geometry(self._vllm_config, self._kv_cache_config)
-        return SchedulerConnector(self._config, identity, geometry, host_takes_back=False)
+def _by_group(block_ids: tuple[list[int], ...], windows: Sequence[int | None]) -> BlockIds:
+    """Return each group's blocks. If vLLM caches prefixes, it lists states of earlier tokens, or
+    holes, before the request's own state."""
+    groups = zip(block_ids, windows, strict=True)
+    return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
 
 
-def _merged(
-    problems: Mapping[str, LoadProblem], more: Mapping[str, LoadProblem]
-) -> dict[str, LoadProblem]:
-    """Return one problem for each request: of several ranks, one whose READ has not ended."""
-    kept = {name: each for name, each in problems.items() if each.in_quarantine}
-    return {**problems, **more, **kept}
-
-
-def _marked(mark: str, names: Iterable[str]) -> frozenset[str]:
-    return frozenset(name.removeprefix(mark) for name in names if name.startswith(mark))
-
-
-def _check(marked: str) -> ReportCheck:
-    number, is_load, request_id = marked.removeprefix(LOST).split(" ", 2)
-    return ReportCheck(request_id, int(number), is_load == "1")
+def _begun(times: StepTimes, output: SchedulerOutput) -> StepTimes | None:
+    try:
+        times.begin(output)
+    except Exception:
+        logger.exception("KV connector: the times of steps are no longer measured")
+        return None
+    return times
 
 
 def _metric_deltas() -> "MetricDeltas | None":
@@ -683,24 +454,5 @@ def _install_engine_patches() -> None:
         patch_engine_loop.install()
 
 
-def inspect_worker(worker: Any, key: bytes, asked: str | None) -> dict[str, Any] | str:
-    """Called in each worker process. Return its leases and transfers, or why there are none."""
-    reference = DisaggConnector._of_this_worker
-    connector = None if reference is None else reference()
-    if connector is None:
-        return "this worker has no DisaggConnector"
-    try:
-        return connector.inspect(key, asked)
-    except Exception as error:
-        logger.exception("KV connector: inspect")
-        return f"no answer: {error!r}"
-
-
 class DisaggPushConnector(DisaggConnector):
     """The prefill engine writes; chosen by name."""
-
-
-def find_our_connector(connector: object) -> DisaggConnector | None:
-    """Return our connector: an engine's own, or one of its several (vLLM's MultiConnector)."""
-    among = (connector, *getattr(connector, "sub_connectors", ()))
-    return next((each for each in among if isinstance(each, DisaggConnector)), None)

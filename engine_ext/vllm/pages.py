@@ -29,7 +29,7 @@ from engine_ext.http import identity, leases, release
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.connector import find_our_connector, inspect_worker
+from engine_ext.vllm.connector_calls import find_our_connector, inspect_worker
 from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
 
 logger = logging.getLogger(__name__)

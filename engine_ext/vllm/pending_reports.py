@@ -5,6 +5,8 @@ import logging
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from engine_ext.common.types import FinishDecision
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,13 +21,15 @@ class PendingReports:
         """The request is parked until its load is reported."""
         self._loads.add(request_id)
 
-    def free(self, request_id: str) -> None:
-        """The request has ended; its blocks are kept until they are reported free, whatever else is
-        reported of it."""
-        self._frees.add(request_id)
-        if request_id in self._loads:
-            self._loads.remove(request_id)
-            self._unwanted.add(request_id)
+    def finish(self, request_id: str, decision: FinishDecision) -> FinishDecision:
+        """The request has ended. If its blocks are kept, they are kept until they are reported
+        free, whatever else is reported of it."""
+        if decision.delay_free:
+            self._frees.add(request_id)
+            if request_id in self._loads:
+                self._loads.remove(request_id)
+                self._unwanted.add(request_id)
+        return decision
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Remove from the results of all ranks, before vLLM reads them, what it does not expect."""

@@ -24,7 +24,7 @@ from engine_ext.scheduler.admission import parse_threshold
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.compat.probe import Feature
-from engine_ext.vllm.connector import find_our_connector
+from engine_ext.vllm.connector_calls import find_our_connector
 from engine_ext.vllm.describe import transfer_config
 from engine_ext.vllm.optional import (
     FAILURE_POLICY,

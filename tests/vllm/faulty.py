@@ -25,9 +25,11 @@ def next_fault(hook: str) -> Fault | None:
 
 
 class DisaggConnector(connector.DisaggConnector):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._scheduler is not None:
+            self._scheduler: Any = Planted(self._scheduler, next_fault)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._worker: Any = Planted(self._worker, next_fault)
-
-    def _make_scheduler(self) -> Any:
-        return Planted(super()._make_scheduler(), next_fault)

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.connector import NO_SLEEP, DisaggConnector, find_our_connector
+from engine_ext.vllm.connector_calls import NO_SLEEP, ConnectorCalls, find_our_connector
 
 HARMLESS_METHODS = frozenset(
     (
@@ -74,7 +74,7 @@ def install() -> None:
     wrap(Scheduler, "update_from_output", _wrap_update_from_output)
 
 
-def _our_connector(core: Any) -> DisaggConnector | None:
+def _our_connector(core: Any) -> ConnectorCalls | None:
     """None also while the engine is being built."""
     return find_our_connector(getattr(getattr(core, "scheduler", None), "connector", None))
 
@@ -143,7 +143,7 @@ def _refuse_to_move_memory(core: Any) -> None:
         raise RuntimeError(NO_SLEEP)
 
 
-def _report_change(core: Any, ours: DisaggConnector, by: str, keeps_adapters: bool) -> None:
+def _report_change(core: Any, ours: ConnectorCalls, by: str, keeps_adapters: bool) -> None:
     ours.weights_changed(by, list(core.scheduler.requests.values()), keeps_adapters)
 
 

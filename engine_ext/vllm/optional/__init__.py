@@ -203,7 +203,7 @@ LENDING = Feature(
         {CACHES}:KVCacheConfig has kv_cache_groups
     """),
     requires=(SCHEDULER, IDLE_REST),
-    modules=("optional.lending",),
+    modules=("optional.lending", "optional.cached_blocks"),
 )
 
 LAST_WINDOW = Feature(

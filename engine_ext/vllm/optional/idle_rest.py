@@ -21,7 +21,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.vllm.compat.patching import Host
-from engine_ext.vllm.connector import find_our_connector
+from engine_ext.vllm.connector_calls import find_our_connector
 
 REST_SECONDS = 0.02
 """Longest pause between two steps that can only free blocks, where the engine must not sleep."""

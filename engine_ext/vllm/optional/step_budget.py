@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from engine_ext.common.step_budget import MIN_PROMPT_TOKENS, StepBudget
 from engine_ext.common.types import Clock
 from engine_ext.vllm.compat.patching import Host
-from engine_ext.vllm.connector import find_our_connector
+from engine_ext.vllm.connector_calls import find_our_connector
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,18 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import CacheGeometry, Decline, LoadProblem, PullOrder, Region
+from engine_ext.common.types import (
+    CacheGeometry,
+    Decline,
+    FinishDecision,
+    LoadProblem,
+    PullOrder,
+    Region,
+)
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
+from engine_ext.vllm.connector_calls import ConnectorCalls
 from engine_ext.vllm.optional import THRESHOLD as THRESHOLD_FEATURE
 from engine_ext.vllm.optional.resumed_request import FIELD as GIVEN
 from engine_ext.vllm.pending_reports import PendingReports
@@ -73,17 +81,17 @@ STARTING = {
 PAGES = {"inspect"}
 """Called by `inspect_worker` alone, which lets nothing out."""
 
+HOOKS = {*public(DisaggConnector), *public(ConnectorCalls)} - STARTING - PAGES
 ROLES = ("prefill", "decode", "turn")
 
 Case = Callable[[Path], None]
 
 
 def every_hook_is_guarded(model: Path) -> None:
-    hooks = {name for name in public(DisaggConnector) if name not in STARTING | PAGES}
     # What `guarded` returns wraps the hook.
-    bare = {name for name in hooks if not hasattr(vars(DisaggConnector)[name], "__wrapped__")}
+    bare = {name for name in HOOKS if not hasattr(getattr(DisaggConnector, name), "__wrapped__")}
     assert bare == set()
-    assert len(hooks) > 15
+    assert len(HOOKS) > 30
 
 
 def nothing_leaves_a_hook_whose_half_is_broken(model: Path) -> None:
@@ -92,7 +100,7 @@ def nothing_leaves_a_hook_whose_half_is_broken(model: Path) -> None:
     worker: Any = engine.ranks[0].connector
     scheduler._scheduler, worker._worker = Broken(), Broken()
     for connector in (scheduler, worker):
-        for name in set(public(DisaggConnector)) - STARTING - PAGES:
+        for name in HOOKS:
             hook = getattr(connector, name)
             given = inspect.signature(hook).parameters.values()
             hook(*[None for each in given if each.kind is each.POSITIONAL_OR_KEYWORD])
@@ -188,7 +196,7 @@ def reports_that_nobody_waits_for_end_no_engine(num_ranks: int, model: Path) -> 
 def blocks_that_we_keep_of_a_failed_load_are_freed_when_we_say_so(model: Path) -> None:
     pending = PendingReports()
     pending.load("d")
-    pending.free("d")
+    pending.finish("d", FinishDecision(True, None))
     output = KVConnectorOutput(finished_recving={"d"})
     pending.settle(output)
     assert not output.finished_recving

@@ -109,12 +109,12 @@ def nothing_of_our_connectors_is_left_abstract() -> None:
 
 
 def what_we_override_is_probed() -> None:
-    from engine_ext.vllm import connector, metrics, scheduler
+    from engine_ext.vllm import connector, metrics, scheduler, worker_reports
     from engine_ext.vllm.optional import patch_streams, resume
 
     classes = (
         connector.DisaggConnector,
-        connector.WorkerReport,
+        worker_reports.WorkerReport,
         resume.ResumedPrefillStats,
         scheduler.DisaggAsyncScheduler,
         scheduler.DisaggScheduler,

@@ -18,8 +18,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from engine_ext.common.types import LoanAnswer, LoanRequest, Revoke
-from engine_ext.vllm.connector import WorkerReport
-from engine_ext.vllm.optional.lending import CachedBlocks
+from engine_ext.vllm.optional.cached_blocks import CachedBlocks
+from engine_ext.vllm.worker_reports import WorkerReport
 from tests.unit.engine_ext.orders import ordered
 from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
 

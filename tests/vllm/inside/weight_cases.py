@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
 from engine_ext.common.types import PullOrder, Revoke
-from engine_ext.vllm.connector import NO_SLEEP
+from engine_ext.vllm.connector_calls import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
 from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import told

@@ -16,8 +16,8 @@ BESIDE = {
         optional.RESUME,
         optional.LOAD_FAILURES,
         optional.EARLY_WRITES,
-        optional.FAILURE_POLICY,
     ),
+    "connector_calls": (optional.FAILURE_POLICY,),
     "describe": (
         optional.LENDING,
         optional.STOCK_PEERS,
@@ -62,7 +62,9 @@ NOT_VLLMS = {
     "of our own classes": {
         "_end",
         "_ended",
+        "_lent",
         "_on_wakeup",
+        "_wakeups",
         "loan_reports",
         "loan_requests",
         "disagg_is_leaving",
@@ -72,6 +74,7 @@ NOT_VLLMS = {
         "payload",
         "problems",
         "set_wake",
+        "worker",
     },
 }
 MODULES = [str(path.relative_to(OURS).with_suffix("")) for path in sorted(OURS.rglob("*.py"))]
