@@ -21,7 +21,7 @@ class Fits(NamedTuple):
 
 RELEASES = {
     "0.31.0": Fits(
-        13, ("connector",), ("pages", "load_failures", "begun", "step_model", "step_budget")
+        13, ("connector",), ("pages", "load_failures", "resume", "step_model", "step_budget")
     ),
     "0.32.0": Fits(14),
     "0.33.0": Fits(15),

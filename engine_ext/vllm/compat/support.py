@@ -1,8 +1,8 @@
 """Which features are on in this process, and why others are off.
 
 A feature is off where vLLM's names are not as the probe expects, where its patch could not be
-installed, or where the operator turned it off: `DISAGG_VLLM_DISABLE=begun,rest` in the environment.
-The switch is an environment variable because the patches are installed in every process of vLLM
+installed, or where the operator turned it off: `DISAGG_VLLM_DISABLE=resume,idle_rest` in the
+environment. The switch is a variable because the patches are installed in every process of vLLM
 before there is a configuration, and its processes inherit the environment.
 """
 
@@ -31,6 +31,13 @@ LOGGED = "DISAGG_VLLM_LOGGED"
 """In the environment: processes that vLLM starts do not repeat the lines."""
 DISABLE = "DISAGG_VLLM_DISABLE"
 DISABLED = f"{DISABLE} turns it off"
+OLD_NAMES = {
+    "begun": "resume",
+    "hand_back": "preemption_return",
+    "leaving": "early_exit",
+    "rest": "idle_rest",
+}
+"""Names of features that DISABLE takes for one more release."""
 
 NO_PLUGIN = (
     "VLLM_PLUGINS leaves out the plugin disagg, which adds the finish reason cache_threshold"
@@ -107,6 +114,8 @@ def log_what_is_off() -> None:
             " and ".join(KNOWN),
         )
     names = [each.name for each in OPTIONAL]
+    for old in sorted(_listed() & OLD_NAMES.keys()):
+        logger.warning("%s: %s is now %s; the old name is deprecated", DISABLE, old, OLD_NAMES[old])
     for unknown in sorted(_disabled() - {*names}):
         nearest = difflib.get_close_matches(unknown, names, 1, 0)
         logger.warning("%s: no feature %s; did you mean %s?", DISABLE, unknown, *nearest)
@@ -127,6 +136,10 @@ def log_where_vllm_logs() -> None:
 
 @functools.cache
 def _disabled() -> set[str]:
+    return {OLD_NAMES.get(name, name) for name in _listed()}
+
+
+def _listed() -> set[str]:
     return {name.strip() for name in os.environ.get(DISABLE, "").split(",")} - {""}
 
 

@@ -6,11 +6,11 @@ Each has its probe (the symbols), its patch list and its off switch: its name in
 | feature | in the scheduler class | patches |
 |---|---|---|
 | `cache_hit_threshold` | `threshold.py` | `patch_requests`, `patch_outputs`, `patch_streams` |
-| `begun` (resume) | `resume.py` | these, `patch_replay` and `patch_worker` |
-| `hand_back` (preemption return) | `preemption_return.py` | as of `cache_hit_threshold` |
-| `rest` (idle rest) | `idle_rest.py` | `patch_engine_loop` wakes the loop |
+| `resume` | `resume.py` | these, `patch_replay` and `patch_worker` |
+| `preemption_return` | `preemption_return.py` | as of `cache_hit_threshold` |
+| `idle_rest` | `idle_rest.py` | `patch_engine_loop` wakes the loop |
 | `lending` (loans) | `lending.py` | |
-| `leaving` (early exit) | | `patch_engine_loop` |
+| `early_exit` | | `patch_engine_loop` |
 | `step_budget` | `step_budget.py` | |
 """
 
@@ -72,7 +72,7 @@ _ENGINE_LOOP = symbols(f"""
 """)
 
 EARLY_EXIT = Feature(
-    "leaving",
+    "early_exit",
     "an engine that shuts down or pauses waits for retained turns until they expire",
     _ENGINE_LOOP
     + symbols(f"""
@@ -165,7 +165,7 @@ FAILURE_POLICY = Feature(
 )
 
 IDLE_REST = Feature(
-    "rest",
+    "idle_rest",
     "an engine takes steps all the time while it waits for readers or for KV",
     _ENGINE_LOOP
     + symbols(f"""
@@ -363,7 +363,7 @@ THRESHOLD = Feature(
 )
 
 PREEMPTION_RETURN = Feature(
-    "hand_back",
+    "preemption_return",
     "an answer without blocks is preempted and computed again, not returned to the router",
     _EARLY_ENDS
     + _REQUESTS
@@ -380,7 +380,7 @@ PREEMPTION_RETURN = Feature(
 )
 
 RESUME = Feature(
-    "begun",
+    "resume",
     "this engine cannot resume answers or take over a first token",
     _REQUESTS
     + _OUTPUTS

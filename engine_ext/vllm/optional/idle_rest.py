@@ -1,4 +1,4 @@
-"""Idle rest (`rest`): an engine does not step while all that it waits for is reported by a wake-up.
+"""Idle rest: an engine does not step while all that it waits for is reported by a wake-up.
 
 vLLM's loop takes a step every millisecond while its scheduler has requests: also if these are only
 finished requests whose blocks a remote engine still reads, or requests whose KV is on its way. The

@@ -1,5 +1,4 @@
-"""Preemption return (`hand_back`): a request that would be preempted is ended, for another engine
-to resume.
+"""Preemption return: a request that would be preempted is ended, for another engine to resume.
 
 If blocks run out, vLLM's scheduler preempts the request that came last: it frees the blocks and
 computes prompt and answer again when there is room. `SchedulerOutput.preempted_req_ids` names those

@@ -1,4 +1,4 @@
-"""Resume (`begun`): an answer goes on from tokens that another engine has generated.
+"""Resume: an answer goes on from tokens that another engine has generated.
 
 vLLM's scheduler computes what a request has generated again after a preemption. We put the
 payload's output tokens on the request before the scheduler sees it, so all its code treats it as

@@ -177,15 +177,27 @@ def test_every_patch_is_installed_by_the_plugin_or_by_the_connector() -> None:
     assert found == by_plugin | by_connector
 
 
-@pytest.mark.parametrize("name", ["begun", "rest", "hand_back", "leaving", "cache_hit_threshold"])
-def test_the_operator_can_turn_a_feature_off(other_vllm: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("resume", "resume"),
+        ("cache_hit_threshold", "cache_hit_threshold"),
+        ("begun", "resume"),
+        ("rest", "idle_rest"),
+        ("hand_back", "preemption_return"),
+        ("leaving", "early_exit"),
+    ],
+)
+def test_the_operator_can_turn_a_feature_off(other_vllm: Path, written: str, name: str) -> None:
     program = (
         "from engine_ext.vllm.compat import support; support.log_what_is_off();"
         f"print(support.missing()[{name!r}])"
     )
-    result = run(program, other_vllm, DISAGG_VLLM_DISABLE=f"metrics, {name},begum")
+    result = run(program, other_vllm, DISAGG_VLLM_DISABLE=f"metrics, {written},resum")
     assert result.stdout == "DISAGG_VLLM_DISABLE turns it off\n"
-    assert "DISAGG_VLLM_DISABLE: no feature begum; did you mean begun?" in result.stderr
+    assert "DISAGG_VLLM_DISABLE: no feature resum; did you mean resume?" in result.stderr
+    deprecation = f"DISAGG_VLLM_DISABLE: {written} is now {name}; the old name is deprecated"
+    assert (deprecation in result.stderr) == (written != name)
 
 
 def test_the_documents_table_names_every_feature_that_can_be_off() -> None:
