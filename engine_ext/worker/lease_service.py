@@ -1,16 +1,28 @@
 """The source's side of leases: what it answers to readers, and when blocks are free.
 
-leases.py holds the states and the clock's rules; this file reads and sends the messages.
+leases.py holds the states and the clock's rules; this file reads and sends the messages. The life
+of a lease, in the order in which it happens (H: scheduler/held_blocks.py, T: leases.py, S: this
+file; of the reader, B: heartbeats.py, P: pulls.py):
 
-    Heartbeat    stock reader's renewal; nothing is answered
-    Renew        -> Renewed: the seconds that each lease holds at least, the leases that are gone,
-                 and this engine's clock
-    Read         confirms that a reader is done. With a sequence number it is the notification of a
-                 READ -> ReadAck: whether the lease was still valid when the READ had ended, and the
-                 blocks' checksums where the reader asks for them
-    ReadDone     stock reader's confirmation
-    AskLoan      -> Loan, by way of the scheduler half: see engine_ext/scheduler/loans.py
-    Gone         sent to readers of a lease that has expired or is revoked; they confirm by Read
+    event                              function                  order, message or report
+    ---------------------------------  ------------------------  ---------------------------------
+    a prefill leg, or a turn, arrives  H.expect_*, T.expect      Expect, ExpectTurn
+    the reader has the leg's params    B.track                   TrackOrder
+    it ends without KV to read         H._cancel, T.cancel       LeaseCancel
+    it ends with KV                    H._lease, S.grant         LeaseGrant (and a PushOffer)
+    another engine asks for a prefix   loop._ask_loan, S.lend    AskLoan -> LoanAnswer -> Loan
+    the reader renews                  B.due, S.renew            Renew -> Renewed: seconds of each
+                                                                 lease, leases gone, our clock
+    a stock reader renews              S.heartbeat               Heartbeat; nothing is answered
+    a READ has ended                   P._read, S.read           Read -> ReadAck: the lease was
+                                                                 still valid; blocks' checksums
+    a reader is done, or declines      S.read, S.read_done       Read, or stock's ReadDone
+    P writes instead (push)            T.take, T.put_back        PushRegistered -> PushDone
+    the blocks are needed              H.revoke*, S.revoke       Revoke -> Gone
+    the deadline passes                T.expire, S.step          Gone; readers confirm by Read
+    every reader is done               S.confirm, _confirmed     finished_sending
+    all horizons and the grace passed  T.reap, S.step            finished_sending
+    the host frees the blocks          H.reported
 
 A message may be lost, come twice or late. A lost renewal or confirmation costs time: the lease
 expires. A lost ReadAck fails the load, or a heartbeat's answer has proven it already.
