@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Container, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from random import random
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -129,7 +130,7 @@ class RouteFinder:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone
             prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1
-        return route(pools, prefill, decode, (prefiller, decoder), home)
+        return route(pools, prefill, decode, (prefiller, decoder), home, random)
 
     def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
         """Yield the engines of the planned group as they are now: first those for the role, then

@@ -56,8 +56,8 @@ from router.proxy.load_failure import (
 )
 from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import BodyHalves
-from router.proxy.plan import queue_local_prefill, queue_prefill
 from router.proxy.push import PushParams
+from router.proxy.queued_prefill import QueuedPrefill, queue_local_prefill, queue_prefill
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
 from router.proxy.request import AS_SENT, PASSED, SEVERAL_ANSWERS, Body
@@ -65,7 +65,6 @@ from router.proxy.resume import NO_PARAMS, DecodeParams
 from router.proxy.retry import LegError
 from router.proxy.run import Run, may_prefill_on_decoder
 from router.proxy.side_requests import probe_threshold
-from router.routing.local_prefill import QueuedPrefill
 from router.routing.policy import PolicyFeedback
 from router.telemetry.record import TracedLeg
 from router.telemetry.request_metrics import tokens_in, tokens_of, usage_in

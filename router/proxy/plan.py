@@ -17,12 +17,11 @@ from router.conversations.reuse import TurnReuse
 from router.fleet.engine import DECODE, PREFILL, Engine, Place
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.ranks import find_place
-from router.proxy.request import AS_SENT, PASSED, THRESHOLD, Request
+from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
 from router.routing.local_prefill import (
     DecoderLoad,
     PrefillerLoad,
-    QueuedPrefill,
     find_cheapest,
     is_trial,
 )
@@ -188,7 +187,7 @@ def find_local_prefill(
     if least:
         first = route.decoders[0]
         place = find_place(request, route, reuse, first, DECODE)
-        if total - _cached_tokens(route, reuse, first, place, total) < least:
+        if total - cached_tokens_at(route, reuse, first, place, total) < least:
             return first, SHORT_PROMPT
     if reuse is not None and _turn_threshold(request, route, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
@@ -196,7 +195,7 @@ def find_local_prefill(
     for engine in candidates:
         place = find_place(request, route, reuse, engine, DECODE)
         load = DecoderLoad.of(engine, place)
-        uncached = max(1, total - _cached_tokens(route, reuse, engine, place, total))
+        uncached = max(1, total - cached_tokens_at(route, reuse, engine, place, total))
         if load is not None:
             loads.append((engine, load, uncached))
         elif is_trial(engine, place, uncached):
@@ -214,7 +213,7 @@ def find_local_prefill(
     return (decoder, SOONER) if cost < remote.cost(max(1, total - cached), total) else None
 
 
-def _cached_tokens(
+def cached_tokens_at(
     route: Route, reuse: TurnReuse | None, decoder: Engine, place: Place, total: int
 ) -> int:
     """Return how many of the `total` tokens of the prompt the decode engine, or its data-parallel
@@ -224,44 +223,6 @@ def _cached_tokens(
     if reuse is not None and reuse.decoder is decoder:
         cached = max(cached, int(reuse.cached_share * total))
     return cached
-
-
-def queue_local_prefill(
-    request: Request, route: Route, reuse: TurnReuse | None, decoder: Engine, place: Place
-) -> QueuedPrefill | None:
-    """Count the prompt as queued at a decode engine, and its rank, that computes it.
-
-    Return None if the engine does not report its steps, or loads the KV that the client names.
-    """
-    if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
-        return None
-    load = DecoderLoad.of(decoder, place, route.usual_model)
-    total = max(1, request.prompt_tokens)
-    uncached = max(1, total - _cached_tokens(route, reuse, decoder, place, total))
-    if load is None:
-        if not is_trial(decoder, place, uncached):
-            return None  # it shows little of the time of its steps
-        decoder.capabilities.trial_prefills += 1
-        return QueuedPrefill({decoder, place}, 0.0, uncached)
-    queued = load.queue({decoder, place}, uncached, total)
-    if request.exact_stream or request.body.get("stream") is not True:
-        queued.end_in_time(request.exchange.loop)
-    return queued
-
-
-def queue_prefill(
-    request: Request, route: Route, engine: Engine, place: Place, uncached: int, read_share: float
-) -> QueuedPrefill:
-    """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank.
-    `read_share`: the part of the prompt that the engine reads from another one."""
-    load = DecoderLoad.of(engine, place, route.usual_model)
-    uncached = max(1, min(uncached, int((1 - read_share) * request.tokens)))
-    if load is None:
-        seconds = uncached * place.prefill_rate.token_seconds
-        return QueuedPrefill({engine, place}, seconds, uncached, seconds)
-    if engine.preferred_role is PREFILL and not load.contexts:
-        load = load.without_step_limit()
-    return load.queue({engine, place}, uncached, max(uncached, request.tokens))
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:

@@ -8,5 +8,5 @@ prefill and decode engines by the policy of each role. The result is a `Route`. 
 
 The gateway owns one `GroupPolicies` per role. `AdmissionQueue` (admission_queue.py) decides which
 waiting request goes next; router.proxy.admission owns it. All decisions follow from their
-arguments: the only source of chance is `RoutingQuery.turn`.
+arguments: chance comes from `RoutingQuery.turn`, and from the caller of `route()`.
 """

@@ -12,7 +12,7 @@ so as long as there is little load. Costs are seconds:
               engines, and the others compute prompts in long steps
 
 This is worth it where a step with prompts and answers costs little more than its parts; see
-`role_balance`, which decides that.
+`router.coordination.role_balance`, which decides that.
 """
 
 from __future__ import annotations

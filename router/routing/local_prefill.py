@@ -14,8 +14,7 @@ does not have by itself. So it first gets a few prompts as trials, one at a time
 from __future__ import annotations
 
 import math
-from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import TypeVar
 
@@ -108,12 +107,6 @@ class DecoderLoad(Struct, frozen=True):
             and self.contexts + total < CACHE_SHARE * self.cache_tokens
         )
 
-    def queue(self, places: Collection[Place], uncached: int, total: int) -> QueuedPrefill:
-        """Count a prompt as queued there."""
-        seconds = self.prefill_seconds(uncached, total)
-        work = self.model.prefill_seconds(uncached, total, self.max_step_tokens)
-        return QueuedPrefill(places, seconds, uncached, work)
-
     def cost(self, uncached: int, total: int) -> float:
         """Return the cost of this prompt in seconds of work."""
         return self.prefill_seconds(uncached, total) + QUEUE_SHARE * self.queued_s
@@ -182,34 +175,3 @@ def is_trial(engine: Engine, place: Place, uncached: int) -> bool:
     chunk = min(uncached, known.max_step_tokens)
     least = TRIAL_MARGIN * min(MANY_TOKENS, known.max_step_tokens // 4)
     return least <= chunk <= MAX_TRIAL_CHUNK and uncached <= MAX_TRIAL_TOKENS
-
-
-class QueuedPrefill:
-    """A prompt that counts as queued at its decode engine from now on until `end`."""
-
-    __slots__ = ("_places", "_seconds", "_timer", "_tokens")
-
-    def __init__(
-        self, places: Collection[Place], seconds: float, uncached: int, work: float = 0.0
-    ) -> None:
-        """`places` are the engine, and its data-parallel rank if one is chosen. `work`: the seconds
-        that the prompt would take without answers beside it."""
-        self._places, self._seconds, self._tokens = places, seconds, uncached
-        self._timer: TimerHandle | None = None
-        for place in places:
-            place.add_local_prefill(self._seconds, uncached)
-            place.offered_prefill_s += work
-
-    def end_in_time(self, loop: AbstractEventLoop) -> None:
-        """End when the prompt should be computed, because its answer will not show it: only a
-        stream shows its first token."""
-        seconds = min(place.local_prefill_s for place in self._places)
-        self._timer = loop.call_later(seconds, self.end)
-
-    def end(self) -> None:
-        """The prompt is computed, or will not be."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for place in self._places:
-            place.add_local_prefill(-self._seconds, -self._tokens)
-        self._seconds, self._tokens = 0.0, 0

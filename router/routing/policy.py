@@ -56,7 +56,7 @@ E = TypeVar("E", bound=Candidate)
 
 class RoutingQuery(Struct, frozen=True):
     """The facts about a request that a policy may use. `turn` grows with each request of a role;
-    it is the only source of chance, so that all decisions can be replayed."""
+    policies have no other source of chance, so that their decisions can be replayed."""
 
     turn: int
     session: str = ""

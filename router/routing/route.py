@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from math import inf, log
 from operator import attrgetter
-from random import random
 
 from msgspec import Struct
 
@@ -131,12 +130,14 @@ def route(
     decode: Mapping[str, Policy],
     queries: tuple[RoutingQuery | None, RoutingQuery],
     preferred: Engine | None = None,
+    chance: Callable[[], float] | None = None,
 ) -> Route:
     """Choose a group and order its engines.
 
     `prefill` and `decode` are the policies by group. `queries` are for the prefill engine, None if
     the request needs none, and for the decode engine. The decode engine `preferred` comes before
-    all others unless it prefers prompts, and its group is chosen if it is complete. Returns NOWHERE
+    all others unless it prefers prompts, and its group is chosen if it is complete. `chance`
+    returns numbers in [0, 1), which keep several routers from the same choice. Returns NOWHERE
     without pools.
     """
     prefill_query, decode_query = queries
@@ -146,7 +147,7 @@ def route(
     group = pool.group
     if pool.is_free and pool.decoders and prefill_query is not None:
         policies = prefill[group], decode[group]
-        return _route_freely(pool, policies, (prefill_query, decode_query), preferred)
+        return _route_freely(pool, policies, (prefill_query, decode_query), preferred, chance)
     prefillers, p_ranks, prefill_feedback = _order(
         prefill, group, pool.prefillers, pool.prefill_places, prefill_query
     )
@@ -178,6 +179,7 @@ def _route_freely(
     policies: tuple[Policy, Policy],
     queries: tuple[RoutingQuery, RoutingQuery],
     preferred: Engine | None,
+    chance: Callable[[], float] | None,
 ) -> Route:
     """Choose the engines for both legs by cost, among all engines of a group that do both."""
     query = queries[0]
@@ -207,8 +209,8 @@ def _route_freely(
     prefillers = decoders = engines[:MAX_ORDERED]
     if choices:
         has_others = any(engine.total_legs > engine.in_flight for engine in engines)
-        chance = random if has_others else None
-        prefillers, decoders = place_freely(choices, query.tokens, preferred, chance)
+        drawn = chance if has_others else None
+        prefillers, decoders = place_freely(choices, query.tokens, preferred, drawn)
     return Route(
         pool.group,
         prefillers,

@@ -25,6 +25,10 @@ from router.common.watched_file import WatchedFiles
 from router.conversations.conversations import Conversations
 from router.conversations.store import MemoryStore, SignedStore, Store, ValueSigner
 from router.conversations.stored_responses import ResponseStore
+from router.coordination.demand import EngineDemand
+from router.coordination.peers import PeerRouters
+from router.coordination.role_balance import RoleKeeper
+from router.coordination.worker_exchange import WorkerExchange
 from router.fleet.consistency import count_groups
 from router.fleet.engine import (
     CLOSED,
@@ -48,10 +52,6 @@ from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import EAGER, EngineWarmer
-from router.routing.demand import EngineDemand
-from router.routing.peers import PeerRouters
-from router.routing.role_balance import RoleKeeper
-from router.routing.worker_exchange import WorkerExchange
 from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
 from router.server.router_state import RouterState
@@ -66,7 +66,7 @@ from router.ui.snapshot import SnapshotSource
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
-    from router.routing.peer_exchange import PeerExchange
+    from router.coordination.peer_exchange import PeerExchange
 
 logger = logging.getLogger("disagg_router")
 # How long requests wait at start for service discovery.
@@ -286,7 +286,7 @@ def _peer_exchange(
     if not isinstance(store, SignedStore):
         errors = metrics.peer_exchange_errors
         return None if shared is None else WorkerExchange(peers, engines, shared, errors)
-    from router.routing.peer_exchange import PeerExchange  # slow to import, and seldom needed
+    from router.coordination.peer_exchange import PeerExchange  # slow to import, and seldom needed
 
     password = partial(read_secret, settings, "conversation_store_password")
     return PeerExchange(

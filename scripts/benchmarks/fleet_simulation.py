@@ -16,15 +16,15 @@ from math import ceil, inf
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from router.coordination.peers import PeerRouters
+from router.coordination.role_balance import INTERVAL_S, EngineState, RoleBalancer
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
 from router.routing.free_placement import Choice, place_freely
 from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
-from router.routing.peers import PeerRouters
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
-from router.routing.role_balance import INTERVAL_S, EngineState, RoleBalancer
 from router.routing.route import POLICIES, PREFILL_POLICIES
 from scripts.benchmarks.simulated_engine import (
     BATCH_TOKENS,
@@ -199,7 +199,7 @@ class Setup:
     both: int = 0
     """Engines of both roles."""
     form: str = "auto"
-    """How these are used: `free`, `boundary`, or `auto` (see router.routing.role_balance)."""
+    """How these are used: `free`, `boundary`, or `auto` (see router.coordination.role_balance)."""
     load: float = 0.9
     rhythm: str = ""
     """The rhythm in which requests arrive; see traces.Pauses."""

@@ -25,7 +25,7 @@ from router.commands.doctor.checks import (
 )
 from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
-from router.routing.role_balance import RoleKeeper
+from router.coordination.role_balance import RoleKeeper
 from router.settings import UNSAFE_REUSE, Settings
 from router.ui.engine_reports import hash_request_id
 from scripts.mock_engine import MockEngine, Peer, Received

@@ -1,7 +1,5 @@
 """Engines of both roles: two of them share a request, or one does both legs alone."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import AsyncIterator, Callable
@@ -12,13 +10,14 @@ import pytest
 
 from router.commands.status import parse_metrics
 from router.commands.why import story
+from router.coordination.demand import EngineDemand
+from router.coordination.role_balance import RoleKeeper, state_of
 from router.fleet.engine import BOTH, DECODE, MIN_SAMPLES, PREFILL, Engine
 from router.fleet.kv_facts import RankFacts
 from router.fleet.step_model import StepModel
 from router.fleet.views import build_fleet_view
-from router.routing.demand import EngineDemand
-from router.routing.local_prefill import MAX_TRIALS, QueuedPrefill
-from router.routing.role_balance import RoleKeeper, state_of
+from router.proxy.queued_prefill import QueuedPrefill
+from router.routing.local_prefill import MAX_TRIALS
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling

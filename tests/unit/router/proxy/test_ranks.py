@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.coordination.peers import PeerRouters
 from router.fleet.engine import EngineRank
 from router.fleet.fleet import ProcessIdentity
-from router.routing.peers import PeerRouters
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from router.fleet.engine import DECODE, Engine, EngineRank, EngineSpec
 from router.fleet.step_model import MAX_STEP_TOKENS, StepModel
 from router.http_client.pool import EnginePool
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, QueuedPrefill, is_trial
+from router.proxy.queued_prefill import QueuedPrefill
+from router.routing.local_prefill import DecoderLoad, PrefillerLoad, is_trial
 from router.settings import Address
 
 MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.coordination.role_balance import INTERVAL_S, Balance, EngineState, RoleBalancer
 from router.fleet.engine import BOTH, DECODE, PREFILL, EngineRole
 from router.fleet.step_model import StepModel
-from router.routing.role_balance import INTERVAL_S, Balance, EngineState, RoleBalancer
 
 MODEL = StepModel(0.01, 50e-6, 1e-9, 30e-9)
 QWEN = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)

@@ -1,4 +1,4 @@
-"""Exchanges the reports of `router.routing.peers` through a stream in Redis.
+"""Exchanges the reports of `router.coordination.peers` through a stream in Redis.
 
 Every INTERVAL_S each router adds its report (XADD) and reads what the others have added since
 (XRANGE), in one round trip. The stream is short and expires soon after the last router has gone. A
@@ -18,7 +18,7 @@ from prometheus_client import Counter
 
 from router.common.deadlines import Deadlines
 from router.common.redis_backend import RedisBackend
-from router.routing.peers import LoadedEngine, PeerRouters
+from router.coordination.peers import LoadedEngine, PeerRouters
 from router.telemetry.logs import LogThrottle
 
 STREAM = "disagg-router:routers"

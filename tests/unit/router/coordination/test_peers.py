@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.chunk_index import ChunkIndex
-from router.routing.peers import (
+from router.coordination.peers import (
     MAX_AGE_S,
     MAX_PEERS,
     MAX_REPORT_BYTES,
@@ -17,6 +16,7 @@ from router.routing.peers import (
     PeerReport,
     PeerRouters,
 )
+from router.routing.chunk_index import ChunkIndex
 from router.routing.policy import RoutingQuery
 from router.routing.prefix_cache import PrefillCost
 from tests.unit.router.routing.engines import BOUND

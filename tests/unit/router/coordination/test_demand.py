@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
+from router.coordination.demand import BUSY_SHARE, CACHE_SHARE, DRAIN_S, EngineDemand
 from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole, EngineSpec
 from router.http_client.pool import EnginePool
-from router.routing.demand import BUSY_SHARE, CACHE_SHARE, DRAIN_S, EngineDemand
 from router.settings import Address
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.mock_engine import MockEngine

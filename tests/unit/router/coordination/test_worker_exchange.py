@@ -8,11 +8,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
+from router.coordination.peers import MAX_REPORT_BYTES, PeerRouters
+from router.coordination.worker_exchange import SOCKET_PREFIX, WorkerExchange
 from router.routing.chunk_index import ChunkIndex
-from router.routing.peers import MAX_REPORT_BYTES, PeerRouters
-from router.routing.worker_exchange import SOCKET_PREFIX, WorkerExchange
+from tests.unit.router.coordination.test_peers import Engine
 from tests.unit.router.harness import eventually
-from tests.unit.router.routing.test_peers import Engine
 
 CHUNKS = tuple(range(1, 20))
 

@@ -1,4 +1,4 @@
-"""Exchanges the reports of `router.routing.peers` among the worker processes of one router.
+"""Exchanges the reports of `router.coordination.peers` among the worker processes of one router.
 
 Each worker binds a datagram socket in the private folder of the workers, and sends its report to
 all sockets there. Only processes of the router's user can open the folder, so nothing is signed.
@@ -22,7 +22,7 @@ from time import monotonic as now
 
 from prometheus_client import Counter
 
-from router.routing.peers import MAX_REPORT_BYTES, LoadedEngine, PeerRouters
+from router.coordination.peers import MAX_REPORT_BYTES, LoadedEngine, PeerRouters
 from router.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("disagg_router.routing")
