@@ -26,9 +26,9 @@ from router.conversations.conversations import Conversations
 from router.conversations.store import MemoryStore, SignedStore, Store, ValueSigner
 from router.conversations.stored_responses import ResponseStore
 from router.coordination.demand import EngineDemand
+from router.coordination.exchange import PeerExchange, Transport, WorkerSockets
 from router.coordination.peers import PeerRouters
 from router.coordination.role_balance import RoleKeeper
-from router.coordination.worker_exchange import WorkerExchange
 from router.fleet.consistency import count_groups
 from router.fleet.engine import (
     CLOSED,
@@ -66,7 +66,6 @@ from router.ui.snapshot import SnapshotSource
 
 if TYPE_CHECKING:
     from router.auth.redis_quota_ledger import RedisQuotaLedger
-    from router.coordination.peer_exchange import PeerExchange
 
 logger = logging.getLogger("disagg_router")
 # How long requests wait at start for service discovery.
@@ -126,7 +125,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
     exchange = _peer_exchange(settings, gateway, store, shared, deadlines)
-    backends = {"conversation store": store, "key limits": authenticator, "routers": exchange}
+    transport = None if exchange is None else exchange.transport
+    backends = {"conversation store": store, "key limits": authenticator, "routers": transport}
     dashboard = None
     if settings.ui:
         source = SnapshotSource(gateway, registry, prober, watched, certificates)
@@ -175,8 +175,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.close()
-            if exchange is not None:
-                await exchange.close()
+            if transport is not None:
+                await transport.close()
             fleet.close()
 
     app = FastAPI(
@@ -275,30 +275,30 @@ def _peer_exchange(
     store: Store | None,
     shared: Path | None,
     deadlines: Deadlines,
-) -> PeerExchange | WorkerExchange | None:
+) -> PeerExchange | None:
     """Return the exchange of load with other routers that share a Redis, or else with the other
     workers of this router, in the folder `shared`."""
     if not settings.share_routing:
         return None
-    peers, engines = PeerRouters(gateway.routes.index), gateway.fleet.places
-    metrics = gateway.metrics
-    metrics.peer_routers.set_function(lambda: len(peers))
-    if not isinstance(store, SignedStore):
-        errors = metrics.peer_exchange_errors
-        return None if shared is None else WorkerExchange(peers, engines, shared, errors)
-    from router.coordination.peer_exchange import PeerExchange  # slow to import, and seldom needed
+    peers, errors = PeerRouters(gateway.routes.index), gateway.metrics.peer_exchange_errors
+    gateway.metrics.peer_routers.set_function(lambda: len(peers))
+    transport: Transport
+    if isinstance(store, SignedStore):
+        from router.coordination.redis_stream import RedisStream  # slow to import, seldom needed
 
-    password = partial(read_secret, settings, "conversation_store_password")
-    return PeerExchange(
-        peers,
-        engines,
-        store,
-        settings.conversation_store,
-        password,
-        settings.conversation_store_timeout,
-        metrics.peer_exchange_errors,
-        deadlines,
-    )
+        transport = RedisStream(
+            store,
+            settings.conversation_store,
+            partial(read_secret, settings, "conversation_store_password"),
+            settings.conversation_store_timeout,
+            errors,
+            deadlines,
+        )
+    elif shared is not None:
+        transport = WorkerSockets(shared, peers.name)
+    else:
+        return None
+    return PeerExchange(peers, gateway.fleet.places, transport, errors)
 
 
 def _conversation_store(settings: Settings, metrics: Metrics, deadlines: Deadlines) -> Store | None:

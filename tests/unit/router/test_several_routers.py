@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from router.coordination.peer_exchange import STREAM
+from router.coordination.redis_stream import STREAM
 from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
 from tests.unit.router.harness import Router, eventually, running_router, settings_for

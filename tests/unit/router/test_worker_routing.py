@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
+from router.coordination.exchange import SOCKET_PREFIX
 from router.coordination.peers import MAX_REPORT_BYTES, PeerReport
-from router.coordination.worker_exchange import SOCKET_PREFIX
 from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import answer_after, running_engine, usual_prefill

@@ -86,7 +86,7 @@ RANK = {
 
 
 @pytest.fixture
-async def both(start_router: StartRouter, p: MockEngine) -> AsyncIterator[Both]:
+async def both(start_router: StartRouter, p: MockEngine) -> AsyncIterator["Both"]:
     """A router with two engines of both roles, which report `RANK`."""
     p.usual, p.identity = either, {"capabilities": [], "ranks": [RANK]}
     async with running_engine(either) as other:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
+from router.coordination.exchange import SOCKET_PREFIX, PeerExchange, WorkerSockets
 from router.coordination.peers import MAX_REPORT_BYTES, PeerRouters
-from router.coordination.worker_exchange import SOCKET_PREFIX, WorkerExchange
 from router.routing.chunk_index import ChunkIndex
 from tests.unit.router.coordination.test_peers import Engine
 from tests.unit.router.harness import eventually
@@ -25,7 +25,8 @@ class Worker:
         self.registry = CollectorRegistry()
         labels = ("operation", "result")
         errors = Counter("errors", "Errors.", labels, registry=self.registry)
-        self.exchange = WorkerExchange(self.peers, lambda: self.engines, directory, errors)
+        sockets = WorkerSockets(directory, self.peers.name)
+        self.exchange = PeerExchange(self.peers, lambda: self.engines, sockets, errors)
 
     def errors(self, result: str) -> float:
         labels = {"operation": "exchange", "result": result}
@@ -39,7 +40,7 @@ class Worker:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await self.exchange.close()
+            await self.exchange.transport.close()
 
 
 def sockets_in(directory: Path) -> int:
@@ -72,7 +73,7 @@ async def test_frozen_worker_keeps_nobody_from_the_exchange(tmp_path: Path) -> N
         async with workers(tmp_path) as (one, other):
             for number in range(2000):  # more than any queue holds
                 one.index.on_sent("a:1", tuple(range(number, number + 128)))
-                one.exchange.exchange()
+                await one.exchange.exchange()
             one.engines[0].in_flight = 7
             await eventually(lambda: other.engines[0].elsewhere[0] == 7)
             assert one.errors("failed") == other.errors("failed") == 0
