@@ -19,12 +19,8 @@ from router.proxy.first_token import asks_one_token, can_hand_over, renders_alik
 from router.proxy.ranks import find_place
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
-from router.routing.local_prefill import (
-    DecoderLoad,
-    PrefillerLoad,
-    find_cheapest,
-    is_trial,
-)
+from router.routing.costs import PlaceLoad
+from router.routing.local_prefill import find_cheapest, is_trial
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import has_media
 from router.routing.route import Route
@@ -191,10 +187,10 @@ def find_local_prefill(
             return first, SHORT_PROMPT
     if reuse is not None and _turn_threshold(request, route, reuse, limits):
         return None  # the decode engine itself judges what its cache lacks
-    loads: list[tuple[Engine, DecoderLoad, int]] = []
+    loads: list[tuple[Engine, PlaceLoad, int]] = []
     for engine in candidates:
         place = find_place(request, route, reuse, engine, DECODE)
-        load = DecoderLoad.of(engine, place)
+        load = PlaceLoad.of(engine, place)
         uncached = max(1, total - cached_tokens_at(route, reuse, engine, place, total))
         if load is not None:
             loads.append((engine, load, uncached))
@@ -209,8 +205,8 @@ def find_local_prefill(
     if reuse is not None and reuse.entry is not None:  # it would pull the last turn's KV
         cached = max(cached, int(reuse.cached_share * total))
     decoder, load, cost = best
-    remote = PrefillerLoad.of(prefiller, place, load)
-    return (decoder, SOONER) if cost < remote.cost(max(1, total - cached), total) else None
+    remote = PlaceLoad.of_prefiller(prefiller, place, load.model)
+    return (decoder, SOONER) if cost < remote.remote_cost(max(1, total - cached), total) else None
 
 
 def cached_tokens_at(

@@ -9,7 +9,8 @@ from router.conversations.reuse import TurnReuse
 from router.fleet.engine import PREFILL, Engine, Place
 from router.proxy.plan import cached_tokens_at
 from router.proxy.request import AS_SENT, Request
-from router.routing.local_prefill import DecoderLoad, is_trial
+from router.routing.costs import PlaceLoad
+from router.routing.local_prefill import is_trial
 from router.routing.route import Route
 
 
@@ -53,7 +54,7 @@ def queue_local_prefill(
     """
     if not decoder.capabilities.max_step_tokens or request.decode_only_reason in AS_SENT:
         return None
-    load = DecoderLoad.of(decoder, place, route.usual_model)
+    load = PlaceLoad.of(decoder, place, route.usual_model)
     total = max(1, request.prompt_tokens)
     uncached = max(1, total - cached_tokens_at(route, reuse, decoder, place, total))
     if load is None:
@@ -72,7 +73,7 @@ def queue_prefill(
 ) -> QueuedPrefill:
     """Count the prompt of a prefill leg as queued at an engine of both roles, and at its rank.
     `read_share`: the part of the prompt that the engine reads from another one."""
-    load = DecoderLoad.of(engine, place, route.usual_model)
+    load = PlaceLoad.of(engine, place, route.usual_model)
     uncached = max(1, min(uncached, int((1 - read_share) * request.tokens)))
     if load is None:
         seconds = uncached * place.prefill_rate.token_seconds
@@ -82,8 +83,6 @@ def queue_prefill(
     return _queue(load, {engine, place}, uncached, max(uncached, request.tokens))
 
 
-def _queue(
-    load: DecoderLoad, places: Collection[Place], uncached: int, total: int
-) -> QueuedPrefill:
+def _queue(load: PlaceLoad, places: Collection[Place], uncached: int, total: int) -> QueuedPrefill:
     work = load.model.prefill_seconds(uncached, total, load.max_step_tokens)
     return QueuedPrefill(places, load.prefill_seconds(uncached, total), uncached, work)

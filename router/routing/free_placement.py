@@ -23,35 +23,31 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from router.routing.local_prefill import (
-    CACHE_SHARE,
-    TRANSFER_LATENCY_S,
-    TRANSFER_TOKENS_PER_S,
-    DecoderLoad,
+from router.routing.costs import (
+    ANSWER_STEPS,
+    BUSY_QUEUE_S,
+    CLEAR_DIFFERENCE,
+    DELAY_SHARE,
+    PlaceLoad,
+    queue_cost,
+    transfer_cost,
 )
 from router.routing.policy import MAX_ORDERED
-from router.routing.prefix_cache import CLEAR_DIFFERENCE, QUEUE_SHARE
 
 E = TypeVar("E")
-# Weights of the cost, chosen by simulations of published traces (docs/performance.md).
-ANSWER_SHARE = 0.2
-DECODE_QUEUE_SHARE = 0.05
-HARM_SHARE = 0.05
-# The number of an answer's tokens is not known before its end.
-ANSWER_TOKENS = 250
 # The cost of an engine whose KV cache has no room.
 FULL_S = 10.0
 # The part of a KV cache that prompts for other engines may fill.
 PROMPT_SHARE = 0.8
 # Routers that know each other's load a moment late would choose the same engine.
-JITTER = 0.3
+COST_JITTER = 0.3
 # An engine with answers computes prompts more slowly, because it reads its weights for each of its
 # short steps. The more prompts wait, the more an engine without answers should stay so. LOSS_SHARE
-# is the weight of this loss. It counts fully with PRESSED_S seconds of queued prompts per engine,
-# and to the part CALM of that without any, if engines have FEW_TOKENS of contexts in the mean. It
-# counts for prompts that are new everywhere: others cost least where their prefix is.
-LOSS_SHARE = 0.1
-PRESSED_S = 0.5
+# is the weight of this loss. It counts fully with BUSY_QUEUE_S of queued prompts per engine, and to
+# the part CALM of that without any, if engines have FEW_TOKENS of contexts in the mean. It counts
+# for prompts that are new everywhere: others cost least where their prefix is. The weights were
+# chosen by simulations of published traces (docs/performance.md).
+LOSS_SHARE = 0.5
 CALM = 0.2
 FEW_TOKENS = 20_000
 
@@ -60,7 +56,7 @@ class Choice(Struct, Generic[E], frozen=True):
     """An engine as one prompt sees it."""
 
     engine: E
-    load: DecoderLoad
+    load: PlaceLoad
     uncached: int
     """The tokens of the prompt that it lacks."""
     answers: int
@@ -74,10 +70,8 @@ class Choice(Struct, Generic[E], frozen=True):
         """Return the cost of computing the prompt of `total` tokens here."""
         load = self.load
         work = load.model.prefill_seconds(self.uncached, total)
-        cost = (
-            load.cost(self.uncached, total) if load.contexts else work + QUEUE_SHARE * load.queued_s
-        )
-        cost += HARM_SHARE * self.answers * work
+        seconds = load.prefill_seconds(self.uncached, total) if load.contexts else work
+        cost = seconds + queue_cost(load.queued_s) + DELAY_SHARE * self.answers * work
         return cost + self._crowding(total)
 
     def decode_cost(self, total: int, prefiller: Choice[E], pressure: float = 0.0) -> float:
@@ -86,13 +80,12 @@ class Choice(Struct, Generic[E], frozen=True):
         bases = model.base, prefiller.load.model.base
         if max(bases) < CLEAR_DIFFERENCE * min(bases):  # as exactly as it is measured
             model = prefiller.load.model
-        step = model.decode_step(load.contexts + total)
-        cost = ANSWER_SHARE * ANSWER_TOKENS * step + DECODE_QUEUE_SHARE * load.queued_s
+        cost = load.decode_cost(total, model)
         if pressure and not math.isinf(load.step_limit):
-            cost += LOSS_SHARE * pressure * ANSWER_TOKENS * self._lost_seconds(total)
+            cost += LOSS_SHARE * pressure * ANSWER_STEPS * self._lost_seconds(total)
         if prefiller is not self:
             waiting = 1 + max(self.transfers, prefiller.transfers)
-            cost += TRANSFER_LATENCY_S + waiting * self.uncached / TRANSFER_TOKENS_PER_S
+            cost += transfer_cost(self.uncached, waiting)
         return cost + self._crowding(total)
 
     def is_full_of_prompts(self, total: int) -> bool:
@@ -109,8 +102,7 @@ class Choice(Struct, Generic[E], frozen=True):
         return few * load.model.mixed_step(1) + load.model.context * total
 
     def _crowding(self, total: int) -> float:
-        load = self.load
-        return 0.0 if load.contexts + total < CACHE_SHARE * load.cache_tokens else FULL_S
+        return 0.0 if self.load.has_room(total) else FULL_S
 
 
 def place_freely(
@@ -126,7 +118,7 @@ def place_freely(
     """
 
     def cheapest(cost: Callable[[Choice[E]], float]) -> list[Choice[E]]:
-        jitters = (1.0 if chance is None else 1.0 + JITTER * chance() for _ in choices)
+        jitters = (1.0 if chance is None else 1.0 + COST_JITTER * chance() for _ in choices)
         costs = [cost(one) * jitter for one, jitter in zip(choices, jitters, strict=True)]
         order = sorted(range(len(choices)), key=costs.__getitem__)
         return [choices[index] for index in order[:MAX_ORDERED]]
@@ -154,4 +146,4 @@ def _pressure(choices: Sequence[Choice[E]]) -> float:
     """Return how much engines without answers are needed for prompts, 0 to 1."""
     queued_s = sum(one.load.queued_s for one in choices) / len(choices)
     contexts = sum(one.load.contexts for one in choices) / len(choices)
-    return min(1.0, queued_s / PRESSED_S + CALM * min(1.0, contexts / FEW_TOKENS))
+    return min(1.0, queued_s / BUSY_QUEUE_S + CALM * min(1.0, contexts / FEW_TOKENS))

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from router.fleet.engine import STALE_S
 from router.routing.chunk_index import ChunkIndex
-from router.routing.local_prefill import TRANSFER_TOKENS_PER_S
+from router.routing.costs import DEFAULT_TOKEN_S, LOAN_LATENCY_S, TRANSFER_TOKENS_PER_S, loan_cost
 from router.routing.policy import Candidate, CandidateCache, E, RoutingQuery, mix
 from router.routing.prefix_cache import some_bits
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
@@ -30,12 +30,8 @@ from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 MAX_HOLDERS = 4
 # A loan of fewer tokens is not worth the trouble.
 MIN_BORROWED_TOKENS = 1024
-# The question, the holder's answer, and the reader's next step.
-LOAN_LATENCY_S = 0.03
-# Seconds per prompt token where no engine's rate is known.
-DEFAULT_TOKEN_S = 50e-6
 FASTEST_TRANSFER_S = 1 / TRANSFER_TOKENS_PER_S
-MAX_SAMPLES, MIN_SAMPLES = 9, 3
+MAX_LOANS, MIN_LOANS = 9, 3
 
 
 class LikelyHolder(NamedTuple, Generic[E]):
@@ -77,7 +73,7 @@ class HolderFinder:
         self._lenders = CandidateCache(self._register)
         self._free_at: dict[str, float] = {}
         """When the network interface of each engine has moved what was named so far."""
-        self._paces: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._paces: deque[float] = deque(maxlen=MAX_LOANS)
         """Seconds per borrowed token."""
         self._sampled_at = 0.0
 
@@ -163,9 +159,8 @@ class HolderFinder:
         self, reader: Candidate, holder: Candidate, tokens: int, now: float
     ) -> float:
         token_s = reader.prefill_rate.token_seconds or holder.prefill_rate.token_seconds
-        queue = self._free_from(reader, holder, now) - now
-        transfer = LOAN_LATENCY_S + queue + tokens * self._pace(now)
-        return tokens * (token_s or DEFAULT_TOKEN_S) - transfer
+        queued_s = self._free_from(reader, holder, now) - now
+        return tokens * (token_s or DEFAULT_TOKEN_S) - loan_cost(tokens, self._pace(now), queued_s)
 
     def _free_from(self, reader: Candidate, holder: Candidate, now: float) -> float:
         free_at = self._free_at
@@ -173,7 +168,7 @@ class HolderFinder:
 
     def _pace(self, now: float) -> float:
         """Return the seconds per token of a transfer."""
-        if len(self._paces) < MIN_SAMPLES or now > self._sampled_at + STALE_S:
+        if len(self._paces) < MIN_LOANS or now > self._sampled_at + STALE_S:
             return FASTEST_TRANSFER_S
         return max(FASTEST_TRANSFER_S, min(self._paces))
 

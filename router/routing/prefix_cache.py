@@ -1,19 +1,21 @@
 """Policies that prefer engines whose cache holds the beginning of the prompt.
 
 `PrefixAffinity` chooses the longest match, as long as that engine is not overloaded. `PrefillCost`
-chooses the engine that has the least to compute before it can answer: what it lacks of this prompt,
-and a share of what is queued there. Both go by a `ChunkIndex` of what the router has sent, and
-correct it by the `cached_tokens` of the engines' answers.
+chooses the engine that has the least to compute before it can answer, in seconds: what it lacks of
+this prompt, and a share of what is queued there. Both go by a `ChunkIndex` of what the router has
+sent, and correct it by the `cached_tokens` of the engines' answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from router.routing.chunk_index import NO_MATCH, ChunkIndex, ChunkMatch
+from router.routing.costs import CLEAR_DIFFERENCE, DEFAULT_TOKEN_S, QUEUE_SHARE, prompt_cost
 from router.routing.policy import (
     MAX_ORDERED,
     Candidate,
@@ -34,10 +36,6 @@ from router.routing.policy import (
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
-# The share of an engine's queued tokens that counts like tokens of this prompt. Computing is work
-# for the fleet, queueing only a wait for this request. In simulations of published traces, all
-# shares from 0.25 to 0.5 are about equally good; 1 loses up to 0.15 of goodput near saturation.
-QUEUE_SHARE = 0.35
 # The speeds of engines are compared once in so many choices.
 CHOICES_PER_COMPARISON = 64
 # The number of match lengths that PrefillCost compares.
@@ -51,9 +49,7 @@ MAX_STRIKES = 3
 FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
-# In the order of their pace, two neighbours count as different engines if one is this many times
-# as slow as the other. Equal engines differ by up to 1.2, because they get different prompts.
-CLEAR_DIFFERENCE = 1.25
+# An engine counts as at most this many times as slow or as fast as the mean.
 MAX_SLOWNESS = 8.0
 
 
@@ -211,16 +207,16 @@ class PrefixAffinity(Policy):
 
 
 class PrefillCost(PrefixAffinity):
-    """Prefers the engine with the least `slowness * (uncached + QUEUE_SHARE * queued)`, in prompt
-    tokens; see slowness_of."""
+    """Prefers the engine with the least `prompt_cost`, by the seconds per token that compare_paces
+    returns."""
 
     def __init__(self, bound: LoadBound, index: ChunkIndex) -> None:
         super().__init__(bound, index)
         self._by_load = LeastLoaded(prefill_load)
         self._load_of = prefill_load
-        self._slowness: dict[str, float] = {}
-        """The slowness of each engine, by name; empty while all engines seem equally fast."""
-        self._fastest = 1.0
+        self._token_s: dict[str, float] = {}
+        """The seconds per token of each engine, by name; empty while all seem equally fast."""
+        self._mean_token_s = self._least_token_s = DEFAULT_TOKEN_S
         self._choices_left = 0
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
@@ -229,7 +225,6 @@ class PrefillCost(PrefixAffinity):
         self._choices_left -= 1
         if self._choices_left < 0:
             self._compare_rates(candidates)
-        slowness = self._slowness
         chunks = query.chunks
         if not chunks:
             return self._soonest(candidates, query)
@@ -238,56 +233,52 @@ class PrefillCost(PrefixAffinity):
         if not depth:
             return self._soonest(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query)
-        if not queued_tokens(one) and not slowness:
+        if not queued_tokens(one) and not self._token_s:
             return _with_stand_in(one, candidates, query.turn)
         idle = self._soonest(candidates, query)
         # With several idle engines, the wait is all that counts.
         share = 1.0 if len(idle) > 2 and not queued_tokens(idle[-1]) else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
-
-        def cost_of(engine: E, uncached: int) -> float:
-            return slowness.get(engine.name, 1.0) * (uncached + share * queued_tokens(engine))
-
-        costs = [(cost_of(engine, tokens), engine) for engine in idle]
+        costs = [(self._cost_of(engine, tokens, share), engine) for engine in idle]
         least, among = costs[0][0], bits.all
         for _ in range(MAX_LEVELS):
-            cost = cost_of(one, tokens - depth * TOKENS_PER_CHUNK)
+            cost = self._cost_of(one, tokens - depth * TOKENS_PER_CHUNK, share)
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
             depth, engines = self._index.longest(chunks, among, depth - 1)
-            if not depth or self._fastest * (tokens - depth * TOKENS_PER_CHUNK) >= least:
+            if not depth or self._least_token_s * (tokens - depth * TOKENS_PER_CHUNK) >= least:
                 break
             one = self._least_loaded(engines, candidates, bits, query)
         costs.sort(key=itemgetter(0))
         return filled([], (engine for _, engine in costs))
 
+    def _cost_of(self, engine: Candidate, uncached: int, share: float = 1.0) -> float:
+        token_s = self._token_s.get(engine.name, self._mean_token_s)
+        return prompt_cost(token_s, uncached, queued_tokens(engine), share)
+
     def _soonest(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
         """Return the engines that would compute the whole prompt soonest."""
-        slowness, tokens = self._slowness, query.tokens
-        if not slowness:
+        if not self._token_s:
             return self._by_load.order(candidates, query)
         considered = some_of(candidates, query.turn)
-        return sorted(
-            considered, key=lambda one: slowness.get(one.name, 1.0) * (queued_tokens(one) + tokens)
-        )[:MAX_ORDERED]
+        return sorted(considered, key=lambda one: self._cost_of(one, query.tokens))[:MAX_ORDERED]
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> None:
         self._choices_left = max(CHOICES_PER_COMPARISON, len(candidates))
         latest = max((engine.prefill_rate.ended for engine in candidates), default=0.0)
-        found = slowness_of([engine.prefill_rate.pace_at(latest) for engine in candidates])
-        for engine in candidates:
-            self._slowness.pop(engine.name, None)
-        self._slowness.update(zip((engine.name for engine in candidates), found, strict=False))
-        self._fastest = min(self._slowness.values(), default=1.0)
-        self._load_of = self._seconds_of if self._slowness else prefill_load
-
-    def _seconds_of(self, engine: Candidate) -> float:
-        """Return when the engine would have computed a chunk more, without a unit."""
-        return self._slowness.get(engine.name, 1.0) * (queued_tokens(engine) + TOKENS_PER_CHUNK)
+        paces = [engine.prefill_rate.pace_at(latest) for engine in candidates]
+        names, found = [engine.name for engine in candidates], compare_paces(paces)
+        for name in names:
+            self._token_s.pop(name, None)
+        self._token_s.update(zip(names, found, strict=False))
+        self._mean_token_s = fmean(filter(None, paces)) if found else DEFAULT_TOKEN_S
+        self._least_token_s = min(self._token_s.values(), default=DEFAULT_TOKEN_S)
+        one_chunk = partial(self._cost_of, uncached=TOKENS_PER_CHUNK)
+        self._load_of = one_chunk if self._token_s else prefill_load
 
     def forget(self, name: str) -> None:
         super().forget(name)
-        self._slowness.pop(name, None)
+        self._token_s.pop(name, None)
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:
@@ -311,13 +302,16 @@ def some_bits(engines: int, chance: int) -> list[int]:
     return found
 
 
-def slowness_of(paces: Sequence[float]) -> Sequence[float]:
-    """Return how slow engines with these seconds per token (0: unknown) are, beside their mean.
+def compare_paces(paces: Sequence[float]) -> Sequence[float]:
+    """Return the seconds per token by which engines with these measured ones (0: unknown) are
+    compared.
 
-    Engines without a clear difference are equally slow; empty if all are.
+    Engines without a clear difference are equally fast, and unknown ones as fast as the mean. Empty
+    if all are equally fast.
     """
     classes: list[list[float]] = []
     for pace in sorted(filter(None, paces)):
+        # In the order of their pace, two neighbours may differ.
         if classes and pace < CLEAR_DIFFERENCE * classes[-1][-1]:
             classes[-1].append(pace)
         else:
@@ -325,9 +319,9 @@ def slowness_of(paces: Sequence[float]) -> Sequence[float]:
     if len(classes) < 2:
         return ()
     mean = fmean(filter(None, paces))
-    slowness = {
-        pace: min(max(fmean(equal) / mean, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
+    compared = {
+        pace: min(max(fmean(equal), mean / MAX_SLOWNESS), mean * MAX_SLOWNESS)
         for equal in classes
         for pace in equal
     }
-    return [slowness.get(pace, 1.0) for pace in paces]
+    return [compared.get(pace, mean) for pace in paces]

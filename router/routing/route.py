@@ -20,8 +20,8 @@ from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, 
 from router.fleet.fleet import GroupPool
 from router.fleet.step_model import StepModel
 from router.routing.chunk_index import ChunkIndex
+from router.routing.costs import PlaceLoad
 from router.routing.free_placement import Choice, place_freely
-from router.routing.local_prefill import DecoderLoad
 from router.routing.policy import (
     MAX_ORDERED,
     LeastLoaded,
@@ -200,7 +200,7 @@ def _route_freely(
     usual = next((model for model in models if model is not None), None)
     choices = []
     for engine in engines:
-        load = DecoderLoad.of(engine, engine, usual)
+        load = PlaceLoad.of(engine, engine, usual)
         if load is not None:
             held = [policy.expected_tokens(engine.name, query) for policy in policies]
             uncached, legs = max(1, query.tokens - min(held)), engine.total_legs

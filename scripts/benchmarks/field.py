@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from router.routing.costs import QUEUE_SHARE
 from router.routing.policy import Policy, RoutingQuery
-from router.routing.prefix_cache import QUEUE_SHARE
 from router.routing.route import PREFILL_POLICIES
 from scripts.benchmarks.common import BenchError, bench_parser
 from scripts.benchmarks.fleet_simulation import Setup, Simulation

@@ -20,9 +20,10 @@ from router.coordination.peers import PeerRouters
 from router.coordination.role_balance import INTERVAL_S, EngineState, RoleBalancer
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
 from router.routing.chunk_index import ChunkIndex
+from router.routing.costs import PlaceLoad
 from router.routing.free_placement import Choice, place_freely
 from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, find_cheapest
+from router.routing.local_prefill import find_cheapest
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import POLICIES, PREFILL_POLICIES
@@ -78,10 +79,10 @@ class Seen(EngineLoad):
         pace = self.prefill_rate.token_seconds or self.engine.step_model.token
         return self.total_tokens * pace, self.total_tokens
 
-    def load(self) -> DecoderLoad:
+    def load(self) -> PlaceLoad:
         engine = self.engine
         known = (engine.step_model, engine.step_tokens, engine.speed.kv_tokens)
-        return DecoderLoad(*known, self.contexts[1], *self.queued, step_limit=engine.step_s or inf)
+        return PlaceLoad(*known, self.contexts[1], *self.queued, step_limit=engine.step_s or inf)
 
     def state(self, is_measured: bool) -> EngineState:
         """Return the state that a RoleBalancer sees. `is_measured`: with the mixing penalty."""
@@ -365,9 +366,9 @@ class Simulation:
             return None
         decoder, _, cost = best
         model = prefiller.engine.step_model
-        remote = PrefillerLoad(model, prefiller.engine.step_tokens, prefiller.queued[0])
+        remote = PlaceLoad(model, prefiller.engine.step_tokens, 0, queued_s=prefiller.queued[0])
         uncached = router.uncached(prefiller, task.query)
-        return decoder if cost < remote.cost(uncached, tokens) else None
+        return decoder if cost < remote.remote_cost(uncached, tokens) else None
 
     def _count_turn(self, job: Job) -> None:
         """Count what the decode engine of the last turn has of it: in its prefix cache, or at least

@@ -1,6 +1,7 @@
 """The prefill rate that a router learns from an engine's legs."""
 
 import random
+from statistics import fmean
 
 import pytest
 
@@ -12,7 +13,7 @@ from router.fleet.engine import (
     EngineLoad,
     PrefillRate,
 )
-from router.routing.prefix_cache import MAX_SLOWNESS, slowness_of
+from router.routing.prefix_cache import MAX_SLOWNESS, compare_paces
 
 PACE = 1 / 16_384
 
@@ -81,16 +82,17 @@ def test_rate_of_an_engine_without_legs_is_unknown_after_a_while() -> None:
 
 def test_equal_engines_are_not_told_apart() -> None:
     chance = random.Random(3)
-    assert not slowness_of([PACE * chance.uniform(0.9, 1.1) for _ in range(500)])
-    assert not slowness_of([0.0, 0.0])
-    assert not slowness_of([PACE, 0.0])
+    assert not compare_paces([PACE * chance.uniform(0.9, 1.1) for _ in range(500)])
+    assert not compare_paces([0.0, 0.0])
+    assert not compare_paces([PACE, 0.0])
 
 
 def test_unequal_engines_are_compared_with_their_mean() -> None:
-    slowness = slowness_of([1.0, 3.1, 0.0, 1.1, 0.9, 2.9])
-    assert slowness == pytest.approx([1 / 1.8, 3 / 1.8, 1.0, 1 / 1.8, 1 / 1.8, 3 / 1.8])
+    compared = compare_paces([1.0, 3.1, 0.0, 1.1, 0.9, 2.9])
+    assert compared == pytest.approx([1.0, 3.0, 1.8, 1.0, 1.0, 3.0])
 
 
-def test_slowness_is_bounded() -> None:
-    assert slowness_of([1.0] * 99 + [1e6])[-1] == MAX_SLOWNESS
-    assert slowness_of([1e-6, 1.0])[0] == 1 / MAX_SLOWNESS
+def test_difference_from_the_mean_is_bounded() -> None:
+    slow, fast = [1.0] * 99 + [1e6], [1e-6, 1.0]
+    assert compare_paces(slow)[-1] == pytest.approx(MAX_SLOWNESS * fmean(slow))
+    assert compare_paces(fast)[0] == pytest.approx(fmean(fast) / MAX_SLOWNESS)

@@ -6,11 +6,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from router.fleet.step_model import StepModel
+from router.routing.costs import PlaceLoad
 from router.routing.free_placement import PROMPT_SHARE, Choice, place_freely
-from router.routing.local_prefill import DecoderLoad
 
 MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9, mixing=0.0)
-IDLE = DecoderLoad(MODEL, 8192, 700_000, contexts=0, step_limit=0.045)
+IDLE = PlaceLoad(MODEL, 8192, 700_000, contexts=0, step_limit=0.045)
 
 
 def replace_model(base: float) -> StepModel:

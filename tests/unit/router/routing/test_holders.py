@@ -3,14 +3,13 @@
 import pytest
 
 from router.routing.chunk_index import ChunkIndex
+from router.routing.costs import LOAN_LATENCY_S, TRANSFER_TOKENS_PER_S
 from router.routing.holders import (
-    LOAN_LATENCY_S,
     MAX_HOLDERS,
-    MIN_SAMPLES,
+    MIN_LOANS,
     HolderFinder,
     NamedHolders,
 )
-from router.routing.local_prefill import TRANSFER_TOKENS_PER_S
 from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from tests.unit.router.routing.engines import Engine, engines
@@ -85,7 +84,7 @@ def test_loans_that_were_named_before_count_as_queued_at_both_engines() -> None:
 def test_a_slow_network_ends_the_naming_of_holders_for_a_while() -> None:
     fleet = Fleet(40)
     fleet.reader.prefill_rate.token_seconds = 50e-6
-    for number in range(MIN_SAMPLES):
+    for number in range(MIN_LOANS):
         loan = fleet.find(now=10.0 * number)
         assert loan is not None
         borrowed, computed = loan.tokens, 1000
@@ -110,7 +109,7 @@ def test_holders_that_answer_late_do_not_make_the_network_slow() -> None:
 def test_only_readers_without_other_legs_show_the_pace_of_a_transfer() -> None:
     fleet = Fleet(40)
     fleet.reader.total_legs, fleet.reader.prefill_rate.token_seconds = 1, 50e-6
-    for number in range(2 * MIN_SAMPLES):
+    for number in range(2 * MIN_LOANS):
         loan = fleet.find(now=10.0 * number)
         assert loan is not None
         fleet.finder.note_transfer(loan, loan.tokens, 0, 100.0, 10.0 * number)

@@ -12,17 +12,18 @@ from router.fleet.engine import DECODE, Engine, EngineRank, EngineSpec
 from router.fleet.step_model import MAX_STEP_TOKENS, StepModel
 from router.http_client.pool import EnginePool
 from router.proxy.queued_prefill import QueuedPrefill
-from router.routing.local_prefill import DecoderLoad, PrefillerLoad, is_trial
+from router.routing.costs import PlaceLoad
+from router.routing.local_prefill import allows, is_trial
 from router.settings import Address
 
 MODEL = StepModel(base=0.0106, token=52e-6, token_context=1.65e-9, context=32.1e-9)
 # 256 tokens at a context of 8,000 beside 32 answers of 8,000 tokens: 35.5 ms.
-BUSY = DecoderLoad(MODEL, 256, 700_000, contexts=256_000, queued_s=0.2, queued_tokens=100)
+BUSY = PlaceLoad(MODEL, 256, 700_000, contexts=256_000, queued_s=0.2, queued_tokens=100)
 TARGET = 0.05
 
 
 def test_a_busy_decode_engine_may_compute_a_prompt_within_the_target() -> None:
-    assert BUSY.allows(4000, 8000, TARGET)
+    assert allows(BUSY, 4000, 8000, TARGET)
 
 
 @pytest.mark.parametrize(
@@ -39,30 +40,30 @@ def test_a_busy_decode_engine_may_compute_a_prompt_within_the_target() -> None:
 def test_each_condition_alone_forbids_it(
     change: dict[str, Any], uncached: int, total: int, target: float
 ) -> None:
-    assert not replace(BUSY, **change).allows(uncached, total, target)
+    assert not allows(replace(BUSY, **change), uncached, total, target)
 
 
 def test_a_large_budget_matters_only_for_prompts_that_use_it() -> None:
     idle = replace(BUSY, max_step_tokens=8192, contexts=0, queued_s=0.0, queued_tokens=0)
-    assert idle.allows(512, 512, TARGET)
-    assert not idle.allows(1024, 1024, TARGET)
+    assert allows(idle, 512, 512, TARGET)
+    assert not allows(idle, 1024, 1024, TARGET)
     # Queued prompts are computed in the same step.
-    assert not replace(idle, queued_tokens=512).allows(512, 512, TARGET)
+    assert not allows(replace(idle, queued_tokens=512), 512, 512, TARGET)
 
 
 def test_an_engine_with_a_step_budget_in_time_keeps_the_target_whatever_its_token_budget() -> None:
     large = replace(BUSY, max_step_tokens=8192)
     limited = replace(large, step_limit=0.045)
-    assert not large.allows(4000, 8000, TARGET)
-    assert limited.allows(4000, 8000, TARGET)
-    assert limited.allows(4000, 80_000, TARGET)
+    assert not allows(large, 4000, 8000, TARGET)
+    assert allows(limited, 4000, 8000, TARGET)
+    assert allows(limited, 4000, 80_000, TARGET)
     # At 45 ms of a step, 0.95 of this target is exceeded by every long prompt.
-    assert not limited.allows(4000, 8000, 0.047)
-    assert limited.allows(200, 8000, 0.047)
+    assert not allows(limited, 4000, 8000, 0.047)
+    assert allows(limited, 200, 8000, 0.047)
     # Its answers alone need the whole time, and it computes 64 tokens all the same.
     slow = replace(limited, contexts=1_200_000, cache_tokens=2_000_000)
     assert slow.chunk(8000) == 64
-    assert not slow.allows(4000, 8000, TARGET)
+    assert not allows(slow, 4000, 8000, TARGET)
 
 
 @pytest.mark.parametrize("mixing", [None, 0.0, 0.5])
@@ -78,13 +79,13 @@ def test_the_time_of_a_prompt_depends_on_the_step_budget_in_time(mixing: float |
 
 def test_a_prefill_engine_costs_its_queue_and_the_transfer() -> None:
     idle = replace(BUSY, contexts=0, queued_s=0.0)
-    other = PrefillerLoad(MODEL, 8192, queued_s=0.0)
+    other = PlaceLoad(MODEL, 8192, 700_000)
     # It computes in one step what takes the decode engine eight.
-    assert other.cost(2000, 2000) < idle.cost(2000, 2000)
-    assert replace(other, queued_s=0.2).cost(2000, 2000) > idle.cost(2000, 2000)
+    assert other.remote_cost(2000, 2000) < idle.prefill_cost(2000, 2000)
+    assert replace(other, queued_s=0.2).remote_cost(2000, 2000) > idle.prefill_cost(2000, 2000)
     # What the decode engine lacks takes one step, and nothing is transferred.
-    assert idle.cost(200, 2000) < other.cost(200, 2000)
-    assert replace(idle, queued_s=0.4).cost(200, 2000) > other.cost(200, 2000)
+    assert idle.prefill_cost(200, 2000) < other.remote_cost(200, 2000)
+    assert replace(idle, queued_s=0.4).prefill_cost(200, 2000) > other.remote_cost(200, 2000)
 
 
 def engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
@@ -107,14 +108,14 @@ def test_an_engine_that_does_not_report_itself_is_not_judged(unknown: dict[str, 
     made = engine()
     for name, value in unknown.items():
         setattr(made.capabilities, name, value)
-    assert DecoderLoad.of(made, made) is None
+    assert PlaceLoad.of(made, made) is None
 
 
 def test_a_prefill_engine_without_a_step_model_counts_as_fast_as_the_decode_engine() -> None:
     prefiller = engine(total_tokens=10_000)
     prefiller.capabilities.step_model, prefiller.capabilities.max_step_tokens = None, 0
-    assert PrefillerLoad.of(prefiller, prefiller, BUSY) == PrefillerLoad(
-        MODEL, MAX_STEP_TOKENS, 10_000 * MODEL.token
+    assert PlaceLoad.of_prefiller(prefiller, prefiller, MODEL) == PlaceLoad(
+        MODEL, MAX_STEP_TOKENS, 700_000, queued_s=10_000 * MODEL.token
     )
 
 
@@ -126,11 +127,11 @@ def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_rank
     made.add_local_prefill(0.2, 100)
     model = made.capabilities.step_model
     assert model is not None
-    assert DecoderLoad.of(made, one) == DecoderLoad(model, 256, 700_000, 9000, 0.2, 100)
-    assert DecoderLoad.of(made, other) == DecoderLoad(model, 256, 700_000, 0)
-    assert DecoderLoad.of(made, made) == DecoderLoad(model, 256, 700_000, 4500, 0.1, 50)
+    assert PlaceLoad.of(made, one) == PlaceLoad(model, 256, 700_000, 9000, 0.2, 100)
+    assert PlaceLoad.of(made, other) == PlaceLoad(model, 256, 700_000, 0)
+    assert PlaceLoad.of(made, made) == PlaceLoad(model, 256, 700_000, 4500, 0.1, 50)
     made.capabilities.step_limit = 0.045
-    limited = DecoderLoad.of(made, made)
+    limited = PlaceLoad.of(made, made)
     assert limited is not None
     assert limited.step_limit == 0.045
 
@@ -181,11 +182,11 @@ def test_each_page_without_a_step_model_allows_one_more_trial() -> None:
 
 async def test_a_queued_prompt_counts_until_its_end() -> None:
     decoder = engine()
-    load = DecoderLoad.of(decoder, decoder)
+    load = PlaceLoad.of(decoder, decoder)
     assert load is not None
     seconds = load.prefill_seconds(1000, 1000)
     prompts = [QueuedPrefill({decoder}, seconds, 1000) for _ in range(3)]
-    queued = DecoderLoad.of(decoder, decoder)
+    queued = PlaceLoad.of(decoder, decoder)
     assert queued is not None
     assert queued.queued_s == pytest.approx(3 * seconds)
     assert queued.queued_tokens == 3000

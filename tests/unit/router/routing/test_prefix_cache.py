@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.routing.chunk_index import BYTES_PER_CHUNK, MAX_UNUSED_BITS, ChunkIndex
+from router.routing.costs import QUEUE_SHARE
 from router.routing.policy import RoutingQuery
 from router.routing.prefix_cache import (
     MAX_STRIKES,
     MAX_UNANSWERED,
-    QUEUE_SHARE,
     PrefillCost,
     PrefixAffinity,
 )
