@@ -62,6 +62,7 @@ test-vllm-nightly: install-vllm
 		scripts/test tests/vllm --ignore-glob "*/test_next_*" --ignore-glob "*/test_stock*" \
 		--ignore tests/vllm/test_releases.py --ignore tests/vllm/test_layouts.py --timeout 600 $(ARGS)
 
+test-nightly: export DISAGG_NEW_EXAMPLES = 1
 test-nightly: check docs test-all test-vllm-nightly test-k8s test-clients test-agents simulate soak chaos
 
 test-k8s: $(STAMP)
