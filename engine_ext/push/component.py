@@ -15,30 +15,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import assert_never
 
+from engine_ext.common import orders
 from engine_ext.common.inspection import QuarantineSeen
-from engine_ext.common.types import (
-    ConfirmReturn,
-    PartialOffer,
-    PushInquiry,
-    PushOffer,
-    PushOrder,
-    PushRegistration,
-    PushWithdrawal,
-    Reclaim,
-)
 from engine_ext.push.matcher import PushMatcher
 from engine_ext.push.prefill_engines import OutgoingInquiries, RemoteClocks
 from engine_ext.push.registrations import Registrations
-from engine_ext.wire.notifications import (
-    AwaitPrompt,
-    Notification,
-    PromptReady,
-    PushDone,
-    PushFailed,
-    PushRegistered,
-    ReturnBlocks,
-    Withdraw,
-)
+from engine_ext.wire import notifications as wire
 from engine_ext.worker.push_component import LoopParts
 
 
@@ -72,21 +54,21 @@ class Push:
         if transfer_id is not None:
             self._matcher.name(request_id, transfer_id)
 
-    def carry_out(self, order: PushOrder, now: float) -> None:
+    def carry_out(self, order: orders.PushOrder, now: float) -> None:
         match order:
-            case PartialOffer():  # Before `PushOffer`, which it is, too.
+            case orders.PartialOffer():  # Before `PushOffer`, which it is, too.
                 self._matcher.offer_partially(order, now)
-            case PushOffer():
+            case orders.PushOffer():
                 self._matcher.offer(order, now)
-            case PushInquiry():
+            case orders.PushInquiry():
                 self._inquiries.ask(order, now)
-            case PushRegistration():
+            case orders.PushRegistration():
                 self._registrations.register(order, now)
-            case PushWithdrawal():
+            case orders.PushWithdrawal():
                 self._registrations.withdraw(order, now)
-            case Reclaim(request_id):
+            case orders.Reclaim(request_id):
                 self._registrations.reclaim(request_id, now)
-            case ConfirmReturn(request_id):
+            case orders.ConfirmReturn(request_id):
                 self._registrations.confirm_returned(request_id, now)
             case _:
                 assert_never(order)
@@ -111,21 +93,21 @@ class Push:
     def has_unsent(self) -> bool:
         return self._registrations.has_unsent
 
-    def receive(self, message: Notification, sender: str, now: float) -> None:
+    def receive(self, message: wire.Notification, sender: str, now: float) -> None:
         match message:
-            case PushRegistered():
+            case wire.PushRegistered():
                 self._matcher.registered(message, sender, now)
-            case Withdraw():
+            case wire.Withdraw():
                 self._matcher.withdrawn(message, sender, now)
-            case ReturnBlocks():
+            case wire.ReturnBlocks():
                 self._matcher.reclaimed(message, sender)
-            case AwaitPrompt():
+            case wire.AwaitPrompt():
                 self._matcher.awaited(message, sender, now)
-            case PushDone():
+            case wire.PushDone():
                 self._registrations.written(message, sender, now)
-            case PushFailed():
+            case wire.PushFailed():
                 self._registrations.failed(message, sender, now)
-            case PromptReady(request_id):
+            case wire.PromptReady(request_id):
                 self._inquiries.answered(request_id, sender)
 
     def touches(self, request_id: str) -> bool:

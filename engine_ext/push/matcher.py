@@ -40,8 +40,8 @@ import logging
 from itertools import chain
 
 from engine_ext.common.log_rate_limit import LogRateLimit
+from engine_ext.common.orders import PushOffer
 from engine_ext.common.request_names import names_of, whole_id
-from engine_ext.common.types import PushOffer
 from engine_ext.push.decode_engines import (
     DIFFERENT,
     GIVEN_UP,

@@ -11,8 +11,9 @@ from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from engine_ext.common.latest import keep_latest
+from engine_ext.common.orders import PushOffer
 from engine_ext.common.request_names import names_of, stock_names_of
-from engine_ext.common.types import PeerAddress, PushOffer, num_blocks_in
+from engine_ext.common.types import PeerAddress, num_blocks_in
 from engine_ext.wire.notifications import PushRegistered, Withdraw
 
 K = TypeVar("K")

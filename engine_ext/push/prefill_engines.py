@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import PushInquiry
+from engine_ext.common.orders import PushInquiry
 from engine_ext.wire.notifications import AwaitPrompt, encode_extension
 from engine_ext.worker.agent import AgentError
 from engine_ext.worker.heartbeats import CLOCK_DRIFT

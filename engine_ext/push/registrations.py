@@ -48,15 +48,14 @@ from dataclasses import dataclass, field
 
 from engine_ext.common.inspection import QuarantineSeen
 from engine_ext.common.log_rate_limit import LogRateLimit
+from engine_ext.common.orders import PushRegistration, PushWithdrawal
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     STATE,
     BlockIds,
     LoadProblem,
     PeerAddress,
-    PushRegistration,
     PushTarget,
-    PushWithdrawal,
     num_blocks_in,
 )
 from engine_ext.layout.plan import without_holes

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from engine_ext.common.orders import EMPTY_STEP, StepMetadata
 from engine_ext.common.step_costs import StepFit
-from engine_ext.common.types import EMPTY_STEP, CacheGeometry, StepMetadata, TransferResults
+from engine_ext.common.types import CacheGeometry, TransferResults
 from engine_ext.reference.answer import GeneratedAnswer, ResumedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.config import EngineConfig

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from engine_ext.common.config import LoadFailurePolicy
 from engine_ext.common.inspection import Inspection
 from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.orders import EMPTY_STEP, StepMetadata
 from engine_ext.common.types import (
-    EMPTY_STEP,
     BlockIds,
     ConnectorStats,
     EngineRequest,
@@ -18,7 +18,6 @@ from engine_ext.common.types import (
     FinishStatus,
     MatchedTokens,
     Region,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.scheduler.loans import PrefixCache, PromptKeys

@@ -11,19 +11,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import Expect, ExpectTurn, LeaseCancel, LeaseGrant, PushOffer, Revoke
 from engine_ext.common.prefix_hashes import Keys, digest
-from engine_ext.common.types import (
-    BlockIds,
-    CacheGeometry,
-    EngineRequest,
-    Expect,
-    ExpectTurn,
-    FinishDecision,
-    LeaseCancel,
-    LeaseGrant,
-    PushOffer,
-    Revoke,
-)
+from engine_ext.common.types import BlockIds, CacheGeometry, EngineRequest, FinishDecision
 from engine_ext.scheduler.answer_params import AnswerParams
 from engine_ext.scheduler.orders import Orders
 

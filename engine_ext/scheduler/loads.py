@@ -26,28 +26,30 @@ from dataclasses import dataclass
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.latest import keep_latest
 from engine_ext.common.load_failure import UNKNOWN, LoadFailures
+from engine_ext.common.orders import (
+    ConfirmReturn,
+    Decline,
+    FailLoad,
+    Fence,
+    PullOrder,
+    PushInquiry,
+    PushRegistration,
+    PushWithdrawal,
+    Reclaim,
+    TrackOrder,
+    Untrack,
+)
 from engine_ext.common.prefix_hashes import digest
 from engine_ext.common.request_names import base_id
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,
     Clock,
-    ConfirmReturn,
-    Decline,
     EngineRequest,
-    FailLoad,
-    Fence,
     LoadProblem,
     PeerAddress,
-    PullOrder,
-    PushInquiry,
-    PushRegistration,
     PushTarget,
-    PushWithdrawal,
-    Reclaim,
     RemoteSource,
-    TrackOrder,
-    Untrack,
 )
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.orders import Orders

@@ -64,24 +64,19 @@ from typing import Protocol
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.log_rate_limit import LogRateLimit
+from engine_ext.common.orders import Decline, LeaseGrant, LoanAnswer, LoanAsk, Revoke, Untrack
 from engine_ext.common.types import (
     LOAN_PREFIX,
     BlockIds,
     CacheGeometry,
     Clock,
-    Decline,
     EngineIdentity,
     EngineRequest,
     Holder,
-    LeaseGrant,
-    LoanAnswer,
-    LoanAsk,
     LoanReport,
     LoanRequest,
     RemoteSource,
-    Revoke,
     TransferResults,
-    Untrack,
 )
 from engine_ext.scheduler.loadable_tokens import LoadableTokens
 from engine_ext.scheduler.loads import Loads

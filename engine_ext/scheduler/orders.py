@@ -1,6 +1,6 @@
 """Orders that the scheduler half has decided on and the worker half has not received yet."""
 
-from engine_ext.common.types import EMPTY_STEP, Order, StepMetadata
+from engine_ext.common.orders import EMPTY_STEP, Order, StepMetadata
 
 
 class Orders(list[Order]):

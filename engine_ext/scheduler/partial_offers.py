@@ -6,8 +6,9 @@ preempted), an empty offer reports that, and later offers belong to another atte
 
 from dataclasses import dataclass
 
+from engine_ext.common.orders import PartialOffer
 from engine_ext.common.prefix_hashes import digest
-from engine_ext.common.types import BlockIds, EngineRequest, PartialOffer
+from engine_ext.common.types import BlockIds, EngineRequest
 from engine_ext.scheduler.orders import Orders
 
 

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from engine_ext.common.types import BlockIds, SaveOrder
+from engine_ext.common.orders import SaveOrder
+from engine_ext.common.types import BlockIds
 from engine_ext.layout.plan import NULL_BLOCK
 
 

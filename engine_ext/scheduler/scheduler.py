@@ -15,24 +15,21 @@ from dataclasses import replace
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.orders import Decline, Fence, PushWithdrawal, StepMetadata
 from engine_ext.common.prefix_hashes import PrefixHashes, UnusableHashes
 from engine_ext.common.support import refuse_unsupported
 from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     Clock,
-    Decline,
     EngineIdentity,
     EngineRequest,
-    Fence,
     FinishDecision,
     FinishStatus,
     LoadProblem,
     MatchedTokens,
     PeerAddress,
-    PushWithdrawal,
     RemoteSource,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.scheduler.answer_params import AnswerParams

@@ -29,16 +29,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from engine_ext.common.orders import EMPTY_STEP, StepMetadata
 from engine_ext.common.step_budget import StepBudget
 from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import (
-    EMPTY_STEP,
     NO_RESULTS,
     STATE,
     BlockIds,
     LoanReport,
     LoanRequest,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.connector import build_worker

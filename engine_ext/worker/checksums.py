@@ -36,7 +36,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.common.types import SHARED, STATE, BlockIds, CacheGeometry, PullOrder, Region
+from engine_ext.common.orders import PullOrder
+from engine_ext.common.types import SHARED, STATE, BlockIds, CacheGeometry, Region
 from engine_ext.layout.plan import NULL_BLOCK
 
 logger = logging.getLogger(__name__)

@@ -31,17 +31,8 @@ expires. A lost ReadAck fails the load, or a heartbeat's answer has proven it al
 import logging
 from collections.abc import Callable
 
-from engine_ext.common.types import LeaseGrant, LoanAnswer
-from engine_ext.wire.notifications import (
-    Gone,
-    Heartbeat,
-    Loan,
-    Read,
-    ReadAck,
-    ReadDone,
-    Renew,
-    Renewed,
-)
+from engine_ext.common.orders import LeaseGrant, LoanAnswer
+from engine_ext.wire import notifications as wire
 from engine_ext.worker.checksums import Checksums, to_wire
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.leases import LeaseTable
@@ -75,7 +66,7 @@ class LeaseService:
         self._free = free
         self._push = push
         self._checksums = checksums
-        self._unanswered: dict[tuple[str, Read], None] = {}
+        self._unanswered: dict[tuple[str, wire.Read], None] = {}
         """Readers, and their messages, whose leases' checksums are not made yet. Until they are,
         these readers have not confirmed."""
 
@@ -91,10 +82,10 @@ class LeaseService:
         refuse."""
         seconds = self._leases.renew(answer.loan_id, answer.reader, now) if answer.loan_id else None
         more = answer.may_hold_more
-        loan = Loan(answer.sequence, may_hold_more=more or bool(answer.loan_id))
+        loan = wire.Loan(answer.sequence, may_hold_more=more or bool(answer.loan_id))
         if seconds:
             where = answer.block_ids, answer.num_tokens, answer.last_key
-            loan = Loan(answer.sequence, answer.loan_id, *where, seconds, more)
+            loan = wire.Loan(answer.sequence, answer.loan_id, *where, seconds, more)
         self._stats.loans_given += bool(seconds)
         self._stats.loans_refused += not seconds
         self._channels.answer(answer.reader, loan)
@@ -119,12 +110,12 @@ class LeaseService:
         for sender, message in unanswered:
             self.read(sender, message, now)
 
-    def heartbeat(self, sender: str, message: Heartbeat, now: float) -> None:
+    def heartbeat(self, sender: str, message: wire.Heartbeat, now: float) -> None:
         self._stats.heartbeats_received += 1
         for name in message.request_ids:
             self._renew(sender, name, now)
 
-    def renew(self, sender: str, message: Renew, now: float) -> None:
+    def renew(self, sender: str, message: wire.Renew, now: float) -> None:
         """`now` must have been read after the message was received: the reader counts from when it
         was sent."""
         self._stats.heartbeats_received += 1
@@ -135,7 +126,7 @@ class LeaseService:
             for name, seconds in granted.items()
             if seconds is not None and seconds < self._extension
         }
-        answer = Renewed(message.sequence, self._extension, gone, shorter, now)
+        answer = wire.Renewed(message.sequence, self._extension, gone, shorter, now)
         self._channels.answer(sender, answer)
 
     def _renew(self, sender: str, name: str, now: float) -> float | None:
@@ -147,7 +138,7 @@ class LeaseService:
         # A decode engine that waits for P's WRITE reads nothing, and needs no horizon.
         return 0.0 if self._leases.extend(request_id, now) else None
 
-    def read(self, sender: str, message: Read, now: float) -> None:
+    def read(self, sender: str, message: wire.Read, now: float) -> None:
         """Answer whether the lease is still valid: if so, all that was read until now is right."""
         valid = self._leases.knows(message.request_id)
         sums: tuple[bytes, ...] | None = None
@@ -162,10 +153,10 @@ class LeaseService:
                 sums = to_wire(summing.sums)
         if message.sequence:
             self._stats.confirmations_late += not valid
-            self._channels.answer(sender, ReadAck(message.sequence, valid, sums))
+            self._channels.answer(sender, wire.ReadAck(message.sequence, valid, sums))
         self.confirm(message.request_id, now, message.readers, sender)
 
-    def read_done(self, sender: str, message: ReadDone, now: float) -> bool:
+    def read_done(self, sender: str, message: wire.ReadDone, now: float) -> bool:
         """Return False if it is not about a lease of ours."""
         if not self._leases.knows(message.request_id):
             return False
@@ -189,4 +180,4 @@ class LeaseService:
         extension from then on."""
         for reader in self._leases.readers_of(request_id):
             if self._channels.knows(reader):
-                self._channels.answer(reader, Gone((request_id,)))
+                self._channels.answer(reader, wire.Gone((request_id,)))

@@ -30,7 +30,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_ext.common.latest import keep_latest
-from engine_ext.common.types import LoanAsk, LoanReport, PeerAddress, RemoteSource
+from engine_ext.common.orders import LoanAsk
+from engine_ext.common.types import LoanReport, PeerAddress, RemoteSource
 from engine_ext.wire.notifications import AskLoan, Loan, Read, encode_extension
 from engine_ext.worker.agent import AgentError, PeerHandle
 from engine_ext.worker.context import WorkerContext

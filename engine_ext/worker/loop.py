@@ -36,50 +36,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
+from engine_ext.common import orders
 from engine_ext.common.inspection import Inspection, first, first_of
 from engine_ext.common.log_rate_limit import LogRateLimit
-from engine_ext.common.types import (
-    Decline,
-    Expect,
-    ExpectTurn,
-    FailLoad,
-    Fence,
-    LeaseCancel,
-    LeaseGrant,
-    LoanAnswer,
-    LoanAsk,
-    LoanRequest,
-    Order,
-    PeerAddress,
-    PullOrder,
-    PushOrder,
-    RemoteSource,
-    ReportCheck,
-    Revoke,
-    SaveOrder,
-    StepMetadata,
-    TrackOrder,
-    Untrack,
-)
+from engine_ext.common.orders import Order, PushOrder, StepMetadata
+from engine_ext.common.types import LoanRequest, PeerAddress, RemoteSource, ReportCheck
+from engine_ext.wire import notifications as wire
 from engine_ext.wire.notifications import (
-    AskLoan,
-    AwaitPrompt,
-    Gone,
-    Heartbeat,
-    Hello,
-    Loan,
-    Notification,
-    PromptReady,
-    PushDone,
-    PushFailed,
-    PushRegistered,
-    Read,
-    ReadAck,
-    ReadDone,
-    Renew,
-    Renewed,
-    ReturnBlocks,
-    Withdraw,
     batch_ids,
     decode_notification,
     encode_extension,
@@ -220,43 +183,43 @@ class TransferLoop:
                 push.carry_out(order, now)
             return
         match order:
-            case Expect(request_id, transfer_id):
+            case orders.Expect(request_id, transfer_id):
                 self._leases.expect(request_id)
                 if push is not None:
                     push.expect(request_id, transfer_id)
-            case ExpectTurn(request_id):
+            case orders.ExpectTurn(request_id):
                 self._leases.expect(request_id)
-            case LeaseCancel(request_id, transfer_id, is_turn):
+            case orders.LeaseCancel(request_id, transfer_id, is_turn):
                 self._leases.cancel(request_id)
                 if push is not None and not is_turn:
                     push.cancel(request_id, now, transfer_id)
-            case LeaseGrant():
+            case orders.LeaseGrant():
                 self._lease_service.grant(order, now)
-            case LoanAnswer():
+            case orders.LoanAnswer():
                 self._lease_service.lend(order, now)
-            case Revoke(request_id):
+            case orders.Revoke(request_id):
                 self._lease_service.revoke(request_id, now)
-            case TrackOrder(request_id, address, remote_id):
+            case orders.TrackOrder(request_id, address, remote_id):
                 self._beats.track(request_id, address, remote_id, now)
-            case Untrack(request_id):
+            case orders.Untrack(request_id):
                 self._beats.untrack(request_id)
                 self._loan_asks.give_up(request_id)
                 if push is not None:
                     push.end_inquiry(request_id)
-            case LoanAsk():
+            case orders.LoanAsk():
                 self._loan_asks.start(order, now)
-            case PullOrder():
+            case orders.PullOrder():
                 self._pulls.start(order, now)
-            case Decline(source):
+            case orders.Decline(source):
                 self._decline(source)
-            case Fence(request_id):
+            case orders.Fence(request_id):
                 self._fences.add(request_id)
                 self._pulls.give_up(request_id)
-            case FailLoad(request_id):
+            case orders.FailLoad(request_id):
                 self._results.received(request_id, ok=False)
             case ReportCheck(request_id, _, is_load):
                 self._checks[request_id, is_load] = order
-            case SaveOrder():
+            case orders.SaveOrder():
                 pass  # The engine's thread makes the copies: see staging.py.
             case _:
                 assert_never(order)
@@ -369,7 +332,7 @@ class TransferLoop:
         for sender, message in messages:
             notification = decode_notification(message)
             self._channels.note_message(sender, received_at)
-            if not isinstance(notification, Renewed):  # It ends an exchange: nothing follows.
+            if not isinstance(notification, wire.Renewed):  # It ends an exchange: nothing follows.
                 self._last_event = now
             try:
                 self._handle(sender, notification, received_at)
@@ -379,40 +342,40 @@ class TransferLoop:
                 logger.exception("a notification of %s was not handled: %.200r", sender, message)
         return True
 
-    def _handle(self, sender: str, notification: Notification, now: float) -> None:
+    def _handle(self, sender: str, notification: wire.Notification, now: float) -> None:
         leases = self._lease_service
         match notification:
-            case ReadDone() as read_done if leases.read_done(sender, read_done, now):
+            case wire.ReadDone() as read_done if leases.read_done(sender, read_done, now):
                 pass
-            case ReadDone() as late:
+            case wire.ReadDone() as late:
                 self._stats.confirmations_late += 1
                 self._ignore(late)
-            case Heartbeat() as heartbeat:
+            case wire.Heartbeat() as heartbeat:
                 leases.heartbeat(sender, heartbeat, now)
-            case Hello(metadata):
+            case wire.Hello(metadata):
                 self._channels.hello(sender, metadata, now)
-            case Renew() as renew:
+            case wire.Renew() as renew:
                 leases.renew(sender, renew, now)
-            case Renewed() as renewed:
+            case wire.Renewed() as renewed:
                 self._renewed(sender, renewed, now)
-            case Read() as read:
+            case wire.Read() as read:
                 leases.read(sender, read, now)
-            case ReadAck(sequence, valid, sums):
+            case wire.ReadAck(sequence, valid, sums):
                 self._pulls.answered(sender, sequence, valid, sums)
-            case Gone(remote_ids):
+            case wire.Gone(remote_ids):
                 self._gone(sender, remote_ids)
-            case AskLoan(sequence, scheme, keys):
+            case wire.AskLoan(sequence, scheme, keys):
                 self._ask_loan(LoanRequest(sender, sequence, scheme, keys))
-            case Loan() as loan:
+            case wire.Loan() as loan:
                 self._loan_asks.answered(sender, loan, now)
             case (
-                PushRegistered()
-                | PushDone()
-                | PushFailed()
-                | Withdraw()
-                | AwaitPrompt()
-                | PromptReady()
-                | ReturnBlocks()
+                wire.PushRegistered()
+                | wire.PushDone()
+                | wire.PushFailed()
+                | wire.Withdraw()
+                | wire.AwaitPrompt()
+                | wire.PromptReady()
+                | wire.ReturnBlocks()
             ):
                 if self._push is None:
                     self._refuse_push(sender, notification)
@@ -426,21 +389,21 @@ class TransferLoop:
         if not self._channels.knows(request.reader):
             return
         if not (self._context.geometry.lends and self._results.loan_requested(request)):
-            self._channels.answer(request.reader, Loan(request.sequence, may_hold_more=True))
+            self._channels.answer(request.reader, wire.Loan(request.sequence, may_hold_more=True))
 
-    def _ignore(self, notification: Notification) -> None:
+    def _ignore(self, notification: wire.Notification) -> None:
         self._stats.notifications_unknown += 1
         logger.warning("ignored notification %.200r", notification)
 
-    def _refuse_push(self, sender: str, notification: Notification) -> None:
-        if isinstance(notification, PushRegistered):
+    def _refuse_push(self, sender: str, notification: wire.Notification) -> None:
+        if isinstance(notification, wire.PushRegistered):
             logger.warning("push to request %s: %s", notification.request_id, NO_PUSH)
             self._stats.pushes_failed += 1
         answer = refusal_of_push(notification)
         if answer is not None:
             self._channels.answer(sender, answer)
 
-    def _renewed(self, sender: str, answer: Renewed, now: float) -> None:
+    def _renewed(self, sender: str, answer: wire.Renewed, now: float) -> None:
         was_asked = self._beats.answered(
             sender, answer.sequence, answer.seconds, answer.gone, answer.shorter
         )
@@ -454,7 +417,7 @@ class TransferLoop:
         for engine_id, remote_id in {(one.address.engine_id, one.remote_id) for one in lost}:
             if remote_id not in being_read:
                 self._beats.confirm(engine_id, remote_id)
-                self._agent.notify(sender, encode_extension(Read(remote_id)))
+                self._agent.notify(sender, encode_extension(wire.Read(remote_id)))
 
     def _free(self, request_id: str) -> None:
         """Its lease has ended; a part of the prompt may be under way all the same."""
@@ -529,14 +492,14 @@ class TransferLoop:
     def _send_beat(self, beat: Beat, peer: PeerHandle) -> None:
         if peer.has_extension and beat.is_repeated:
             # It may not know where to answer: what introduced us can be lost like any message.
-            self._agent.notify(peer.name, encode_extension(Hello(self._agent.metadata())))
+            self._agent.notify(peer.name, encode_extension(wire.Hello(self._agent.metadata())))
         for ids in batch_ids(beat.remote_ids):
             if peer.has_extension:
                 sequence = next(self._context.sequence)
                 # Recorded before it is sent: a heartbeat that cannot be sent counts as unanswered.
                 self._beats.sent(sequence, beat.address, peer.name, ids, self._context.clock())
                 self._beats.follow(beat.address, peer.lease_extension)
-                self._agent.notify(peer.name, encode_extension(Renew(sequence, ids)))
+                self._agent.notify(peer.name, encode_extension(wire.Renew(sequence, ids)))
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))
         self._stats.heartbeats_sent += 1

@@ -41,13 +41,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine_ext.common.inspection import QuarantineSeen
-from engine_ext.common.types import (
-    LoadProblem,
-    PeerAddress,
-    PullOrder,
-    RemoteSource,
-    num_blocks_in,
-)
+from engine_ext.common.orders import PullOrder
+from engine_ext.common.types import LoadProblem, PeerAddress, RemoteSource, num_blocks_in
 from engine_ext.layout.plan import PlanError
 from engine_ext.wire.notifications import Read, encode_extension, encode_read_done
 from engine_ext.worker.agent import AgentError, PeerHandle, TransferInFlight

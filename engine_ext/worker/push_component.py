@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_ext.common.inspection import QuarantineSeen
-from engine_ext.common.types import PushOrder
-from engine_ext.wire.notifications import (
-    AwaitPrompt,
-    ExtensionMessage,
-    Notification,
-    PromptReady,
-    PushFailed,
-    PushRegistered,
-    ReturnBlocks,
-    Withdraw,
-)
+from engine_ext.common.orders import PushOrder
+from engine_ext.wire import notifications as wire
 from engine_ext.worker.agent import PeerHandle
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import HeartbeatTracker
@@ -74,7 +65,7 @@ class PushComponent(KvTransfers, Protocol):
     def carry_out(self, order: PushOrder, now: float) -> None:
         """Carry out an order that only push mode has."""
 
-    def receive(self, message: Notification, sender: str, now: float) -> None:
+    def receive(self, message: wire.Notification, sender: str, now: float) -> None:
         """A notification of push mode came."""
 
     def clock_reported(self, agent: str, clock: float, now: float) -> None:
@@ -115,14 +106,16 @@ class LoopParts:
 PushFactory = Callable[[LoopParts], PushComponent]
 
 
-def refusal_of_push(message: Notification) -> ExtensionMessage | None:
+def refusal_of_push(message: wire.Notification) -> wire.ExtensionMessage | None:
     """Return what an engine without push answers, so that no decode engine waits for its deadline.
     Without push nothing was registered here, so nothing will be written. None: no answer is due."""
     match message:
-        case PushRegistered(request_id=request_id, disagg=extension) if extension is not None:
-            return PushFailed(request_id, extension.generation, NO_PUSH)
-        case Withdraw(request_id, generation) | ReturnBlocks(request_id, generation) if generation:
-            return PushFailed(request_id, generation, NO_PUSH)
-        case AwaitPrompt(request_id):
-            return PromptReady(request_id)  # It registers then, and is refused.
+        case wire.PushRegistered(request_id=request_id, disagg=extension) if extension is not None:
+            return wire.PushFailed(request_id, extension.generation, NO_PUSH)
+        case wire.Withdraw(request_id, generation) | wire.ReturnBlocks(request_id, generation) if (
+            generation
+        ):
+            return wire.PushFailed(request_id, generation, NO_PUSH)
+        case wire.AwaitPrompt(request_id):
+            return wire.PromptReady(request_id)  # It registers then, and is refused.
     return None

@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from engine_ext.common.types import (
-    BlockIds,
+from engine_ext.common.orders import (
     LeaseCancel,
     LeaseGrant,
     PullOrder,
     PushOffer,
     PushRegistration,
-    Region,
     Revoke,
     SaveOrder,
     StepMetadata,
-    TransferResults,
 )
+from engine_ext.common.types import BlockIds, Region, TransferResults
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import msgspec
 from engine_ext.common.clock import boottime
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import Inspection
+from engine_ext.common.orders import SaveOrder, StepMetadata
 from engine_ext.common.support import (
     UnsupportedError,
     refuse_unsupported,
@@ -31,8 +32,6 @@ from engine_ext.common.types import (
     ConnectorStats,
     EngineIdentity,
     Region,
-    SaveOrder,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.wire.errors import EXTENSION_VERSION

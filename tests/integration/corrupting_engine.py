@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from engine_ext import connector
-from engine_ext.common.types import PullOrder, Region, StepMetadata, TransferResults
+from engine_ext.common.orders import PullOrder, StepMetadata
+from engine_ext.common.types import Region, TransferResults
 from engine_ext.reference import cli
 from engine_ext.worker.staging import StagingFactory
 from engine_ext.worker.worker import WorkerConnector

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import Revoke, StepMetadata
 from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
     Region,
-    Revoke,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.connector import Connector, SchedulerConnector, build_worker

@@ -13,13 +13,8 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import (
-    BlockIds,
-    EngineIdentity,
-    FinishStatus,
-    StepMetadata,
-    TransferResults,
-)
+from engine_ext.common.orders import StepMetadata
+from engine_ext.common.types import BlockIds, EngineIdentity, FinishStatus, TransferResults
 from engine_ext.connector import build_worker
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def register() -> None:
-    from engine_ext.common.types import LoanAnswer
+    from engine_ext.common.orders import LoanAnswer
     from engine_ext.scheduler import loans
 
     def forge(*fields: Any) -> LoanAnswer:

@@ -15,14 +15,8 @@ from typing import Any
 from nixl._api import nixl_agent, nixl_agent_config
 
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.types import (
-    CacheGeometry,
-    FinishStatus,
-    PeerAddress,
-    Region,
-    StepMetadata,
-    TrackOrder,
-)
+from engine_ext.common.orders import StepMetadata, TrackOrder
+from engine_ext.common.types import CacheGeometry, FinishStatus, PeerAddress, Region
 from engine_ext.layout.plan import PeerLayout
 from engine_ext.worker.agent import NixlAgent
 from engine_ext.worker.checksums import Checksums, HostBlocks

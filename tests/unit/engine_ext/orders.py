@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from engine_ext.common.types import StepMetadata
+from engine_ext.common.orders import StepMetadata
 
 
 def ordered(step: StepMetadata, kind: type[Any]) -> tuple[Any, ...]:

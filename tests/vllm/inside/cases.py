@@ -34,15 +34,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
+from engine_ext.common.orders import Decline, PullOrder
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import (
-    CacheGeometry,
-    Decline,
-    FinishDecision,
-    LoadProblem,
-    PullOrder,
-    Region,
-)
+from engine_ext.common.types import CacheGeometry, FinishDecision, LoadProblem, Region
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector

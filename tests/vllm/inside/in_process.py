@@ -22,17 +22,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine_ext.common.types import (
-    CacheGeometry,
-    EngineIdentity,
-    FailLoad,
-    Fence,
-    LeaseGrant,
-    LoadProblem,
-    PullOrder,
-    Revoke,
-    StepMetadata,
-)
+from engine_ext.common.orders import FailLoad, Fence, LeaseGrant, PullOrder, Revoke, StepMetadata
+from engine_ext.common.types import CacheGeometry, EngineIdentity, LoadProblem
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.optional.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector

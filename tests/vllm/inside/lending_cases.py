@@ -17,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from engine_ext.common.types import LoanAnswer, LoanRequest, Revoke
+from engine_ext.common.orders import LoanAnswer, Revoke
+from engine_ext.common.types import LoanRequest
 from engine_ext.vllm.optional.cached_blocks import CachedBlocks
 from engine_ext.vllm.worker_reports import WorkerReport
 from tests.unit.engine_ext.orders import ordered

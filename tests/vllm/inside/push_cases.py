@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from engine_ext.common.types import ConfirmReturn, PushInquiry, PushRegistration, Reclaim
+from engine_ext.common.orders import ConfirmReturn, PushInquiry, PushRegistration, Reclaim
 from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"

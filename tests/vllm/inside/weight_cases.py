@@ -9,7 +9,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from engine_ext.common.types import PullOrder, Revoke
+from engine_ext.common.orders import PullOrder, Revoke
 from engine_ext.vllm.connector_calls import NO_SLEEP
 from engine_ext.vllm.weights import keys_of
 from tests.unit.engine_ext.orders import ordered

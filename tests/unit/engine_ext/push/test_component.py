@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.types import EngineIdentity, Expect, LeaseCancel, LeaseGrant, StepMetadata
+from engine_ext.common.orders import Expect, LeaseCancel, LeaseGrant, StepMetadata
+from engine_ext.common.types import EngineIdentity
 from engine_ext.connector import build_worker
 from engine_ext.push import component
 from engine_ext.push.component import Push

@@ -5,18 +5,15 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import (
-    CacheGeometry,
+from engine_ext.common.orders import (
     ConfirmReturn,
-    EngineIdentity,
-    FinishStatus,
     PushInquiry,
     PushWithdrawal,
     Reclaim,
     Revoke,
     StepMetadata,
-    TransferResults,
 )
+from engine_ext.common.types import CacheGeometry, EngineIdentity, FinishStatus, TransferResults
 from engine_ext.scheduler.block_pressure import LATE_SECONDS, STALLED_SECONDS, TURN_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.orders import ordered

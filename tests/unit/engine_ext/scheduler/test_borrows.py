@@ -6,21 +6,17 @@ from typing import Any
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import Decline, LoanAsk, PullOrder, StepMetadata, Untrack
 from engine_ext.common.types import (
     CacheGeometry,
-    Decline,
     EngineIdentity,
     EngineRequest,
     FinishStatus,
     LoadProblem,
-    LoanAsk,
     LoanReport,
     PeerAddress,
-    PullOrder,
     RemoteSource,
-    StepMetadata,
     TransferResults,
-    Untrack,
 )
 from engine_ext.scheduler.loans import LATE_SECONDS, OFFER_SECONDS
 from engine_ext.scheduler.scheduler import SchedulerConnector

@@ -3,8 +3,9 @@ from itertools import product
 import pytest
 
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
+from engine_ext.common.orders import Decline, FailLoad, Fence, PullOrder, Untrack
 from engine_ext.common.states import IllegalEventError
-from engine_ext.common.types import Decline, FailLoad, Fence, LoadProblem, PullOrder, Untrack
+from engine_ext.common.types import LoadProblem
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.loads import KVLoad, LoadEvent, Loads, LoadState
 from engine_ext.scheduler.orders import Orders

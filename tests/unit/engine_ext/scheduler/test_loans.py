@@ -5,15 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import LeaseGrant, LoanAnswer, Revoke
 from engine_ext.common.types import (
     BlockIds,
     CacheGeometry,
     EngineIdentity,
     FinishStatus,
-    LeaseGrant,
-    LoanAnswer,
     LoanRequest,
-    Revoke,
     TransferResults,
 )
 from engine_ext.scheduler.loans import LOAN_SECONDS, LOAN_SHARE, MAX_LOANS

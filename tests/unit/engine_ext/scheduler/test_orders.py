@@ -1,4 +1,4 @@
-from engine_ext.common.types import (
+from engine_ext.common.orders import (
     EMPTY_STEP,
     Decline,
     Fence,

@@ -4,16 +4,14 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.types import (
+from engine_ext.common.orders import (
     Decline,
-    FinishStatus,
-    MatchedTokens,
     PullOrder,
     PushRegistration,
     PushWithdrawal,
     TrackOrder,
-    TransferResults,
 )
+from engine_ext.common.types import FinishStatus, MatchedTokens, TransferResults
 from engine_ext.scheduler.loads import MAX_FAMILIES, RequestFamilies
 from engine_ext.scheduler.scheduler import SchedulerConnector
 from tests.unit.engine_ext.orders import ordered

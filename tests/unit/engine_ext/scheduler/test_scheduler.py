@@ -7,14 +7,9 @@ import pytest
 
 from engine_ext.common.access import Access, SharedSecret, parse_networks
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.prefix_hashes import ContentKey, Keys
-from engine_ext.common.types import (
-    STATE,
-    CacheGeometry,
+from engine_ext.common.orders import (
     Decline,
-    EngineIdentity,
     Expect,
-    FinishStatus,
     LeaseCancel,
     LeaseGrant,
     PartialOffer,
@@ -22,11 +17,18 @@ from engine_ext.common.types import (
     PushOffer,
     PushRegistration,
     PushWithdrawal,
-    RemoteSource,
     Revoke,
     TrackOrder,
-    TransferResults,
     Untrack,
+)
+from engine_ext.common.prefix_hashes import ContentKey, Keys
+from engine_ext.common.types import (
+    STATE,
+    CacheGeometry,
+    EngineIdentity,
+    FinishStatus,
+    RemoteSource,
+    TransferResults,
     chunked,
 )
 from engine_ext.scheduler.scheduler import SchedulerConnector

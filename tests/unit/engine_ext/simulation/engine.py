@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import PullOrder
 from engine_ext.common.prefix_hashes import VERSION, Keys
 from engine_ext.common.types import (
     BlockIds,
@@ -21,7 +22,6 @@ from engine_ext.common.types import (
     EngineRequest,
     FinishDecision,
     FinishStatus,
-    PullOrder,
     Region,
     TransferResults,
 )

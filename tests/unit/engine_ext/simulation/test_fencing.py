@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.types import StepMetadata
+from engine_ext.common.orders import StepMetadata
 from engine_ext.wire.notifications import (
     Gone,
     PushRegistered,

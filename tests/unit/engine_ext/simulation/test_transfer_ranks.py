@@ -11,25 +11,27 @@ from dataclasses import replace
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import (
+from engine_ext.common.orders import (
     ConfirmReturn,
-    ConnectorStats,
     Decline,
-    EngineIdentity,
     Fence,
     LeaseCancel,
     LeaseGrant,
     PartialOffer,
-    PeerAddress,
     PullOrder,
     PushInquiry,
     PushOffer,
     PushRegistration,
-    PushTarget,
     Reclaim,
-    RemoteSource,
     StepMetadata,
     TrackOrder,
+)
+from engine_ext.common.types import (
+    ConnectorStats,
+    EngineIdentity,
+    PeerAddress,
+    PushTarget,
+    RemoteSource,
     TransferResults,
 )
 from engine_ext.connector import push_of

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_ext.common.types import (
-    FinishDecision,
-    LoadProblem,
-    PeerAddress,
-    StepMetadata,
-    TrackOrder,
-    TransferResults,
-)
+from engine_ext.common.orders import StepMetadata, TrackOrder
+from engine_ext.common.types import FinishDecision, LoadProblem, PeerAddress, TransferResults
 from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import Freeze, SimTransfer
 from tests.unit.engine_ext.simulation.pair import Pair, tokens

@@ -3,7 +3,7 @@ the same lines wherever it runs."""
 
 from typing import NamedTuple
 
-from engine_ext.common.types import StepMetadata
+from engine_ext.common.orders import StepMetadata
 from engine_ext.wire.notifications import decode_notification
 
 

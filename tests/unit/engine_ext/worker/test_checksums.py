@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_ext.common.orders import PullOrder
 from engine_ext.common.types import (
     SHARED,
     STATE,
     BlockIds,
     CacheGeometry,
     PeerAddress,
-    PullOrder,
     Region,
     RemoteSource,
 )

@@ -9,7 +9,8 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.inspection import LIMIT
-from engine_ext.common.types import EngineIdentity, LeaseGrant, StepMetadata
+from engine_ext.common.orders import LeaseGrant, StepMetadata
+from engine_ext.common.types import EngineIdentity
 from engine_ext.http import leases
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION

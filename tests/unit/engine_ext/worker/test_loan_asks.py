@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import LoanAsk
 from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
-    LoanAsk,
     LoanReport,
     PeerAddress,
     RemoteSource,

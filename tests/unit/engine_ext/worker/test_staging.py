@@ -4,22 +4,24 @@ import pytest
 import torch
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import (
+    LeaseCancel,
+    LeaseGrant,
+    PullOrder,
+    PushOffer,
+    Revoke,
+    SaveOrder,
+    StepMetadata,
+)
 from engine_ext.common.support import UnsupportedError
 from engine_ext.common.types import (
     SHARED,
     BlockIds,
     CacheGeometry,
     EngineIdentity,
-    LeaseCancel,
-    LeaseGrant,
     PeerAddress,
-    PullOrder,
-    PushOffer,
     Region,
     RemoteSource,
-    Revoke,
-    SaveOrder,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.scheduler.save_plan import SavePlanner

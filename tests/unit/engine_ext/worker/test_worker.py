@@ -10,24 +10,26 @@ import pytest
 
 from engine_ext.common.access import Access, SharedSecret
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import (
-    CacheGeometry,
-    ConnectorStats,
+from engine_ext.common.orders import (
     Decline,
-    EngineIdentity,
     Expect,
     Fence,
     LeaseCancel,
     LeaseGrant,
     LoanAnswer,
-    LoanRequest,
     PullOrder,
-    RemoteSource,
     Revoke,
     StepMetadata,
     TrackOrder,
-    TransferResults,
     Untrack,
+)
+from engine_ext.common.types import (
+    CacheGeometry,
+    ConnectorStats,
+    EngineIdentity,
+    LoanRequest,
+    RemoteSource,
+    TransferResults,
 )
 from engine_ext.connector import push_of
 from engine_ext.wire import handshake

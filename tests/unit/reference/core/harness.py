@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from engine_ext.common.config import LoadFailurePolicy
 from engine_ext.common.load_failure import LoadFailures
+from engine_ext.common.orders import StepMetadata
 from engine_ext.common.types import (
     BlockIds,
     ConnectorStats,
@@ -18,7 +19,6 @@ from engine_ext.common.types import (
     FinishStatus,
     MatchedTokens,
     Region,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.reference.answer import ResumedAnswer

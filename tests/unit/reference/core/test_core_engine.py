@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine_ext.common.types import StepMetadata
+from engine_ext.common.orders import StepMetadata
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine, merge
 from engine_ext.reference.host import build_engine

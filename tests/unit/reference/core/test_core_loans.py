@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.orders import LoanAnswer, Revoke, StepMetadata
 from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
-    LoanAnswer,
     LoanRequest,
     Region,
-    Revoke,
-    StepMetadata,
     TransferResults,
 )
 from engine_ext.reference.block_manager import chain_digest
