@@ -450,6 +450,7 @@ class Registrations:
             begin_by = self._clocks.earliest(peer.name, now) + BEGIN_BEATS * max(
                 self._asks_every, 1.0
             )
+            # The latest of all messages: P may act on any of them, in any order.
             waiting.begin_by[peer.name] = max(begin_by, waiting.begin_by.get(peer.name, NEVER))
             return encode_registration(self._message(waiting, begin_by))
         request_id, target = waiting.request_id, waiting.registration.target
@@ -462,6 +463,8 @@ class Registrations:
         waiting.on(RegistrationEvent.WITHDRAW)
         waiting.has_failed = True
         waiting.ask_again_at = now
+        # P may still write. A host that fences the blocks may know at once; one that computes into
+        # them, or frees them with this report, must wait for P's answer.
         if not (waiting.registration.recomputes or waiting.was_reported_returned):
             self._report(waiting, ok=False)
         try:
@@ -530,6 +533,7 @@ class Registrations:
 
     def _find(self, request_id: str, sender: str, generation: int) -> PendingRegistration | None:
         waiting = self._waiting.get(request_id)
+        # A late answer to an earlier registration of the same request must not end this one.
         if waiting is None or sender not in waiting.peers or generation != waiting.generation:
             return None
         return waiting

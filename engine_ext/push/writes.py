@@ -227,6 +227,7 @@ class Writes:
         if peer.layout.skips_write or not len(batch.local):
             self._pass_over(writing, peer)
             return
+        # D frees its blocks by this promise, so the clock is read after the handshake and the plan.
         if begins > registered.deadline:
             raise PeerError(TOO_LATE)
         writing.peer = peer
@@ -247,6 +248,7 @@ class Writes:
             if now >= writing.connect_by:
                 raise PeerError(f"no handshake within {self._config.handshake_timeout:g} s")
             return None
+        # Another process at D's address would have its own KV overwritten.
         if peer.name != registered.sender:
             raise PeerError("the agent that registered has gone")
         if any(one.is_late(now) for one in self._writing.values() if one.peer is peer):

@@ -404,6 +404,8 @@ class SchedulerConnector:
             self.loads.ready(request_id)
         for request_id in results.returned:
             self.loads.returned(request_id)
+        # The host frees the blocks of a fenced request when the fence is answered. A report of its
+        # load would free them a second time.
         fenced = {name for name in results.finished_recving if self.loads.is_fenced(name)}
         for request_id in results.finished_recving:
             self._awaited.reported(request_id, is_load=True)

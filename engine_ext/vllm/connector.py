@@ -269,7 +269,7 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
         asked: Sequence[LoanRequest] = ()
         reports: tuple[LoanReport, ...] = ()
         if isinstance(report, WorkerReport):
-            # A rank may report its own before the last one is done.
+            # Kept until vLLM reports the load: a rank may report its own before the last is done.
             self._problems = merged(self._problems, report.problems)
             asked, reports = report.loan_requests, report.loan_reports
         failed = connector_output.failed_recving
@@ -294,6 +294,7 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
             tuple(asked),
             reports,
         )
+        # vLLM raises, and the engine ends, on a report that it does not expect.
         self._pending_reports.settle(connector_output)
         unprocessed, self._unprocessed = self._unprocessed, results
         self.scheduler.update_connector_output(unprocessed | results)

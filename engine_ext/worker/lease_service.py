@@ -73,6 +73,8 @@ class LeaseService:
     def grant(self, grant: LeaseGrant, now: float) -> None:
         lease = grant.request_id, now, grant.seconds, grant.renewable, grant.extension
         if not self._leases.grant(*lease):
+            # D may read as soon as it has the answer, which leaves with this order: its
+            # confirmation was faster.
             self._confirmed(grant.request_id)
         elif self._checksums is not None and grant.block_ids:
             self._checksums.lease(grant.request_id, grant.block_ids)
@@ -80,6 +82,7 @@ class LeaseService:
     def lend(self, answer: LoanAnswer, now: float) -> None:
         """Grant the reader its horizon on a loan, then answer. If the loan has ended meanwhile,
         refuse."""
+        # Before the answer leaves, so that no reader is faster than its horizon.
         seconds = self._leases.renew(answer.loan_id, answer.reader, now) if answer.loan_id else None
         more = answer.may_hold_more
         loan = wire.Loan(answer.sequence, may_hold_more=more or bool(answer.loan_id))
@@ -140,7 +143,7 @@ class LeaseService:
 
     def read(self, sender: str, message: wire.Read, now: float) -> None:
         """Answer whether the lease is still valid: if so, all that was read until now is right."""
-        valid = self._leases.knows(message.request_id)
+        valid = self._leases.knows(message.request_id)  # Before `confirm`, which may end it.
         sums: tuple[bytes, ...] | None = None
         if valid and message.wants_sums and self._checksums is not None:
             summing = self._checksums.ask(message.request_id)

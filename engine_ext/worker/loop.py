@@ -150,6 +150,8 @@ class TransferLoop:
         self._last_event = NEVER
         self._only_messages_until = NEVER
         """Before this, a step without an order only looks for notifications."""
+        # In this order, a renewal that has arrived counts before `_lease_service.step` ends leases,
+        # and a fence is answered in the step in which its last transfer ends.
         self._parts: tuple[Callable[[float], object], ...] = (
             *(() if checksums is None else (lambda now: checksums.step(),)),
             self._receive,
@@ -226,6 +228,8 @@ class TransferLoop:
 
     def step(self, now: float) -> float:
         """Move everything on. Return the seconds after which it wants to be called again."""
+        # NIXL wakes no thread, so somebody must look. A full step costs three times as much, and
+        # until then only a message, an order or a deadline (25 ms late at most) changes anything.
         if now < self._only_messages_until and not self._receive(now):
             return self._wait_up_to(PEER_WAIT, now)
         self._only_messages_until = NEVER
@@ -404,6 +408,7 @@ class TransferLoop:
             self._channels.answer(sender, answer)
 
     def _renewed(self, sender: str, answer: wire.Renewed, now: float) -> None:
+        # Only an agent that was asked may set its clock here: the clock ends quarantines.
         was_asked = self._beats.answered(
             sender, answer.sequence, answer.seconds, answer.gone, answer.shorter
         )

@@ -313,8 +313,8 @@ class Pulls:
         return None
 
     def _read(self, reading: ActivePull, now: float) -> None:
-        """Plan all parts before the first starts."""
         order, source = reading.order, reading.order.source
+        # A plan that fails must fail before any part starts: nothing stops a READ.
         batches = [
             (
                 peer,
@@ -349,6 +349,7 @@ class Pulls:
         self._ask_nixl(reading, now)
         if not reading.running:
             self._reading.remove(reading)
+            # Not `now`, which is from before the end: the lease must have held until then.
             self._finish(reading, self._context.clock())
         elif all(part.in_flight.is_late(now) for part in reading.running):
             self._move_to_quarantine(reading)
@@ -376,6 +377,7 @@ class Pulls:
         would compute into these blocks, the report waits."""
         self._reading.remove(reading)
         self._quarantine.append(reading)
+        # The source may free its blocks: whatever still arrives here is never used.
         self._beats.untrack(reading.order.request_id)
         if not reading.order.recomputes:
             problem = LoadProblem(reading.problem or "it took too long", True, in_quarantine=True)
@@ -390,6 +392,7 @@ class Pulls:
 
     def _arrive(self, reading: ActivePull, now: float) -> None:
         """With several ranks, an answered heartbeat of one proves nothing about the others."""
+        # Before `confirm`, which forgets the horizons: from then on the source may end the lease.
         is_proven = len(reading.peers) == 1 and (
             self._beats.valid_until(reading.order.request_id, reading.peers[0].name) > now
         )

@@ -84,6 +84,7 @@ class PendingResults:
         self._wake()
 
     def __bool__(self) -> bool:
+        # Without the lock: a report that this misses wakes the engine afterwards.
         return bool(self._ids or self._loan_requests or self._loan_reports)
 
     def take(self) -> TransferResults:
@@ -94,7 +95,7 @@ class PendingResults:
             reports, self._loan_reports = tuple(self._loan_reports), []
             reported, self._ids = self._ids, defaultdict(set)
             problems, self._problems = self._problems, {}
-        if self._loan_requests:
+        if self._loan_requests:  # These need one more step.
             self._wake()
         ids: dict[str, Any] = {name: frozenset(names) for name, names in reported.items()}
         loans: dict[str, Any] = {"loan_requests": requests, "loan_reports": reports}

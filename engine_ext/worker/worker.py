@@ -157,6 +157,7 @@ class WorkerConnector:
     def start_load_kv(self, meta: StepMetadata) -> None:
         if meta:
             self._inbox.append(self._staged.begin(meta) if self._staged else meta)
+            # The loop has it from here on, so `fail_loads` must not hand it over again.
             self._accepted = meta
             self._wake()
 
