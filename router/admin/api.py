@@ -38,7 +38,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 10.0
 logger = logging.getLogger("disagg_router.admin")
-MAX_CONNECTIONS = 64
+MAX_ADMIN_CONNECTIONS = 64
 # Each connection is for one call, so a connection that lasts longer only keeps others out.
 CONNECTION_LIFETIME_S = 30.0
 # For calls that run when the router stops.
@@ -234,7 +234,7 @@ async def serve_control(control: Control, listener: socket.socket | None) -> Asy
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=MAX_ADMIN_CONNECTIONS,
             headers=[("connection", "close")],
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )

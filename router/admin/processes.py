@@ -30,11 +30,11 @@ from router.telemetry import logs
 logger = logging.getLogger("disagg_router.admin")
 STORE_KEY_SETTINGS = ("conversation_store_key", "conversation_store_key_file")
 TOKEN_SETTINGS = ("admin_token", "admin_token_file")
-ANSWER_TIMEOUT_S = 2.0
+ORDER_TIMEOUT_S = 2.0
 # How long a worker that has just started waits for its first state before it serves without.
 FIRST_STATE_TIMEOUT_S = 10.0
 RECONNECT_DELAY_S = 0.2
-MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_ORDER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ControlChannel:
     @contextlib.asynccontextmanager
     async def open(self, path: Path) -> AsyncIterator[None]:
         """Accept workers at a socket with this path, until the block ends."""
-        server = await asyncio.start_unix_server(self._accept, path, limit=MAX_LINE_BYTES)
+        server = await asyncio.start_unix_server(self._accept, path, limit=MAX_ORDER_BYTES)
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ class ControlChannel:
             for worker in self._workers:
                 worker.close()
             if tasks:
-                await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT_S)
+                await asyncio.wait(tasks, timeout=ORDER_TIMEOUT_S)
 
     async def publish(self, state: DesiredState) -> Sequence[FleetView | None]:
         self.state = state
@@ -199,7 +199,7 @@ class WorkerConnection:
         if self.is_over.is_set():
             return None
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S), self._lock:
+            async with asyncio.timeout(ORDER_TIMEOUT_S), self._lock:
                 self._writer.write(channel.state.to_json() + b"\n")
                 await self._writer.drain()
                 return FleetView.model_validate_json(await self.reader.readuntil(b"\n"))
@@ -238,7 +238,7 @@ async def follow_control(path: Path, process: WorkerProcess) -> AsyncIterator[No
 async def _follow(path: Path, process: WorkerProcess, has_state: asyncio.Event) -> None:
     while True:
         try:
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ORDER_BYTES)
             with contextlib.closing(writer):
                 while True:
                     state = DesiredState.from_json(await reader.readuntil(b"\n"))

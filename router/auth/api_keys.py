@@ -31,7 +31,7 @@ from router.settings import is_loopback, split_port
 
 logger = logging.getLogger("disagg_router.auth")
 # About ten thousand keys.
-MAX_FILE_BYTES = 2 * 1024 * 1024
+MAX_KEYS_BYTES = 2 * 1024 * 1024
 # Secret scanners recognise a key by its prefix.
 PREFIX = "sk-disagg-"
 RANDOM_BYTES = 32
@@ -138,12 +138,12 @@ class Keyring:
         self.keys: KeysByDigest = {}
         self.on_change: Callable[[], None] = lambda: None
         self._check = check
-        self.file = WatchedFiles((path,), MAX_FILE_BYTES, self._replace_keys, self._log)
+        self.file = WatchedFiles((path,), MAX_KEYS_BYTES, self._replace_keys, self._log)
 
     @staticmethod
     def check_file(path: Path) -> None:
         """Raise ValueError if the file cannot be used now."""
-        parse_keys(read_regular_file(path, MAX_FILE_BYTES))
+        parse_keys(read_regular_file(path, MAX_KEYS_BYTES))
 
     def find(self, key: bytes) -> ApiKey | None:
         return self.keys.get(digest_of(key))

@@ -17,7 +17,7 @@ from router.settings import variable_of
 
 API_KEY = "OPENAI_API_KEY"
 ANSWER_TIMEOUT_S = 10.0
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_ROUTER_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_ERROR_TEXT = 300
 ENCODING_HEADERS = ("content-encoding", "content-length", "transfer-encoding")
 tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
@@ -26,7 +26,7 @@ tls_context = cache(partial(httpx.create_ssl_context, trust_env=False))
 def ask_router(method: str, url: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
     """Send a request and return the answer; not for use within an event loop.
 
-    A whole answer takes at most ANSWER_TIMEOUT_S, however it is split, and MAX_ANSWER_BYTES.
+    A whole answer takes at most ANSWER_TIMEOUT_S, however it is split, and MAX_ROUTER_ANSWER_BYTES.
     Raises CommandError.
     """
     return asyncio.run(send(method, url, headers))
@@ -52,8 +52,8 @@ async def send(
         ):
             async for part in answer.aiter_bytes():
                 content += part
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise CommandError(f"{url} sent more than {MAX_ANSWER_BYTES} bytes")
+                if len(content) > MAX_ROUTER_ANSWER_BYTES:
+                    raise CommandError(f"{url} sent more than {MAX_ROUTER_ANSWER_BYTES} bytes")
     except TimeoutError:
         raise CommandError(no_answer(url, None, timeout_s)) from None
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a host may be no name

@@ -30,7 +30,7 @@ last 1000 requests that have ended.
 If the dashboard has a token, set {TOKEN}, or {TOKEN_FILE} to the path of its file.
 """
 # With --workers each connection reaches any one of the processes.
-MAX_TRIES = 40
+MAX_LOOKUPS = 40
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl)-(.+?)(?:\.[^.]*)?")
 FLOWS = {
@@ -81,7 +81,7 @@ def find_request(url: str, request_id: str) -> dict[str, Any]:
     Raises UnknownRequestError, other kinds of CommandError, and UsageError.
     """
     headers = token_headers("ui_token", os.environ)
-    for _ in range(MAX_TRIES):
+    for _ in range(MAX_LOOKUPS):
         page = f"{url}/ui/requests/{quote(request_id, safe='')}"
         answer = ask_router("GET", page, headers)
         content = parse_object(answer.content)

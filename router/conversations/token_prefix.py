@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 STEP = 16
 ID_BYTES = array("I").itemsize
-DIGEST_BYTES = 12
+PREFIX_DIGEST_BYTES = 12
 # In base64.
 DIGEST_CHARS = 16
 MAX_TOKENS = 2**22
@@ -62,5 +62,5 @@ def _digests(packed: bytes) -> Iterator[str]:
     view, digest, step = memoryview(packed), b"", STEP * ID_BYTES
     for at in range(0, len(packed), step):
         piece = view[at : at + step]
-        digest = hashlib.blake2b(digest + piece, digest_size=DIGEST_BYTES).digest()
+        digest = hashlib.blake2b(digest + piece, digest_size=PREFIX_DIGEST_BYTES).digest()
         yield b64encode(digest).decode("ascii")

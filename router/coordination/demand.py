@@ -29,7 +29,7 @@ SAMPLE_INTERVAL_S = 5.0
 # The part of its time that a prefill engine should compute, and of its KV and its slots that should
 # be in use.
 BUSY_SHARE = 0.8
-CACHE_SHARE = 0.7
+NEEDED_SHARE = 0.7
 # What is queued should be computed within this time.
 DRAIN_S = 20.0
 STEP_SHARE = 0.5
@@ -109,10 +109,10 @@ class EngineDemand:
             # The legs of an engine of both roles are those of prompts, too.
             if (limit := engine.capabilities.max_num_seqs) and engine.role is not BOTH:
                 is_known = True
-                slots += engine.in_flight / (CACHE_SHARE * limit * ranks)
+                slots += engine.in_flight / (NEEDED_SHARE * limit * ranks)
             if engine.cache_tokens:
                 is_known = True
-                room += tokens / (CACHE_SHARE * engine.cache_tokens)
+                room += tokens / (NEEDED_SHARE * engine.cache_tokens)
             if model is not None and (left := STEP_SHARE * self._target_itl - model.base) > 0:
                 steps += tokens * model.context / left / ranks
         return max(room, slots, steps) if is_known else None

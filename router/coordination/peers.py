@@ -23,15 +23,15 @@ from router.routing.prompt_chunks import MAX_CHUNKS
 
 VERSION = 1
 # A report counts as load for this long. Routers report several times in this time.
-MAX_AGE_S = 2.0
+MAX_REPORT_AGE_S = 2.0
 # Chunks that one report has at most. Older prompts are left out.
 MAX_REPORTED_CHUNKS = 8192
 MAX_REPORT_BYTES = 512 * 1024
 MAX_PEERS = 64
-MAX_ENGINES = 4096
+MAX_REPORTED_ENGINES = 4096
 
-MAX_COUNT = 10**9
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+MAX_LOAD = 10**9
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOAD)]
 Load = tuple[Count, Count, Count, Count]
 Chunk = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has 64 bits
 Name = Annotated[str, msgspec.Meta(max_length=512)]
@@ -47,7 +47,7 @@ class PeerReport(Struct, array_like=True, frozen=True):
 
     version: int
     router: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    loads: Annotated[dict[Name, Load], msgspec.Meta(max_length=MAX_ENGINES)]
+    loads: Annotated[dict[Name, Load], msgspec.Meta(max_length=MAX_REPORTED_ENGINES)]
     prompts: list[tuple[Name, Chunks]]
 
 
@@ -100,7 +100,7 @@ class PeerRouters:
             name: (
                 engine.in_flight,
                 engine.tokens_in_flight,
-                min(int(1000 * engine.local_prefill_s), MAX_COUNT),
+                min(int(1000 * engine.local_prefill_s), MAX_LOAD),
                 engine.local_prefill_tokens,
             )
             for name, engine in self._engines.items()
@@ -134,8 +134,8 @@ class PeerRouters:
                     self._index.register([name], [engine.cache_tokens], [engine.preferred_role])
                 self._index.add(name, chunks)
         is_known = report.router in self._reports
-        if age < MAX_AGE_S and (is_known or len(self._reports) < MAX_PEERS):
-            self._reports[report.router] = report, received + MAX_AGE_S - age
+        if age < MAX_REPORT_AGE_S and (is_known or len(self._reports) < MAX_PEERS):
+            self._reports[report.router] = report, received + MAX_REPORT_AGE_S - age
         return True
 
     def update(self, now: float) -> None:

@@ -52,7 +52,7 @@ CACHE_MARGIN = 1.1
 SEQS_SHARE = 0.75
 # The boundary moves if it is so many engines off.
 LEAST_CHANGE = 0.7
-STEP = 1 / 8
+MOVED_SHARE = 1 / 8
 # If the work needs no more than this part of all engines, and each role has twice the engines that
 # it needs, the boundary stays where it is.
 IDLE_SHARE = 0.2
@@ -183,10 +183,10 @@ class RoleBalancer:
             return count  # the ratio of small needs shows little, and a move costs cached prefixes
         change = total * prompts / (prompts + answers) - prefillers
         if change > LEAST_CHANGE and may_take:
-            return count + max(1, int(min(change * STEP, decoders - answers)))
+            return count + max(1, int(min(change * MOVED_SHARE, decoders - answers)))
         is_spare = -change > LEAST_CHANGE and queue_s <= BUSY_QUEUE_S
         if is_spare or need.crowd > decoders:  # without room for answers, prompts wait as well
-            return count - max(1, int(-change * STEP))
+            return count - max(1, int(-change * MOVED_SHARE))
         return count
 
     def _measure_work(self, engines: Sequence[EngineState], moment: float) -> None:

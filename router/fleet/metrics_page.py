@@ -11,7 +11,7 @@ from collections.abc import Iterable
 METRICS_PATH = "/metrics"
 MAX_METRICS_BYTES = 16 * 1024 * 1024
 # Of what is cut out.
-MAX_LINES, MAX_LINE_BYTES = 4096, 16 * 1024
+MAX_METRIC_LINES, MAX_METRIC_LINE_BYTES = 4096, 16 * 1024
 
 
 def find_lines(page: bytes, names: Iterable[bytes]) -> bytes:
@@ -19,11 +19,11 @@ def find_lines(page: bytes, names: Iterable[bytes]) -> bytes:
     found: list[bytes] = []
     for name in names:
         start = 0 if page.startswith(name) else _next_line(page, name, 0)
-        while start >= 0 and len(found) < MAX_LINES:
+        while start >= 0 and len(found) < MAX_METRIC_LINES:
             end = page.find(b"\n", start)
             end = len(page) if end < 0 else end
             is_longer_name = page[start + len(name) : start + len(name) + 1] not in (b"{", b" ")
-            if not is_longer_name and end - start <= MAX_LINE_BYTES:
+            if not is_longer_name and end - start <= MAX_METRIC_LINE_BYTES:
                 found.append(page[start:end])
             start = _next_line(page, name, end)
     return b"\n".join([*found, b""])

@@ -33,7 +33,7 @@ BATCH_S = 0.1
 # Between two checks for drained engines.
 CHECK_INTERVAL_S = 0.5
 # Before a source whose task failed is watched again.
-RESTART_DELAY_S = 5.0
+SOURCE_RESTART_DELAY_S = 5.0
 # The most names in a log line, and the most texts of problems of one source that are logged.
 MAX_LOGGED = 8
 # The name of the source of engines that operators add.
@@ -287,7 +287,7 @@ class EngineRegistry:
                 logger.exception("source %s failed", source.source.name)
                 problem = f"failed: {type(error).__name__}: {error}"
                 self._note(source, SourceReport(None, problem))
-                await asyncio.sleep(RESTART_DELAY_S)
+                await asyncio.sleep(SOURCE_RESTART_DELAY_S)
 
     def _note(self, source: WatchedSource, report: SourceReport) -> None:
         if source.note(report):
@@ -314,7 +314,7 @@ class EngineRegistry:
                 logger.exception("the fleet could not be changed")
                 self._failure = f"cannot change the fleet: {type(error).__name__}: {error}"
                 self._has_changed.set()
-                await asyncio.sleep(RESTART_DELAY_S)
+                await asyncio.sleep(SOURCE_RESTART_DELAY_S)
 
 
 def find_changes(

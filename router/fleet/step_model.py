@@ -26,7 +26,7 @@ FACTORS = {
     "token_context_ns": (1e-9, 1e-3),
     "context_ns": (1e-9, 1e-3),
 }
-MAX_MIXING = 100.0
+MAX_CREDIBLE_MIXING = 100.0
 MAX_STEP_TOKENS = 10_000_000
 LIMIT_SHARE = 0.9
 MAX_TARGET_MS = 60_000.0
@@ -57,7 +57,7 @@ class StepModel:
         if len(factors) < len(FACTORS) or not (factors[0] and factors[1]):
             return None
         base, token, token_context, context = factors
-        mixing = _factor(value.get("mixing"), 1.0, MAX_MIXING)
+        mixing = _factor(value.get("mixing"), 1.0, MAX_CREDIBLE_MIXING)
         prompt_base = _factor(value.get("prompt_base_ms"), *FACTORS["base_ms"])
         prompt = 0.0 if prompt_base is None else prompt_base - base
         mixed = _factor(value.get("mixed_context_ns"), *FACTORS["context_ns"])

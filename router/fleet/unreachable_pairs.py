@@ -15,8 +15,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-FIRST_PAUSE_S = 10.0
-MAX_PAUSE_S = 300.0
+FIRST_AVOIDANCE_S = 10.0
+MAX_AVOIDANCE_S = 300.0
 # At most this many pairs are recorded. The pair with the oldest failure is dropped for a new one.
 MAX_PAIRS = 1024
 
@@ -67,7 +67,7 @@ class UnreachablePairs:
         if failing is not None and now < failing.until and not failing.is_tried:
             self.failing[prefiller, decoder] = failing
             return None
-        longer = FIRST_PAUSE_S if failing is None else min(2 * failing.pause, MAX_PAUSE_S)
+        longer = FIRST_AVOIDANCE_S if failing is None else min(2 * failing.pause, MAX_AVOIDANCE_S)
         pause = longer * (0.75 + self._random() / 2)
         self.failing[prefiller, decoder] = FailingPair(longer, now + pause)
         if len(self.failing) > MAX_PAIRS:

@@ -39,7 +39,7 @@ from router.proxy.token_ids import prompt_ids_in
 TOKENIZE = "/tokenize"
 TOKENS = "tokens"
 # The ids of two million tokens.
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_TOKENS_BYTES = 16 * 1024 * 1024
 # What /tokenize reads of a chat's body, and of a completion's.
 CHAT_FIELDS = (
     "model",
@@ -165,7 +165,7 @@ async def _tokenize(request: Request, engine: Engine) -> list[int] | None:
     if body is None:
         return None
     try:
-        answer = await send_side_request(request, engine, TOKENIZE, body, TOKENS, MAX_ANSWER_BYTES)
+        answer = await send_side_request(request, engine, TOKENIZE, body, TOKENS, MAX_TOKENS_BYTES)
     except (UpstreamError, BadRequestError):
         return None
     content = parse_object(answer.body) if answer.status == 200 else None

@@ -49,7 +49,7 @@ MAX_PARTNERS = 64
 # Pairs that wait for their warm-up. Client requests connect further pairs in the meantime.
 MAX_WAITING_PAIRS = 4096
 # The prompt: longer than two blocks of any usual size, of small ids that every vocabulary has.
-PROMPT_TOKENS = 260
+WARM_UP_TOKENS = 260
 PROMPT_TOKEN_IDS = range(5, 200)
 ENDPOINT = "/v1/completions"
 
@@ -213,7 +213,7 @@ async def send_test_request(
     prefiller: Engine,
     decoder: Engine,
     random: Random,
-    num_tokens: int = PROMPT_TOKENS,
+    num_tokens: int = WARM_UP_TOKENS,
 ) -> PairAnswer:
     """Send a request of the router's own, of `num_tokens` random tokens, through two engines.
 

@@ -47,7 +47,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "prefix": PrefixAffinity,
 }
 # With more engines, free placement compares a sample, and those that the policies name.
-MAX_COMPARED = 16
+MAX_FREE_CHOICES = 16
 # The load of a prefill engine is work that is queued there, so both count in one cost.
 PREFILL_POLICIES = POLICIES | {
     "least_loaded": lambda bound, index: LeastLoaded(prefill_load),
@@ -191,7 +191,7 @@ def _route_freely(
     orders = [policy.order(pool.decoders, query) for policy in policies]
     if preferred is None and query.session and isinstance(policies[1], SessionAffinity):
         preferred = orders[1][0]
-    compared = some_of(pool.decoders, query.turn, MAX_COMPARED)
+    compared = some_of(pool.decoders, query.turn, MAX_FREE_CHOICES)
     engines = list(dict.fromkeys([*compared, *orders[0], *orders[1]]))
     engines = [one for one in engines if not one.failed_recently] or engines  # they look idle
     if preferred is not None and preferred in pool.decoders and preferred not in engines:

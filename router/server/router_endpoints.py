@@ -53,7 +53,7 @@ router = APIRouter()
 # Only for an application whose metrics have no port of their own.
 metrics_router = APIRouter()
 logger = logging.getLogger("disagg_router.server")
-MODELS_TIMEOUT_S = 5.0
+MODELS_WAIT_S = 5.0
 # A header of clients of Anthropic's API.
 ANTHROPIC_VERSION = "anthropic-version"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -61,7 +61,7 @@ LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 LOAD_TIMEOUT_S = 300.0
 MAX_BODY_BYTES = 64 * 1024
 # In an error message.
-MAX_NAMED = 8
+MAX_STATES = 8
 # In the body of /ready.
 MAX_FINDINGS = 32
 DISABLED = "adapters are not loaded through this router: it was started without --lora-updates"
@@ -123,7 +123,7 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
         if answer is not None and 400 <= answer.status < 500:
             kind = dict(answer.headers).get(b"content-type", b"application/json")
             return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
-    states = ", ".join(f"{one.name} is {one.health}" for one in gateway.fleet.engines[:MAX_NAMED])
+    states = ", ".join(f"{one.name} is {one.health}" for one in gateway.fleet.engines[:MAX_STATES])
     raise NoEngineError(f"no engine answers /v1/models: {states or 'none is known'}")
 
 
@@ -135,7 +135,7 @@ def _listed_aliases(served: Sequence[Model], aliases: ModelAliases) -> Iterator[
 
 async def _ask_for_models(engine: Engine, shown: str) -> CompleteAnswer | None:
     try:
-        return await engine.get("/v1/models", now() + MODELS_TIMEOUT_S, MAX_ANSWER_BYTES, shown)
+        return await engine.get("/v1/models", now() + MODELS_WAIT_S, MAX_ANSWER_BYTES, shown)
     except UpstreamError:
         return None
 

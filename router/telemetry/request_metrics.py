@@ -26,7 +26,7 @@ logger = logging.getLogger("disagg_router")
 MAX_BATCH_DELAY_S = 0.1
 MAX_BATCH_RECORDS = 512
 # A thread waits no longer for an event loop that is busy.
-FLUSH_TIMEOUT_S = 0.2
+FLUSH_WAIT_S = 0.2
 USAGE_NAME = b'"usage":'
 # The usage object begins at most this far from the answer's end.
 USAGE_SEARCH_BYTES = 8192
@@ -42,8 +42,8 @@ ITL_BUCKETS_S = (
 # The latest times that percentiles are taken from, and which ones.
 MAX_RECENT_TIMES = 1000
 RECENT_SHARES = (0.5, 0.9, 0.99)
-MAX_COUNT = 10**15
-Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
+TOO_MANY = 10**15
+Count = Annotated[int, msgspec.Meta(ge=0, lt=TOO_MANY)]
 RecordReader = Callable[[Sequence[Record]], None]
 
 
@@ -108,7 +108,7 @@ def _valid_tokens_in(usage: bytes) -> Tokens:
 
     def count(of: object, name: str) -> int | None:
         value = of.get(name) if isinstance(of, dict) else None
-        return value if type(value) is int and 0 <= value < MAX_COUNT else None
+        return value if type(value) is int and 0 <= value < TOO_MANY else None
 
     details = reported.get("prompt_tokens_details") if isinstance(reported, dict) else None
     return Tokens(
@@ -168,7 +168,7 @@ class RecordBatches:
             loop.call_soon_threadsafe(flush)
         except RuntimeError:  # the loop has ended
             return
-        is_flushed.wait(FLUSH_TIMEOUT_S)
+        is_flushed.wait(FLUSH_WAIT_S)
 
     def flush(self) -> None:
         """Pass on all records now."""

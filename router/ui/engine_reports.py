@@ -31,7 +31,7 @@ from router.http_client.pool import CompleteAnswer
 from router.telemetry.logs import LogThrottle
 from router.ui.live_requests import RATE_WINDOW_S, EngineLink, RequestSummary
 
-MAX_RANKS = 64
+MAX_SHOWN_RANKS = 64
 MAX_ENTRIES = 512  # of each kind, on one rank's page
 MAX_AWAITED_REQUESTS = 512
 # How long after a request's end an engine may take to report its transfers.
@@ -135,7 +135,7 @@ def parse_transfers(content: object, at: float) -> TransferPage:
     ids: set[str] = set()
     moved: dict[tuple[str, str], int] = {}
     transfers: dict[tuple[str, str], Transfer] = {}
-    for rank in islice(dicts_in(content, "ranks"), MAX_RANKS):
+    for rank in islice(dicts_in(content, "ranks"), MAX_SHOWN_RANKS):
         if isinstance(rank.get("engine_id"), str):
             ids.add(rank["engine_id"])
         for one in _entries(MovedBytes, rank, "moved"):

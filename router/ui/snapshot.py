@@ -49,14 +49,14 @@ from router.ui.standing_checks import CheckResult, merge_results, run_checks
 
 logger = logging.getLogger("disagg_router.ui")
 KEYED = ("engines", "groups", "ways", "running")
-MAX_LISTED = 64
+MAX_ROWS = 64
 MAX_ENGINES = 512
 SNAPSHOT_INTERVAL_S = 0.25
 # For a line to arrive, and for the reader to take one.
 LINE_TIMEOUT_S = 2.0
-RECONNECT_DELAY_S = 1.0
-MAX_LINE_BYTES = 16 * 1024 * 1024
-MAX_CONNECTIONS = 256
+SNAPSHOT_RECONNECT_S = 1.0
+MAX_SNAPSHOT_BYTES = 16 * 1024 * 1024
+MAX_SNAPSHOT_CONNECTIONS = 256
 MAX_OTHERS_ENDED = 1024
 Json = dict[str, Any]
 Reading = Callable[[], contextlib.AbstractContextManager[Callable[[], "ProcessSnapshot"]]]
@@ -154,8 +154,8 @@ class SnapshotSource:
             queue = admission.depth, settings.queue_size
         return ProcessSnapshot(
             view=build_fleet_view(gateway.fleet, registry),
-            links=heapq.nlargest(MAX_LISTED, feed.rates().items(), key=lambda one: one[1]),
-            running=[summarize_request(record, worker, unix) for record in running[-MAX_LISTED:]],
+            links=heapq.nlargest(MAX_ROWS, feed.rates().items(), key=lambda one: one[1]),
+            running=[summarize_request(record, worker, unix) for record in running[-MAX_ROWS:]],
             ended=[summarize_request(record, worker, unix) for record in ended],
             missed=missed,
             in_flight=len(gateway.tasks.running),
@@ -204,7 +204,7 @@ def merge_snapshots(
             for one in merge_group_views(views)
         },
         "ways": _merge_links(seen, byte_rates or {}),
-        "running": {one.key: one.model_dump(mode="json") for one in running[-MAX_LISTED:]},
+        "running": {one.key: one.model_dump(mode="json") for one in running[-MAX_ROWS:]},
         "totals": {
             "requests": sum(outcomes.values()),
             "in_flight": sum(one.in_flight for one in seen),
@@ -279,7 +279,7 @@ def _merge_links(
     for link, rate in [each for snapshot in snapshots for each in snapshot.links]:
         of(link)["rate"] = round(of(link)["rate"] + rate, 2)
     fastest = sorted(byte_rates.items(), key=lambda item: (-item[1], item[0]))
-    for link, rate in fastest[:MAX_LISTED]:
+    for link, rate in fastest[:MAX_ROWS]:
         of(link)["bytes_per_second"] = rate
     return found
 
@@ -322,7 +322,7 @@ class OtherWorkers:
     async def _follow(self, path: Path) -> None:
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+                reader, writer = await asyncio.open_unix_connection(path, limit=MAX_SNAPSHOT_BYTES)
                 with contextlib.closing(writer):
                     while True:
                         async with asyncio.timeout(LINE_TIMEOUT_S):
@@ -336,7 +336,7 @@ class OtherWorkers:
                 logger.exception("another worker's snapshot cannot be read")
             finally:
                 self._snapshots.pop(path, None)
-            await asyncio.sleep(RECONNECT_DELAY_S)
+            await asyncio.sleep(SNAPSHOT_RECONNECT_S)
 
 
 @contextlib.asynccontextmanager
@@ -352,7 +352,7 @@ async def serve_snapshots(path: Path, reading: Reading) -> AsyncIterator[None]:
         assert task is not None
         connections.add(task)
         try:
-            if len(connections) <= MAX_CONNECTIONS:
+            if len(connections) <= MAX_SNAPSHOT_CONNECTIONS:
                 with reading() as take_snapshot:
                     while not reader.at_eof():
                         writer.write(take_snapshot().model_dump_json().encode() + b"\n")

@@ -23,7 +23,7 @@ from router.fleet.registry import EngineRegistry
 
 # The most results of one process, and the longest text in characters.
 MAX_RESULTS = 32
-MAX_TEXT = 400
+MAX_CHECK_TEXT = 400
 # A certificate that expires sooner is reported.
 EXPIRY_WARNING_S = 14 * 24 * 3600.0
 FINDING_NAMES = {
@@ -67,7 +67,7 @@ def run_checks(
         *_check_files(files, certificates),
     ][:MAX_RESULTS]
     for one in found:
-        one.text, one.cure = one.text[:MAX_TEXT], one.cure[:MAX_TEXT]
+        one.text, one.cure = one.text[:MAX_CHECK_TEXT], one.cure[:MAX_CHECK_TEXT]
     return found
 
 

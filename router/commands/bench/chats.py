@@ -25,9 +25,9 @@ from router.telemetry.metric_types import nearest_rank
 
 PATH = "/v1/chat/completions"
 SHARES = (0.5, 0.9, 0.99)
-MAX_SAMPLES = 100_000
+MAX_TIMES = 100_000
 MAX_PROBLEMS = 10
-MAX_ERROR_TEXT = 200
+MAX_FAILURE_TEXT = 200
 TEXT = """
 river stone light paper window garden letter music bridge winter morning engine silver market forest
 candle ocean number story mountain teacher kitchen travel signal yellow harbour question pocket
@@ -70,7 +70,7 @@ def chats(plan: LoadPlan, run: str) -> Iterator[Chat]:
 class Sample:
     """A uniform random sample of bounded size (reservoir sampling)."""
 
-    def __init__(self, max_size: int = MAX_SAMPLES, seed: int = 1) -> None:
+    def __init__(self, max_size: int = MAX_TIMES, seed: int = 1) -> None:
         self._max_size = max_size
         self._random = random.Random(seed)
         self.values: list[float] = []
@@ -212,7 +212,7 @@ class ChatLoad:
                 raise ChatError(f"{target.url}: {exchange.problem}")
             reader.end(exchange.ended)
         except ChatError as failure:
-            self.figures.note_failure(" ".join(str(failure).split())[:MAX_ERROR_TEXT])
+            self.figures.note_failure(" ".join(str(failure).split())[:MAX_FAILURE_TEXT])
             return None
         return "".join(reader.texts)
 

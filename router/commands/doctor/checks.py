@@ -33,7 +33,7 @@ from router.openai.answers import parse_object
 from router.settings import Address, is_loopback
 
 # The longest wait for one answer.
-ANSWER_TIMEOUT_S = 5.0
+CHECK_TIMEOUT_S = 5.0
 # Clocks that differ by more than this are reported; a Date header has whole seconds.
 MAX_SKEW_S = 5.0
 MAX_SHOWN = 3
@@ -97,8 +97,8 @@ async def retried(check: Callable[[], Awaitable[list[Check]]]) -> list[Check]:
 
 
 async def within(work: Awaitable[T], seconds: float | None = None) -> T:
-    """Wait for `work`, ANSWER_TIMEOUT_S if not given otherwise. Raises TimeoutError."""
-    async with asyncio.timeout(ANSWER_TIMEOUT_S if seconds is None else seconds):
+    """Wait for `work`, CHECK_TIMEOUT_S if not given otherwise. Raises TimeoutError."""
+    async with asyncio.timeout(CHECK_TIMEOUT_S if seconds is None else seconds):
         return await work
 
 
@@ -117,7 +117,7 @@ async def connect(host: str, port: int) -> str:
     try:
         _, writer = await within(asyncio.open_connection(host, port))
     except (OSError, UnicodeError) as error:
-        return reason_of(error, ANSWER_TIMEOUT_S)
+        return reason_of(error, CHECK_TIMEOUT_S)
     writer.transport.abort()
     return ""
 
@@ -128,7 +128,7 @@ async def check_reach(found: Findings, url: str, address: Address, flag: str) ->
     try:
         addresses = await resolve(host)
     except OSError as error:
-        why = error.strerror or reason_of(None, ANSWER_TIMEOUT_S)
+        why = error.strerror or reason_of(None, CHECK_TIMEOUT_S)
         cure = f"correct {flag}, or the DNS that this machine uses"
         found.fail("name", f"{url}: {host} cannot be resolved: {why}", cure)
         return False
@@ -196,7 +196,7 @@ class EngineChecker:
                 cure = error.cure
             elif not isinstance(error, ConnectError):
                 cure = "is this an engine? Look at its log"
-            why = no_answer(url, error, ANSWER_TIMEOUT_S)
+            why = no_answer(url, error, CHECK_TIMEOUT_S)
             self.found.fail("answers", f"{error.phrase}: {why}", cure)
             return
         if is_healthy:
@@ -204,7 +204,7 @@ class EngineChecker:
 
     async def _get(self, path: str) -> CompleteAnswer:
         """Raises UpstreamError."""
-        return await self._engine.get(path, now() + ANSWER_TIMEOUT_S, MAX_ANSWER_BYTES)
+        return await self._engine.get(path, now() + CHECK_TIMEOUT_S, MAX_ANSWER_BYTES)
 
     async def _check_health(self) -> bool:
         started = time.time()

@@ -48,15 +48,15 @@ from router.ui.engine_reports import (
     parse_transfers,
 )
 
-DISCOVERY_TIMEOUT_S = 5.0
+LISTING_TIMEOUT_S = 5.0
 # The test request: four blocks of sixteen tokens.
-PROMPT_TOKENS = 64
+TEST_PROMPT_TOKENS = 64
 # An engine reports a transfer a moment after the answer.
-REPORT_TIMEOUT_S = 2.0
+TRANSFER_REPORT_TIMEOUT_S = 2.0
 REPORT_POLL_S = 0.1
 MAX_CONCURRENT_ENGINES = 64
 MAX_CONCURRENT_REQUESTS = 4
-MAX_PAIRS = 16
+MAX_CHECKED_ENGINES = 16
 # Settings that do not matter for the checks, or that have a check of their own.
 QUIET = {
     "access_log": False,
@@ -95,7 +95,7 @@ async def open_fleet(settings: Settings) -> AsyncIterator[RouterState]:
     state = state_of(build(settings.model_copy(update=QUIET)))
     discovery = asyncio.create_task(state.registry.run())
     try:
-        await state.registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
+        await state.registry.wait_for_sources(LISTING_TIMEOUT_S)
         yield state
     finally:
         discovery.cancel()
@@ -223,12 +223,12 @@ def choose_pairs(engines: Sequence[Engine]) -> list[CheckedPair]:
         if fitting:  # partners take turns
             pairs.append(fitting[len(pairs) % len(fitting)])
 
-    for decoder in decoders[:MAX_PAIRS]:
-        add([CheckedPair(prefiller, decoder) for prefiller in prefillers[:MAX_PAIRS]])
-    for prefiller in prefillers[:MAX_PAIRS]:
+    for decoder in decoders[:MAX_CHECKED_ENGINES]:
+        add([CheckedPair(prefiller, decoder) for prefiller in prefillers[:MAX_CHECKED_ENGINES]])
+    for prefiller in prefillers[:MAX_CHECKED_ENGINES]:
         if all(pair.prefiller is not prefiller for pair in pairs):
-            add([CheckedPair(prefiller, decoder) for decoder in decoders[:MAX_PAIRS]])
-    return list(dict.fromkeys(pairs))[:MAX_PAIRS]
+            add([CheckedPair(prefiller, decoder) for decoder in decoders[:MAX_CHECKED_ENGINES]])
+    return list(dict.fromkeys(pairs))[:MAX_CHECKED_ENGINES]
 
 
 async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> list[Check]:
@@ -268,7 +268,7 @@ async def _check_moves(
     before = None if has_page else await _transferred_bytes(pair.decoder)
     try:
         async with asyncio.timeout(timeout_s):
-            answer = await send_test_request(gateway, *pair, Random(), PROMPT_TOKENS)
+            answer = await send_test_request(gateway, *pair, Random(), TEST_PROMPT_TOKENS)
     except TimeoutError:
         cure = "look at the logs of both engines, or set --timeout"
         found.fail(name, timeout_text(pair, timeout_s), cure)
@@ -311,7 +311,7 @@ async def _check_moved(
 
 async def _wait_for_bytes(engine: Engine, before: float) -> float:
     """Return how many bytes more a stock engine counts; 0 if none in time."""
-    latest = now() + REPORT_TIMEOUT_S
+    latest = now() + TRANSFER_REPORT_TIMEOUT_S
     while True:
         more = (await _transferred_bytes(engine) or 0.0) - before
         if more > 0 or now() >= latest:
@@ -328,7 +328,7 @@ async def _transferred_bytes(engine: Engine) -> float | None:
 async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Transfer | None, bool]:
     """Return a request's transfer, if an engine reports it in time; and whether engines report
     transfers at all."""
-    digest, latest = hash_request_id(request_id), now() + REPORT_TIMEOUT_S
+    digest, latest = hash_request_id(request_id), now() + TRANSFER_REPORT_TIMEOUT_S
     while True:
         pages = await asyncio.gather(*map(_transfers_of, engines))
         for page in pages:

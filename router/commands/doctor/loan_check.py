@@ -25,7 +25,7 @@ from router.proxy.warmup import PROMPT_TOKEN_IDS
 
 NAME = "prefix borrowed"
 # Several blocks, and far more than an engine would rather compute.
-PROMPT_TOKENS = 512
+LOAN_PROMPT_TOKENS = 512
 # The first handshake may take longer than an engine waits for a loan.
 MAX_TRIES = 3
 
@@ -85,7 +85,7 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
         found.fail(NAME, f"no: {failure_text(loan, error, timeout_s)}", cure_of(error, cure))
     else:
         if tokens:
-            found.ok(NAME, f"yes, {tokens} of {PROMPT_TOKENS} tokens")
+            found.ok(NAME, f"yes, {tokens} of {LOAN_PROMPT_TOKENS} tokens")
         else:
             found.fail(NAME, f"no: {loan.borrower.name} has computed the prompt itself", cure)
     return found.checks
@@ -94,10 +94,10 @@ async def check_loan(engines: Sequence[Engine], timeout_s: float) -> list[Check]
 async def _borrow(loan: CheckedLoan) -> int:
     """Return how many tokens were borrowed. Raises UpstreamError or EngineError."""
     for _ in range(MAX_TRIES):
-        prompt = Random().choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS)
+        prompt = Random().choices(PROMPT_TOKEN_IDS, k=LOAN_PROMPT_TOKENS)
         body = {"model": min(loan.models), "prompt": prompt, "max_tokens": 1, "stream": False}
         await _send(loan.lender, body)
-        holders = {"holders": [holder_entry(loan.lender, PROMPT_TOKENS)]}
+        holders = {"holders": [holder_entry(loan.lender, LOAN_PROMPT_TOKENS)]}
         answer = await _send(loan.borrower, {**body, "kv_transfer_params": holders})
         params = answer.get("kv_transfer_params")
         tokens = params.get("borrowed_tokens") if isinstance(params, dict) else None

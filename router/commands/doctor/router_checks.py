@@ -13,7 +13,7 @@ import httpx
 
 from router.commands.console import CommandError
 from router.commands.doctor.checks import Check, Findings, check_clock, check_reach
-from router.commands.doctor.fleet_checks import PROMPT_TOKENS, find_transfer
+from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS, find_transfer
 from router.commands.router_client import error_message, first_model_in, send
 from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
 from router.fleet.engine import Engine
@@ -135,7 +135,7 @@ class RouterChecker:
             model = first_model_in(listed).get("id")
             body = {
                 **({"model": model} if isinstance(model, str) else {}),
-                "prompt": Random().choices(PROMPT_TOKEN_IDS, k=PROMPT_TOKENS),
+                "prompt": Random().choices(PROMPT_TOKEN_IDS, k=TEST_PROMPT_TOKENS),
                 # One token would be the answer of a prefill engine alone.
                 "max_tokens": 2,
                 "ignore_eos": True,

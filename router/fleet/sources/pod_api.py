@@ -27,7 +27,7 @@ from router.settings import SettingsError
 PAGE_SIZE = 100
 MAX_PAGES = 200
 MAX_PAGE_BYTES = 64 * 1024 * 1024
-MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_WATCH_EVENT_BYTES = 4 * 1024 * 1024
 # For one page, and for the head of a watch.
 API_TIMEOUT_S = 10.0
 # The server ends a watch after this time, and the source ends it after some more: a connection that
@@ -210,7 +210,7 @@ class LineSplitter:
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the lines that are complete now. Raises SourceError."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
+        if len(self._rest) > MAX_WATCH_EVENT_BYTES:
             raise SourceError("the API server sent a pod that is too large")
         return [line for line in whole if line.strip()]
 

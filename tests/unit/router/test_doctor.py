@@ -24,7 +24,7 @@ from router.commands.doctor.checks import (
     retried,
 )
 from router.commands.doctor.command import check_files, check_redis, lines, main
-from router.commands.doctor.fleet_checks import PROMPT_TOKENS, check_fleet, open_fleet
+from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS, check_fleet, open_fleet
 from router.coordination.role_balance import RoleKeeper
 from router.settings import UNSAFE_REUSE, Settings
 from router.ui.engine_reports import hash_request_id
@@ -117,7 +117,7 @@ async def test_fleet_that_is_well_moves_kv(p: MockEngine, d: MockEngine) -> None
     assert found(checks, "transfer mode").text == "pull"
     assert found(checks, "leases").text == "all last 30 s"
     assert found(checks, "secret").state is State.SKIPPED
-    assert len(p.requests[0].json["prompt"]) == PROMPT_TOKENS == 64
+    assert len(p.requests[0].json["prompt"]) == TEST_PROMPT_TOKENS == 64
 
 
 async def test_a_check_that_fails_once_is_repeated(p: MockEngine, d: MockEngine) -> None:
@@ -268,7 +268,7 @@ async def test_stock_decode_engine_shows_by_its_metrics_whether_kv_moved(
     state: State,
     text: str,
 ) -> None:
-    monkeypatch.setattr("router.commands.doctor.fleet_checks.REPORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.commands.doctor.fleet_checks.TRANSFER_REPORT_TIMEOUT_S", 0.3)
 
     def count(transferred: int) -> None:
         d.pages["/metrics"] = b'vllm:nixl_bytes_transferred_sum{engine="0"} %d\n' % transferred
@@ -310,7 +310,7 @@ async def test_engine_that_is_not_well_is_named(
         assert failed(await examine(settings))["health"] == "/health answers 503"
     elif kind == "silent":
         d.is_mute = True
-        monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 2)
+        monkeypatch.setattr("router.commands.doctor.checks.CHECK_TIMEOUT_S", 2)
         assert "did not answer in time" in failed(await examine(settings))["answers"]
     else:
         port = d.port
@@ -589,7 +589,7 @@ async def test_progress_is_shown_when_it_takes_long(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("router.commands.doctor.checks.CHECK_TIMEOUT_S", 0.5)
     monkeypatch.setattr("router.commands.doctor.command.SILENT_S", 0.05)
     d.is_mute = True
     engines = ["--prefill", f"127.0.0.1:{p.port}", "--decode", f"127.0.0.1:{d.port}"]
@@ -611,7 +611,7 @@ async def test_name_look_up_that_hangs_has_a_deadline(
             raise socket.gaierror("too late")
         return real(host, *rest, **options)
 
-    monkeypatch.setattr("router.commands.doctor.checks.ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.commands.doctor.checks.CHECK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     settings = Settings(prefill=("slow.invalid:1",), decode=(f"127.0.0.1:{d.port}",))
     assert "no answer in" in failed(await examine(settings))["name"]

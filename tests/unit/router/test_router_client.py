@@ -90,7 +90,7 @@ def test_a_command_says_so_in_a_line(
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_client, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(router_client, "MAX_ROUTER_ANSWER_BYTES", 10_000)
     with (
         dripping(HEAD + b"\r\n", bytes(4096)) as url,
         pytest.raises(CommandError, match="more than 10000 bytes"),

@@ -21,7 +21,7 @@ async def test_a_connection_is_for_one_call_and_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "CONNECTION_LIFETIME_S", 1.0)
-    monkeypatch.setattr(api, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(api, "MAX_ADMIN_CONNECTIONS", 4)
     control, _, _ = control_of([A])
     with bind_at("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]

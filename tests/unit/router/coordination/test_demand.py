@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from router.coordination.demand import BUSY_SHARE, CACHE_SHARE, DRAIN_S, EngineDemand
+from router.coordination.demand import BUSY_SHARE, DRAIN_S, NEEDED_SHARE, EngineDemand
 from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole, EngineSpec
 from router.http_client.pool import EnginePool
 from router.settings import Address
@@ -91,18 +91,18 @@ def test_what_is_queued_needs_engines_too() -> None:
 def test_decode_engines_are_needed_for_kv_and_for_short_steps() -> None:
     full, demand = engine(DECODE, cache_tokens=100_000), EngineDemand(0.05)
     full.add_load(9, 140_000)
-    assert demand.read([full], 1.0)[D] == pytest.approx(1.4 / CACHE_SHARE)
+    assert demand.read([full], 1.0)[D] == pytest.approx(1.4 / NEEDED_SHARE)
     slow = engine(DECODE, cache_tokens=10_000_000)
     slow.add_load(9, 1_000_000)  # 30 ms of each step, where 15 ms are left
     assert EngineDemand(0.05).read([slow], 1.0)[D] == pytest.approx(2.0)
-    assert EngineDemand(0.0).read([slow], 1.0)[D] == pytest.approx(0.1 / CACHE_SHARE)
+    assert EngineDemand(0.0).read([slow], 1.0)[D] == pytest.approx(0.1 / NEEDED_SHARE)
 
 
 def test_decode_engines_are_needed_for_slots() -> None:
     made = engine(DECODE, cache_tokens=10_000_000)
     made.capabilities.max_num_seqs = 10
     made.add_load(14, 14)
-    assert EngineDemand(0.0).read([made], 1.0)[D] == pytest.approx(1.4 / CACHE_SHARE)
+    assert EngineDemand(0.0).read([made], 1.0)[D] == pytest.approx(1.4 / NEEDED_SHARE)
 
 
 def test_the_sum_over_routers_is_what_all_requests_need() -> None:

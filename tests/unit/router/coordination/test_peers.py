@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.coordination.peers import (
-    MAX_AGE_S,
     MAX_PEERS,
+    MAX_REPORT_AGE_S,
     MAX_REPORT_BYTES,
     MAX_REPORTED_CHUNKS,
     VERSION,
@@ -74,8 +74,8 @@ def test_load_of_other_routers_is_added_and_expires() -> None:
     assert one.peers.take(third.report(), received=101.0)
     assert len(one.peers) == 2
     assert one.elsewhere(101.5) == [(3, 750), (0, 0)]
-    assert one.elsewhere(100.0 + MAX_AGE_S) == [(1, 50), (0, 0)]
-    assert one.elsewhere(101.0 + MAX_AGE_S) == [(0, 0), (0, 0)]
+    assert one.elsewhere(100.0 + MAX_REPORT_AGE_S) == [(1, 50), (0, 0)]
+    assert one.elsewhere(101.0 + MAX_REPORT_AGE_S) == [(0, 0), (0, 0)]
     assert len(one.peers) == 0
 
 
@@ -88,14 +88,14 @@ def test_prompts_that_other_routers_let_a_decode_engine_compute_are_added() -> N
         assert one.peers.take(other.report(), received=100.0)
     one.peers.update(100.0)
     assert one.engines[1].local_prefill_elsewhere == (1.5, 2000)
-    one.peers.update(100.0 + MAX_AGE_S)
+    one.peers.update(100.0 + MAX_REPORT_AGE_S)
     assert one.engines[1].local_prefill_elsewhere == (0.0, 0)
 
 
 def test_later_report_replaces_an_earlier_one_and_old_ones_are_no_load() -> None:
     one, other = OneRouter(), OneRouter()
     other.engines[1].in_flight = 5
-    assert one.peers.take(other.report(), received=10.0, age=MAX_AGE_S)
+    assert one.peers.take(other.report(), received=10.0, age=MAX_REPORT_AGE_S)
     assert one.elsewhere(10.0) == [(0, 0), (0, 0)]
     assert one.peers.take(other.report(), received=10.0, age=0.1)
     other.engines[1].in_flight = 1

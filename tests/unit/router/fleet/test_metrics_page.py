@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.fleet.metrics_page import MAX_LINE_BYTES, MAX_LINES, find_lines
+from router.fleet.metrics_page import MAX_METRIC_LINE_BYTES, MAX_METRIC_LINES, find_lines
 
 NAMES = (b"blocks", b"blocks_free")
 
@@ -15,7 +15,7 @@ NAMES = (b"blocks", b"blocks_free")
         (b"blocks 1\nblocks_free 2\n", b"blocks 1\nblocks_free 2\n"),
         (b"a 1\nblocks{a} 1\nblocks{b} 2\n", b"blocks{a} 1\nblocks{b} 2\n"),
         (b"# HELP blocks\nmy_blocks 1\nblocks_total 2\n blocks 3\n", b""),
-        (b"blocks %b\nblocks 1\n" % (b"1" * MAX_LINE_BYTES), b"blocks 1\n"),
+        (b"blocks %b\nblocks 1\n" % (b"1" * MAX_METRIC_LINE_BYTES), b"blocks 1\n"),
         (b"blocks\nblocks\n", b""),
     ],
 )  # fmt: skip
@@ -24,5 +24,5 @@ def test_only_lines_of_these_metrics_are_found(page: bytes, lines: bytes) -> Non
 
 
 def test_number_of_lines_is_limited() -> None:
-    page = b"blocks 1\n" * (MAX_LINES + 9)
-    assert find_lines(page, NAMES) == b"blocks 1\n" * MAX_LINES
+    page = b"blocks 1\n" * (MAX_METRIC_LINES + 9)
+    assert find_lines(page, NAMES) == b"blocks 1\n" * MAX_METRIC_LINES

@@ -79,7 +79,11 @@ def listed(name: str, role: EngineRole = EngineRole.DECODE, **spec: Any) -> Engi
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BATCH_S", 0.01), ("CHECK_INTERVAL_S", 0.02), ("RESTART_DELAY_S", 0.01)):
+    for name, seconds in (
+        ("BATCH_S", 0.01),
+        ("CHECK_INTERVAL_S", 0.02),
+        ("SOURCE_RESTART_DELAY_S", 0.01),
+    ):
         monkeypatch.setattr(registry_module, name, seconds)
 
 

@@ -1,9 +1,9 @@
 """Pairs of engines that cannot exchange KV: avoided, tried by one request, cleared by a load."""
 
 from router.fleet.unreachable_pairs import (
-    FIRST_PAUSE_S,
+    FIRST_AVOIDANCE_S,
+    MAX_AVOIDANCE_S,
     MAX_PAIRS,
-    MAX_PAUSE_S,
     UnreachablePairs,
 )
 
@@ -18,45 +18,45 @@ def pairs() -> UnreachablePairs:
 def test_only_the_failing_pair_is_avoided_for_a_while() -> None:
     known = pairs()
     assert not known
-    assert known.record_failure(P, D, now=0) == FIRST_PAUSE_S
+    assert known.record_failure(P, D, now=0) == FIRST_AVOIDANCE_S
     assert known
-    assert known.is_avoided(P, D, now=FIRST_PAUSE_S - 0.1)
-    assert not known.is_avoided(P, D, now=FIRST_PAUSE_S)
+    assert known.is_avoided(P, D, now=FIRST_AVOIDANCE_S - 0.1)
+    assert not known.is_avoided(P, D, now=FIRST_AVOIDANCE_S)
     assert not known.is_avoided(P, "d:2", now=1)
     assert not known.is_avoided("p:2", D, now=1)
     assert not known.is_avoided(D, P, now=1)
     assert list(known.avoided(now=1)) == [(P, D)]
-    assert list(known.avoided(now=FIRST_PAUSE_S)) == []
+    assert list(known.avoided(now=FIRST_AVOIDANCE_S)) == []
 
 
 def test_failures_of_earlier_requests_count_once() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
     assert known.record_failure(P, D, now=1) is None
-    assert not known.is_avoided(P, D, now=FIRST_PAUSE_S)
+    assert not known.is_avoided(P, D, now=FIRST_AVOIDANCE_S)
 
 
 def test_after_the_pause_one_request_tries_and_a_failure_doubles_the_pause() -> None:
-    known, now, pause = pairs(), 0.0, FIRST_PAUSE_S
+    known, now, pause = pairs(), 0.0, FIRST_AVOIDANCE_S
     known.record_failure(P, D, now)
-    while pause < MAX_PAUSE_S:
+    while pause < MAX_AVOIDANCE_S:
         now += pause
         assert not known.is_avoided(P, D, now)
         known.note_load_started(P, D, now)
         assert known.is_avoided(P, D, now), "others wait for what comes of it"
-        pause = min(2 * pause, MAX_PAUSE_S)
+        pause = min(2 * pause, MAX_AVOIDANCE_S)
         assert known.record_failure(P, D, now + 1) == pause
         now += 1
-    assert known.record_failure(P, D, now + MAX_PAUSE_S) == MAX_PAUSE_S
+    assert known.record_failure(P, D, now + MAX_AVOIDANCE_S) == MAX_AVOIDANCE_S
 
 
 def test_a_try_without_a_result_is_repeated_later() -> None:
     known = pairs()
     known.record_failure(P, D, now=0)
-    known.note_load_started(P, D, now=FIRST_PAUSE_S)
-    known.note_load_started(P, D, now=FIRST_PAUSE_S + 1)
-    assert known.is_avoided(P, D, now=2 * FIRST_PAUSE_S - 1)
-    assert not known.is_avoided(P, D, now=2 * FIRST_PAUSE_S)
+    known.note_load_started(P, D, now=FIRST_AVOIDANCE_S)
+    known.note_load_started(P, D, now=FIRST_AVOIDANCE_S + 1)
+    assert known.is_avoided(P, D, now=2 * FIRST_AVOIDANCE_S - 1)
+    assert not known.is_avoided(P, D, now=2 * FIRST_AVOIDANCE_S)
 
 
 def test_a_load_that_works_clears_the_pair() -> None:
@@ -65,7 +65,7 @@ def test_a_load_that_works_clears_the_pair() -> None:
     assert known.record_success(P, D)
     assert not known.record_success(P, D)
     assert not known
-    assert known.record_failure(P, D, now=1) == FIRST_PAUSE_S
+    assert known.record_failure(P, D, now=1) == FIRST_AVOIDANCE_S
 
 
 def test_a_removed_engine_is_forgotten_on_either_side() -> None:

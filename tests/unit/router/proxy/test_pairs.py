@@ -172,7 +172,7 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
 async def test_a_pair_is_tried_again_and_a_load_that_works_clears_it(
     start_router: StartRouter, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.unreachable_pairs.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("router.fleet.unreachable_pairs.FIRST_AVOIDANCE_S", 0.05)
     router = await started(start_router, fleet)
     await ask(router, 4)
     fleet.cut_off.clear()

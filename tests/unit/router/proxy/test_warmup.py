@@ -53,7 +53,7 @@ async def test_lazy_warms_engines_that_join_and_not_those_present_at_start(
         assert warm(p)[0].json["kv_transfer_params"]["do_remote_decode"]
         assert warm(d2)[0].json["kv_transfer_params"] == PARAMS | {"retain": False}
         assert warm(p)[0].json["prompt"] == warm(d2)[0].json["prompt"]
-        assert len(warm(p)[0].json["prompt"]) == warmup.PROMPT_TOKENS
+        assert len(warm(p)[0].json["prompt"]) == warmup.WARM_UP_TOKENS
         await router.settled()
 
 

@@ -121,7 +121,7 @@ async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "LINE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(workers_module, "RECONNECT_DELAY_S", 0.01)
+    monkeypatch.setattr(workers_module, "SNAPSHOT_RECONNECT_S", 0.01)
     writers: list[asyncio.StreamWriter] = []
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -263,7 +263,7 @@ async def test_a_silently_lost_watch_is_noticed(server: ApiServer, tmp_path: Pat
         ({"watch_garbage": b'{"type":"ADDED","object":7}\n'}, "cannot be parsed"),
         ({"watch_garbage": b'{"type":"EXPLODED","object":{}}\n'}, "cannot be parsed"),
         ({"watch_garbage": b'{"type":"ERROR","object":{"code":500}}\n'}, "returned 500"),
-        ({"watch_garbage": b"x" * (pod_api.MAX_LINE_BYTES + 1)}, "too large"),
+        ({"watch_garbage": b"x" * (pod_api.MAX_WATCH_EVENT_BYTES + 1)}, "too large"),
         ({"watch_garbage": b"\n"}, "ends each watch at once"),
     ],
 )
@@ -371,4 +371,4 @@ def test_lines_are_complete_however_they_are_cut() -> None:
         found = [line for piece in pieces for line in lines.feed(piece)]
         assert found == [b'{"a": 1}', b'{"b": 2}\r']
     with pytest.raises(SourceError):
-        LineSplitter().feed(b"x" * (pod_api.MAX_LINE_BYTES + 1))
+        LineSplitter().feed(b"x" * (pod_api.MAX_WATCH_EVENT_BYTES + 1))
