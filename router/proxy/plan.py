@@ -14,25 +14,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.conversations.reuse import TurnReuse
-from router.fleet.engine import DECODE, PREFILL, Engine, Place
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
 from router.proxy.ranks import find_place
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
-from router.routing.costs import PlaceLoad
-from router.routing.local_prefill import find_cheapest, is_trial
+from router.routing.local_prefill import PromptPlace, choose_local_prefill
 from router.routing.policy import in_turn
 from router.routing.prompt_chunks import has_media
 from router.routing.route import Route
 
 # Up to this size of a request, an unwanted prefill costs a decode engine little.
 MAX_SHORT_BODY_BYTES = 4096
-# Reasons why one decode engine answers: its cache lacks little of the prompt; it computes the
-# prompt sooner than a prefill engine; it measures its steps with the prompt; it is also the only
-# prefill engine; it costs least for both legs; the prompt is embeddings that engines cannot share.
+# Reasons why one decode engine answers, beside those of local_prefill: its cache lacks little of
+# the prompt; it is also the only prefill engine; it costs least for both legs; the prompt is
+# embeddings that engines cannot share.
 SHORT_PROMPT = "short"
-SOONER = "sooner"
-TRIAL = "trial"
 SAME_ENGINE = "same_engine"
 CHEAPEST = "cheapest"
 PROMPT_EMBEDS = "prompt_embeds"
@@ -179,46 +176,30 @@ def find_local_prefill(
             candidates = () if has_media(request.body) else candidates
     if not (least or candidates) or not route.decoders or not NOT_BY_SIZE.isdisjoint(request.body):
         return None
-    total = max(1, request.prompt_tokens)
-    if least:
-        first = route.decoders[0]
-        place = find_place(request, route, reuse, first, DECODE)
-        if total - cached_tokens_at(route, reuse, first, place, total) < least:
-            return first, SHORT_PROMPT
-    if reuse is not None and _turn_threshold(request, route, reuse, limits):
-        return None  # the decode engine itself judges what its cache lacks
-    loads: list[tuple[Engine, PlaceLoad, int]] = []
-    for engine in candidates:
-        place = find_place(request, route, reuse, engine, DECODE)
-        load = PlaceLoad.of(engine, place)
-        uncached = max(1, total - cached_tokens_at(route, reuse, engine, place, total))
-        if load is not None:
-            loads.append((engine, load, uncached))
-        elif is_trial(engine, place, uncached):
-            return engine, TRIAL
-    best = find_cheapest(loads, total, target)
-    if best is None:
-        return None
-    prefiller, notes = route.prefillers[0], route.prefill_feedback
-    place = route.place(prefiller, PREFILL)
-    cached = 0 if notes is None else notes.expected_tokens(place.name)
-    if reuse is not None and reuse.entry is not None:  # it would pull the last turn's KV
-        cached = max(cached, int(reuse.cached_share * total))
-    decoder, load, cost = best
-    remote = PlaceLoad.of_prefiller(prefiller, place, load.model)
-    return (decoder, SOONER) if cost < remote.remote_cost(max(1, total - cached), total) else None
+    if least and place_of_prompt(request, route, reuse, route.decoders[0]).uncached < least:
+        return route.decoders[0], SHORT_PROMPT
+    if not candidates or (reuse is not None and _turn_threshold(request, route, reuse, limits)):
+        return None  # with a threshold, the decode engine itself judges what its cache lacks
+    decoders = [place_of_prompt(request, route, reuse, engine) for engine in candidates]
+    prefiller = place_of_prompt(request, route, reuse, route.prefillers[0], PREFILL)
+    return choose_local_prefill(decoders, prefiller, request.prompt_tokens, target)
 
 
-def cached_tokens_at(
-    route: Route, reuse: TurnReuse | None, decoder: Engine, place: Place, total: int
-) -> int:
-    """Return how many of the `total` tokens of the prompt the decode engine, or its data-parallel
-    rank `place`, is expected to hold."""
-    notes = route.decode_feedback
+def place_of_prompt(
+    request: Request,
+    route: Route,
+    reuse: TurnReuse | None,
+    engine: Engine,
+    role: EngineRole = DECODE,
+) -> PromptPlace:
+    """Return where an engine would compute the prompt in this role, and what it lacks of it."""
+    place, total = find_place(request, route, reuse, engine, role), max(1, request.prompt_tokens)
+    notes = route.decode_feedback if role is DECODE else route.prefill_feedback
     cached = 0 if notes is None else notes.expected_tokens(place.name)
-    if reuse is not None and reuse.decoder is decoder:
+    # The decode engine of the last turn has its KV, and a prefill engine would pull it.
+    if reuse is not None and (reuse.decoder is engine if role is DECODE else reuse.entry):
         cached = max(cached, int(reuse.cached_share * total))
-    return cached
+    return PromptPlace(engine, place, total - cached)
 
 
 def choose_mode(route: Route, transfer_mode: str) -> Mode:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from router.conversations.reuse import TurnReuse
 from router.fleet.engine import PREFILL, Engine, Place
-from router.proxy.plan import cached_tokens_at
+from router.proxy.plan import place_of_prompt
 from router.proxy.request import AS_SENT, Request
 from router.routing.costs import PlaceLoad
 from router.routing.local_prefill import is_trial
@@ -56,7 +56,7 @@ def queue_local_prefill(
         return None
     load = PlaceLoad.of(decoder, place, route.usual_model)
     total = max(1, request.prompt_tokens)
-    uncached = max(1, total - cached_tokens_at(route, reuse, decoder, place, total))
+    uncached = max(1, place_of_prompt(request, route, reuse, decoder).uncached)
     if load is None:
         if not is_trial(decoder, place, uncached):
             return None  # it shows little of the time of its steps

@@ -29,7 +29,6 @@ from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 DEFAULT_CACHE_TOKENS = 2**19
 # Bytes of an entry of a dict: its share of the table, the hash, and an int of an engine's bit.
 BYTES_PER_CHUNK = 128
-DEFAULT_MEMORY = 64 * 2**20
 # Bits are not reused; when this many belong to no engine, the index is cleared.
 MAX_UNUSED_BITS = 2**12
 
@@ -95,7 +94,7 @@ class ChunkIndex:
     `era` earlier bits are meaningless. `memory` is the bound in bytes. Each engine keeps
     `host_tokens` more tokens than it reports."""
 
-    def __init__(self, memory: int = DEFAULT_MEMORY, host_tokens: int = 0) -> None:
+    def __init__(self, memory: int = 2**26, host_tokens: int = 0) -> None:
         self._host_tokens = host_tokens
         self.on_sent: Callable[[str, Sequence[int]], None] = lambda name, chunks: None
         """Called for each prompt that this router has sent to an engine."""

@@ -36,8 +36,8 @@ LOAN_LATENCY_S = 0.03
 DEFAULT_TOKEN_S = 50e-6
 # An engine with a step budget in time computes at least so many tokens of a prompt in a step.
 MIN_STEP_TOKENS = 64
-# The part of a KV cache that may be in use.
-USABLE_CACHE = 0.95
+# The part of a limit that estimates may reach: of a KV cache, and of the target of a step.
+SAFE_SHARE = 0.95
 # Two engines whose measured paces differ by less than this factor count as equally fast: equal
 # engines differ by up to 1.2, because they get different prompts.
 CLEAR_DIFFERENCE = 1.25
@@ -119,7 +119,7 @@ class PlaceLoad(Struct, frozen=True):
 
     def has_room(self, tokens: int) -> bool:
         """Return True if its KV cache has room for a prompt of so many tokens."""
-        return self.contexts + tokens < USABLE_CACHE * self.cache_tokens
+        return self.contexts + tokens < SAFE_SHARE * self.cache_tokens
 
     def chunk(self, total: int) -> int:
         """Return the most tokens of a prompt of `total` tokens in a step beside its answers."""

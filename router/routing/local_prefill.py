@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from router.fleet.engine import Engine, Place
-from router.routing.costs import BUSY_QUEUE_S, USABLE_CACHE, PlaceLoad
+from router.routing.costs import BUSY_QUEUE_S, SAFE_SHARE, PlaceLoad
 
-# The part of the target that the longest step may take: its time is an estimate.
-LONGEST_STEP_SHARE = 0.95
 # An engine learns from 16 steps or more with at least a quarter of its budget or LEARNED_TOKENS.
 LEARNED_TOKENS = 256
 MAX_TRIALS = 64
@@ -29,7 +27,41 @@ MAX_TRIAL_CHUNK = 512
 MAX_TRIAL_TOKENS = 8192
 # Tokens are estimated.
 TRIAL_MARGIN = 1.25
+# Why a decode engine computes a prompt: sooner than a prefill engine, or to measure its steps.
+SOONER = "sooner"
+TRIAL = "trial"
 D = TypeVar("D")
+
+
+class PromptPlace(NamedTuple):
+    """An engine, or its data-parallel rank `place`, that may compute a prompt, and the tokens of
+    the prompt that it is expected to lack."""
+
+    engine: Engine
+    place: Place
+    uncached: int
+
+
+def choose_local_prefill(
+    decoders: Iterable[PromptPlace], prefiller: PromptPlace, total: int, target_itl: float
+) -> tuple[Engine, str] | None:
+    """Return the decode engine that should compute a prompt of `total` tokens itself, and the
+    reason: it measures its steps with the prompt, or it is sooner than the prefill engine."""
+    loads: list[tuple[Engine, PlaceLoad, int]] = []
+    for engine, place, uncached in decoders:
+        load = PlaceLoad.of(engine, place)
+        if load is not None:
+            loads.append((engine, load, max(1, uncached)))
+        elif is_trial(engine, place, max(1, uncached)):
+            return engine, TRIAL
+    total = max(1, total)
+    best = find_cheapest(loads, total, target_itl)
+    if best is None:
+        return None
+    decoder, load, cost = best
+    remote = PlaceLoad.of_prefiller(prefiller.engine, prefiller.place, load.model)
+    is_sooner = cost < remote.remote_cost(max(1, prefiller.uncached), total)
+    return (decoder, SOONER) if is_sooner else None
 
 
 def allows(load: PlaceLoad, uncached: int, total: int, target_itl: float) -> bool:
@@ -39,9 +71,7 @@ def allows(load: PlaceLoad, uncached: int, total: int, target_itl: float) -> boo
     chunk = min(uncached + load.queued_tokens, load.chunk(total))
     longest = load.model.worst_step(chunk, total, load.contexts)
     return (
-        longest <= LONGEST_STEP_SHARE * target_itl
-        and load.queued_s < BUSY_QUEUE_S
-        and load.has_room(total)
+        longest <= SAFE_SHARE * target_itl and load.queued_s < BUSY_QUEUE_S and load.has_room(total)
     )
 
 
@@ -64,7 +94,7 @@ def is_trial(engine: Engine, place: Place, uncached: int) -> bool:
     known = engine.capabilities
     if known.step_model is not None or not known.max_step_tokens:
         return False
-    if place.total_tokens + uncached >= USABLE_CACHE * place.cache_tokens:
+    if place.total_tokens + uncached >= SAFE_SHARE * place.cache_tokens:
         return False  # no room, or nothing that shows it
     if place.total_local_prefill[1] or known.trial_prefills >= MAX_TRIALS:
         return False

@@ -12,10 +12,10 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from router.fleet.engine import BOTH, PrefillRate
+from router.routing.prompt_chunks import MASK, MIXER
 
 MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
-MASK = 2**64 - 1
 SAMPLE_SIZE = 64
 # Share of a KV cache that counts as left in a full one. Prompts may share what they need.
 MIN_ROOM = 0.02
@@ -104,19 +104,24 @@ class Policy(ABC):
 
 
 class PolicyFeedback:
-    """Reports one request to its policy: each engine that was sent the prompt is reported once more
-    when it has answered, at the latest by `end`."""
+    """Asks a policy about one request, and reports the request to it: each engine that was sent the
+    prompt is reported once more when it has answered, at the latest by `end`."""
 
-    __slots__ = ("_policy", "_sent", "query")
+    __slots__ = ("_expected", "_policy", "_sent", "query")
 
     def __init__(self, policy: Policy, query: RoutingQuery) -> None:
         self._policy = policy
         self.query = query
         self._sent: list[str] = []
+        self._expected: dict[str, int] = {}
 
     def expected_tokens(self, name: str) -> int:
-        """Return the number of prompt tokens that the engine is expected to hold."""
-        return self._policy.expected_tokens(name, self.query)
+        """Return the number of prompt tokens that the engine was expected to hold when this was
+        asked first, so that all choices for a request go by the same figures."""
+        expected = self._expected.get(name)
+        if expected is None:
+            expected = self._expected[name] = self._policy.expected_tokens(name, self.query)
+        return expected
 
     def sent(self, name: str) -> None:
         """The prompt was sent to the engine."""
@@ -188,7 +193,7 @@ def filled(order: list[E], *more: Iterable[E]) -> list[E]:
 
 def mix(number: int) -> int:
     """Return 64 pseudo-random bits that depend on every bit of the number (splitmix64)."""
-    mixed = (number + 1) * 0x9E3779B97F4A7C15 & MASK
+    mixed = (number + 1) * MIXER & MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
     return mixed ^ mixed >> 31

@@ -38,9 +38,7 @@ from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 # The speeds of engines are compared once in so many choices.
 CHOICES_PER_COMPARISON = 64
-# The number of match lengths that PrefillCost compares.
-MAX_LEVELS = 8
-# Of the engines with an equal match, at most this many are compared by load.
+# PrefillCost compares at most this many lengths of match, and by load this many engines of each.
 MAX_COMPARED = 8
 # After this many consecutive answers that contradict the index, it forgets the engine.
 MAX_STRIKES = 3
@@ -241,7 +239,7 @@ class PrefillCost(PrefixAffinity):
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
         costs = [(self._cost_of(engine, tokens, share), engine) for engine in idle]
         least, among = costs[0][0], bits.all
-        for _ in range(MAX_LEVELS):
+        for _ in range(MAX_COMPARED):
             cost = self._cost_of(one, tokens - depth * TOKENS_PER_CHUNK, share)
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines

@@ -183,10 +183,7 @@ def _route_freely(
 ) -> Route:
     """Choose the engines for both legs by cost, among all engines of a group that do both."""
     query = queries[0]
-    prefill_feedback, decode_feedback = (
-        PolicyFeedback(policy, one) if one.chunks and policy.uses_feedback else None
-        for policy, one in zip(policies, queries, strict=True)
-    )
+    feedback = _feedback_of(policies[0], query), _feedback_of(policies[1], queries[1])
     # The policies know which engines hold the prompt, and have to know the names of all engines.
     orders = [policy.order(pool.decoders, query) for policy in policies]
     if preferred is None and query.session and isinstance(policies[1], SessionAffinity):
@@ -202,8 +199,8 @@ def _route_freely(
     for engine in engines:
         load = PlaceLoad.of(engine, engine, usual)
         if load is not None:
-            held = [policy.expected_tokens(engine.name, query) for policy in policies]
-            uncached, legs = max(1, query.tokens - min(held)), engine.total_legs
+            held = min(0 if one is None else one.expected_tokens(engine.name) for one in feedback)
+            uncached, legs = max(1, query.tokens - held), engine.total_legs
             waiting = (engine.kv_leases, engine.kv_lease_tokens)
             choices.append(Choice(engine, load, uncached, legs, *waiting))
     prefillers = decoders = engines[:MAX_ORDERED]
@@ -215,8 +212,7 @@ def _route_freely(
         pool.group,
         prefillers,
         decoders,
-        prefill_feedback,
-        decode_feedback,
+        *feedback,
         pool.decoders,
         is_free=True,
         usual_model=usual,
@@ -235,7 +231,7 @@ def _order(
     if query is None or (len(places or engines) < 2 and not query.chunks):
         return engines, NO_RANKS, None
     policy = policies[group]
-    feedback = PolicyFeedback(policy, query) if query.chunks and policy.uses_feedback else None
+    feedback = _feedback_of(policy, query)
     if places and policy.chooses_ranks:
         ordered = policy.order(places, query)
         order: Sequence[Engine] = list(dict.fromkeys(map(engine_of, ordered)))
@@ -245,6 +241,10 @@ def _order(
     if order and order[0].failed_recently:  # a failing engine looks idle
         order = sorted(order, key=attrgetter("failed_recently"))
     return order, ranks, feedback
+
+
+def _feedback_of(policy: Policy, query: RoutingQuery) -> PolicyFeedback | None:
+    return PolicyFeedback(policy, query) if query.chunks and policy.uses_feedback else None
 
 
 def choose_group(

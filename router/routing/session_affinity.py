@@ -31,11 +31,11 @@ from router.routing.policy import (
     filled,
     mix,
 )
+from router.routing.prompt_chunks import MASK
 
 MAX_KEYS = 1024
 POINTS = 64
 PROBES = 5
-CIRCLE = 2**64
 # The low bits of a point are the index of its name: a look-up needs nothing but the point.
 INDEX_MASK = 2**20 - 1
 
@@ -60,7 +60,7 @@ class HashRing:
             at = probe << 32
             place = bisect_left(circle, at)
             point = circle[place] if place < len(circle) else circle[0]
-            distances.append((point - at) % CIRCLE)
+            distances.append((point - at) & MASK)
         return list(dict.fromkeys([distance & INDEX_MASK for distance in sorted(distances)]))
 
 

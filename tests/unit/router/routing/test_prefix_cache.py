@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.routing.chunk_index import BYTES_PER_CHUNK, MAX_UNUSED_BITS, ChunkIndex
 from router.routing.costs import QUEUE_SHARE
-from router.routing.policy import RoutingQuery
+from router.routing.policy import PolicyFeedback, RoutingQuery
 from router.routing.prefix_cache import (
     MAX_STRIKES,
     MAX_UNANSWERED,
@@ -163,6 +163,16 @@ def test_a_running_prefill_is_not_expected_but_attracts() -> None:
     assert policy.order(FLEET, _ask(1, 2, 3, 5))[0] is a
     policy.note_cached(a.name, ask, 2 * TOKENS_PER_CHUNK)
     assert policy.expected_tokens(a.name, _ask(1, 2, 3, 5)) == 3 * TOKENS_PER_CHUNK
+
+
+def test_all_choices_for_a_request_go_by_the_expectation_of_the_first() -> None:
+    a = FLEET[0]
+    policy = _told((a, (1, 2)))
+    feedback = PolicyFeedback(policy, _ask(1, 2, 3))
+    assert feedback.expected_tokens(a.name) == 2 * TOKENS_PER_CHUNK
+    policy.forget(a.name)
+    assert feedback.expected_tokens(a.name) == 2 * TOKENS_PER_CHUNK
+    assert PolicyFeedback(policy, _ask(1, 2, 3)).expected_tokens(a.name) == 0
 
 
 def test_memory_is_bounded_whatever_stays_unanswered() -> None:
