@@ -203,110 +203,116 @@ class RouterStatus:
 
 def parse_metrics(text: str) -> RouterStatus:
     """Raises NotMetricsError."""
-    samples = _samples(text)
-    if REQUIRED_METRIC not in samples:
+    found = Samples(text)
+    if REQUIRED_METRIC not in found.by_name:
         raise NotMetricsError("the answer has no metrics of a disagg-router")
+    trouble = found.sums("source_trouble", "source")
+    return RouterStatus(
+        workers=found.total("workers"),
+        in_flight=found.total(REQUIRED_METRIC),
+        queued=found.total("queue_depth"),
+        connections=found.total("client_connections"),
+        engines=tuple(
+            sorted(_engines_in(found), key=lambda one: (one.role != "prefill", one.role, one.name))
+        ),
+        groups=tuple(_groups_in(found)),
+        sources=tuple(
+            SourceState(name, round(count), bool(trouble[(name,)]))
+            for (name,), count in found.sums("source_engines", "source").items()
+        ),
+        avoided_pairs=tuple(
+            AvoidedPair(*pair)
+            for pair, value in found.sums("pair_avoided", "prefiller", "decoder").items()
+            if value
+        ),
+        requests=found.counts("requests_total", "outcome"),
+        refusals=found.counts("refusals_total", "reason"),
+        turns=found.counts("conversation_turns_total", "outcome"),
+        loans=found.counts("prefix_loans_total", "outcome"),
+        borrowed_tokens=found.total("prefix_loan_tokens_total"),
+        first_byte=found.values("recent_time_to_first_byte_seconds", "percentile"),
+        recent_answers=found.total("recent_answers"),
+        prefill_rates=found.values("engine_prefill_tokens_per_second", "engine"),
+    )
 
-    def sums(name: str, *labels: str) -> dict[tuple[str, ...], float]:
+
+class Samples:
+    """The finite samples of a router's metrics, by name without the prefix."""
+
+    def __init__(self, text: str) -> None:
+        """Raises NotMetricsError."""
+        self.by_name: dict[str, list[Sample]] = defaultdict(list)
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.startswith(PREFIX) and isfinite(sample.value):
+                        self.by_name[sample.name.removeprefix(PREFIX)].append(sample)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            text = f"the answer is not in Prometheus' text format: {error}"
+            raise NotMetricsError(text) from None
+
+    def sums(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return a metric's values by these labels, added over all others."""
         found: dict[tuple[str, ...], float] = defaultdict(float)
-        for sample in samples.get(name, ()):
+        for sample in self.by_name.get(name, ()):
             found[tuple(sample.labels.get(label, "") for label in labels)] += sample.value
         return found
 
-    def total(name: str) -> int:
-        return round(sums(name)[()])
+    def total(self, name: str) -> int:
+        return round(self.sums(name)[()])
 
-    def counts(name: str, label: str) -> dict[str, int]:
-        return {key: round(value) for (key,), value in sorted(sums(name, label).items())}
+    def values(self, name: str, label: str) -> dict[str, float]:
+        return {key: value for (key,), value in self.sums(name, label).items()}
 
+    def counts(self, name: str, label: str) -> dict[str, int]:
+        return {key: round(value) for key, value in sorted(self.values(name, label).items())}
+
+
+def _engines_in(found: Samples) -> Iterator[EngineStatus]:
     running, holding, draining, sharing = (
-        sums(f"engine_{name}", "role", "engine")
+        found.sums(f"engine_{name}", "role", "engine")
         for name in ("requests_in_flight", "holding", "draining", "shares_id")
     )
     degraded = {
         (role, name): reason
-        for role, name, reason in sums("engine_degraded", "role", "engine", "reason")
+        for role, name, reason in found.sums("engine_degraded", "role", "engine", "reason")
     }
     preferred: dict[str, list[str]] = defaultdict(list)
-    divided: dict[str, Counter[str]] = defaultdict(Counter)
-    reasons = sums("engine_preferred_role", "group", "reason")
-    for group, name, legs in sums("engine_preferred_role", "group", "engine", "preferred"):
+    for name, legs in found.sums("engine_preferred_role", "engine", "preferred"):
         preferred[name].append(legs)
-        divided[group][legs] += 1
-    needed: dict[str, dict[str, float]] = defaultdict(dict)
-    for (group, role), number in sums("engines_needed", "group", "role").items():
-        needed[group][role] = number
-    sizes, trouble = sums("group_engines", "group", "role"), sums("source_trouble", "source")
-    engines = [
-        EngineStatus(
-            key[1],
-            key[0],
+    for (role, name), health in found.sums("engine_healthy", "role", "engine").items():
+        yield EngineStatus(
+            name,
+            role,
             HEALTH.get(round(health), "unknown"),
-            bool(draining[key]),
-            round(running[key]),
-            round(holding[key]),
-            bool(sharing[key]),
-            degraded.get((key[0], key[1]), ""),
-            tuple(preferred.get(key[1], ())),
+            bool(draining[role, name]),
+            round(running[role, name]),
+            round(holding[role, name]),
+            bool(sharing[role, name]),
+            degraded.get((role, name), ""),
+            tuple(preferred.get(name, ())),
         )
-        for key, health in sums("engine_healthy", "role", "engine").items()
-    ]
-    return RouterStatus(
-        workers=total("workers"),
-        in_flight=total(REQUIRED_METRIC),
-        queued=total("queue_depth"),
-        connections=total("client_connections"),
-        engines=tuple(sorted(engines, key=lambda one: (one.role != "prefill", one.role, one.name))),
-        groups=tuple(
-            GroupState(
-                name,
-                weight,
-                round(sizes[name, "prefill"]),
-                round(sizes[name, "decode"]),
-                dict(divided[name]),
-                needed[name],
-                tuple(reason for group, reason in reasons if group == name and reason),
-            )
-            for (name,), weight in sums("group_weight", "group").items()
-        ),
-        sources=tuple(
-            SourceState(name, round(count), bool(trouble[(name,)]))
-            for (name,), count in sums("source_engines", "source").items()
-        ),
-        avoided_pairs=tuple(
-            AvoidedPair(*pair)
-            for pair, value in sums("pair_avoided", "prefiller", "decoder").items()
-            if value
-        ),
-        requests=counts("requests_total", "outcome"),
-        refusals=counts("refusals_total", "reason"),
-        turns=counts("conversation_turns_total", "outcome"),
-        loans=counts("prefix_loans_total", "outcome"),
-        borrowed_tokens=total("prefix_loan_tokens_total"),
-        first_byte={
-            name: seconds
-            for (name,), seconds in sums("recent_time_to_first_byte_seconds", "percentile").items()
-        },
-        recent_answers=total("recent_answers"),
-        prefill_rates={
-            name: rate
-            for (name,), rate in sums("engine_prefill_tokens_per_second", "engine").items()
-        },
-    )
 
 
-def _samples(text: str) -> dict[str, list[Sample]]:
-    """Return finite samples by name, without the prefix."""
-    found: dict[str, list[Sample]] = defaultdict(list)
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name.startswith(PREFIX) and isfinite(sample.value):
-                    found[sample.name.removeprefix(PREFIX)].append(sample)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise NotMetricsError(f"the answer is not in Prometheus' text format: {error}") from None
-    return found
+def _groups_in(found: Samples) -> Iterator[GroupState]:
+    preferred: dict[str, Counter[str]] = defaultdict(Counter)
+    for group, _, legs in found.sums("engine_preferred_role", "group", "engine", "preferred"):
+        preferred[group][legs] += 1
+    needed: dict[str, dict[str, float]] = defaultdict(dict)
+    for (group, role), number in found.sums("engines_needed", "group", "role").items():
+        needed[group][role] = number
+    reasons = found.sums("engine_preferred_role", "group", "reason")
+    sizes = found.sums("group_engines", "group", "role")
+    for name, weight in found.values("group_weight", "group").items():
+        yield GroupState(
+            name,
+            weight,
+            round(sizes[name, "prefill"]),
+            round(sizes[name, "decode"]),
+            dict(preferred[name]),
+            needed[name],
+            tuple(reason for group, reason in reasons if group == name and reason),
+        )
 
 
 def lines(
