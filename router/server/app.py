@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ from time import monotonic as now
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.types import Lifespan
 
 from router.auth.api_keys import Keyring, KeysByDigest
 from router.auth.authenticator import Authenticator
@@ -72,6 +73,7 @@ logger = logging.getLogger("disagg_router")
 DISCOVERY_TIMEOUT_S = 3.0
 FIRST_PROBES_TIMEOUT_S = 3.0
 CIRCUIT_VALUES = {CLOSED: 0, HALF_OPEN: 1, OPEN: 2}
+Work = Callable[[], Coroutine[Any, Any, object]]
 HEALTH_VALUES = {Health.HEALTHY: 1, Health.UNHEALTHY: 0, Health.UNKNOWN: -1}
 
 
@@ -103,40 +105,24 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     authenticator = _authenticator(settings, metrics, deadlines)
     if authenticator is not None:
         watched["api_keys"] = authenticator.keyring.file
-    metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
-    metrics.certificate_end.read = lambda: [
-        ((name,), one.expires_at) for name, one in certificates.items() if one.expires_at
-    ]
-    conversations = None
-    if store is not None:
-        conversations = Conversations(
-            store,
-            settings.conversation_ids,
-            settings.tenant_header,
-            settings.conversation_ttl,
-            fleet=fleet,
-        )
-    # In memory, responses have a store of their own, so that they do not evict turns.
-    is_in_memory = settings.conversation_store == "memory"
-    response_store = _memory_store(settings) if is_in_memory else store
-    responses = ResponseStore(response_store, settings.tenant_header, settings.responses_ttl)
+    conversations = None if store is None else _conversations(settings, store, fleet)
     gateway = Gateway(settings, fleet, metrics, conversations, tracer, authenticator, answers)
     metrics.in_flight.set_function(lambda: len(gateway.tasks.running))
     metrics.held_bodies.set_function(lambda: gateway.memory.bodies.size)
     metrics.held_answers.set_function(lambda: answers.size)
+    metrics.file_trouble.read = lambda: [((n,), bool(f.trouble)) for n, f in watched.items()]
+    metrics.certificate_end.read = lambda: [
+        ((name,), one.expires_at) for name, one in certificates.items() if one.expires_at
+    ]
     exchange = _peer_exchange(settings, gateway, store, shared, deadlines)
     transport = None if exchange is None else exchange.transport
     backends = {"conversation store": store, "key limits": authenticator, "routers": transport}
-    dashboard = None
-    if settings.ui:
-        source = SnapshotSource(gateway, registry, prober, watched, certificates)
-        dashboard = DashboardHub(gateway, source)
     state = RouterState(
         gateway=gateway,
         deadlines=deadlines,
         prober=prober,
         registry=registry,
-        stored_responses=responses,
+        stored_responses=_stored_responses(settings, store),
         signed_store=store if isinstance(store, SignedStore) else None,
         exposition=partial(_current_metrics, gateway.records, metrics),
         watched_files=watched,
@@ -144,41 +130,58 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         failures=lambda: {
             name: one.failure for name, one in backends.items() if one is not None and one.failure
         },
-        dashboard=dashboard,
         dashboard_port=settings.ui_port,
     )
+    if settings.ui:
+        source = SnapshotSource(gateway, registry, prober, watched, certificates)
+        state.dashboard = DashboardHub(gateway, source)
+    background: list[Work] = [lambda: demand.sample(lambda: fleet.engines)]
+    if authenticator is not None:
+        background.append(authenticator.renew_leases)
+    if exchange is not None:
+        background.append(exchange.exchange_forever)
+    if settings.target_itl:
+        background.append(RoleKeeper(fleet, settings.target_itl).run)
+    lifespan = partial(_running, state, settings, background, transport, shared is not None)
+    return _application(state, settings, lifespan)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        loop = asyncio.get_running_loop()
-        deadlines.start(loop)
-        tasks = [loop.create_task(registry.run()), loop.create_task(prober.run())]
-        tasks += [loop.create_task(file.run()) for file in watched.values()]
-        tasks.append(loop.create_task(demand.sample(lambda: fleet.engines)))
-        if authenticator is not None:
-            tasks.append(loop.create_task(authenticator.renew_leases()))
-        if exchange is not None:
-            tasks.append(loop.create_task(exchange.exchange_forever()))
-        if settings.target_itl:
-            tasks.append(loop.create_task(RoleKeeper(fleet, settings.target_itl).run()))
-        try:
-            await registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
-            if shared is not None:
-                # The other workers still answer. What connects to this one waits for its first
-                # probes instead of being told that no engine is known.
-                await prober.wait_for_first_results(FIRST_PROBES_TIMEOUT_S)
-            if settings.warm_up != "off":
-                tasks.append(loop.create_task(EngineWarmer(gateway, settings.warm_up).run()))
-            yield {"router": state}
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await gateway.close()
-            if transport is not None:
-                await transport.close()
-            fleet.close()
 
+@contextlib.asynccontextmanager
+async def _running(
+    state: RouterState,
+    settings: Settings,
+    background: Iterable[Work],
+    transport: Transport | None,
+    is_worker: bool,
+    app: FastAPI,
+) -> AsyncIterator[dict[str, Any]]:
+    """Run the work in the background until the block ends; enter when engines are known."""
+    loop = asyncio.get_running_loop()
+    state.deadlines.start(loop)
+    files = (file.run for file in state.watched_files.values())
+    work = [state.registry.run, state.prober.run, *files, *background]
+    tasks = [loop.create_task(each()) for each in work]
+    try:
+        await state.registry.wait_for_sources(DISCOVERY_TIMEOUT_S)
+        if is_worker:
+            # The other workers still answer. What connects to this one waits for its first
+            # probes instead of being told that no engine is known.
+            await state.prober.wait_for_first_results(FIRST_PROBES_TIMEOUT_S)
+        if settings.warm_up != "off":
+            tasks.append(loop.create_task(EngineWarmer(state.gateway, settings.warm_up).run()))
+        yield {"router": state}
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await state.gateway.close()
+        if transport is not None:
+            await transport.close()
+        state.gateway.fleet.close()
+
+
+def _application(state: RouterState, settings: Settings, lifespan: Lifespan[FastAPI]) -> FastAPI:
+    """Return the application with its endpoints and middleware. Raises SettingsError."""
     app = FastAPI(
         title="disagg-router",
         version=version("disagg-router"),
@@ -192,8 +195,8 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         app.include_router(endpoints.router)
     if settings.metrics_port is None:
         app.include_router(router_endpoints.metrics_router)
-    if dashboard is not None:
-        app.include_router(dashboard_routes(dashboard, read_secret(settings, "ui_token")))
+    if state.dashboard is not None:
+        app.include_router(dashboard_routes(state.dashboard, read_secret(settings, "ui_token")))
     app.add_middleware(AccessMiddleware, state=state)
     # Outermost, so that 401 answers have CORS headers, too.
     app.add_middleware(HttpMethodsMiddleware, known=app, origins=settings.cors_origins)
@@ -325,6 +328,18 @@ def _conversation_store(settings: Settings, metrics: Metrics, deadlines: Deadlin
         raise SettingsError([f"--conversation-store: {error}"]) from error
     signer = ValueSigner(with_store_keys(settings).store_keys())
     return SignedStore(redis, signer, errors, settings.conversation_ttl)
+
+
+def _conversations(settings: Settings, store: Store, fleet: Fleet) -> Conversations:
+    ids, tenants, ttl = settings.conversation_ids, settings.tenant_header, settings.conversation_ttl
+    return Conversations(store, ids, tenants, ttl, fleet=fleet)
+
+
+def _stored_responses(settings: Settings, store: Store | None) -> ResponseStore:
+    # In memory, responses have a store of their own, so that they do not evict turns.
+    is_in_memory = settings.conversation_store == "memory"
+    own = _memory_store(settings) if is_in_memory else store
+    return ResponseStore(own, settings.tenant_header, settings.responses_ttl)
 
 
 def _memory_store(settings: Settings) -> MemoryStore:
