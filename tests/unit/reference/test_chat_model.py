@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine_ext.reference.chat_model import ChatModelError, ModelSource, provide
+from tests.unit.engine_ext.wire.waiting import until
 from tests.unit.reference.test_gguf_model import write_gguf
 
 FAKE_PIP = """\
@@ -65,13 +64,6 @@ class Index:
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
     return Index(tmp_path / "index")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "not reached in time"
-        time.sleep(0.01)
 
 
 def names_in(directory: Path) -> set[str]:
@@ -128,7 +120,7 @@ def test_of_two_at_once_one_fetches_and_both_have_it(tmp_path: Path, index: Inde
     ]
     for thread in threads:
         thread.start()
-    wait_for(lambda: any("waiting for it" in out.getvalue() for out in said))
+    until(lambda: any("waiting for it" in out.getvalue() for out in said))
     index.open_gate()
     for thread in threads:
         thread.join(30)
@@ -142,7 +134,7 @@ def test_one_that_is_killed_leaves_nothing_that_counts(tmp_path: Path, index: In
     code += f"m.provide(Path({str(target)!r}), {index.source!r}, {index.pip('late')!r})"
     code = code.replace("ModelSource(", "m.ModelSource(")
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        wait_for(lambda: list(target.parent.glob(".making-*/*.whl")))
+        until(lambda: list(target.parent.glob(".making-*/*.whl")))
         process.send_signal(signal.SIGKILL)
     index.open_gate()  # what pip left behind may end, too
     assert not target.exists()

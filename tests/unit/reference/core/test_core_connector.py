@@ -114,23 +114,6 @@ def test_fetched_blocks_give_the_tokens_of_a_local_prefill(
     decoder.assert_empty()
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [(0, 0), (16, 16), (999, 50), (None, 0), (-1, 0), (True, 0), ("16", 0), ([], 0)],
-)
-def test_of_what_was_fetched_only_what_nobody_computed_counts_as_cached(
-    make_driver: MakeDriver, connector: FakeConnector, told: object, expected: int
-) -> None:
-    driver = make_driver(connector)
-    connector.scheduler.external["d"] = 50
-    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": told}
-    driver.add(request("d", prompt(50), params=params))
-    driver.step()
-    connector.worker.report(received=["d"])
-    driver.finish("d")
-    assert driver.result("d").num_cached_tokens == expected
-
-
 def test_a_turn_that_a_prefiller_pulled_counts_for_its_decoder(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
@@ -166,21 +149,6 @@ def test_what_the_remote_lacks_is_computed_here(make_driver: MakeDriver, budget:
     expected = make_driver().run(request("x", prompt(50)))[0]
     assert decoder.result("d").token_ids == expected.token_ids
     assert decoder.core.stats().prompt_tokens_computed == 30
-
-
-def test_a_zeroed_block_would_be_noticed(make_driver: MakeDriver) -> None:
-    p_side, d_side = FakeConnector(), FakeConnector()
-    prefiller, decoder = make_driver(p_side), make_driver(d_side)
-    p_side.scheduler.held.add("p")
-    prefiller.run(request("p", prompt(50), greedy(1)))
-    park(decoder, d_side)
-    ids = d_side.scheduler.blocks["d"]
-    copy_blocks(prefiller.core, p_side.scheduler.blocks["p"], decoder.core, ids)
-    decoder.core.cache.zero([ids[0][2]])
-    d_side.worker.report(received=["d"])
-    decoder.finish("d")
-    expected = make_driver().run(request("x", prompt(50)))[0]
-    assert decoder.result("d").token_ids != expected.token_ids
 
 
 def test_broken_kv_from_a_remote_harms_its_own_request_only(
@@ -226,17 +194,6 @@ def test_loaded_blocks_are_prefix_hits(make_driver: MakeDriver, connector: FakeC
     connector.worker.report(received=["d"])
     driver.finish("d")
     assert driver.run(request("twin", prompt(50)))[0].num_cached_tokens == 48
-
-
-def test_nothing_else_waits_for_a_parked_request(
-    make_driver: MakeDriver, connector: FakeConnector
-) -> None:
-    driver = make_driver(connector, max_num_seqs=1)
-    park(driver, connector)
-    connector.scheduler.external["e"] = 50
-    driver.add(request("e", prompt(50, seed=2)))
-    driver.run(request("local", prompt(20, seed=3)))
-    assert not driver.is_finished("d")
 
 
 def test_a_failed_load_under_policy_fail_ends_the_request(
@@ -313,10 +270,6 @@ def test_an_abort_frees_the_blocks_at_once(
     driver.assert_empty()
 
 
-def test_an_abort_of_nobody_is_nothing(make_driver: MakeDriver) -> None:
-    assert make_driver().core.abort("nobody") is None
-
-
 def test_a_block_that_two_requests_hold_counts_once_and_until_both_are_read(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:
@@ -379,26 +332,6 @@ def test_a_prefill_answer_tells_how_much_was_cached(
         "unknown": [1],
         "remote_prefill_cached_tokens": 48,
     }
-
-
-def test_ask_again_holds_up_nobody_else(make_driver: MakeDriver, connector: FakeConnector) -> None:
-    driver = make_driver(connector)
-    connector.scheduler.external["later"] = None
-    driver.add(request("later", prompt(20)))
-    assert driver.core.step().must_ask_again
-    driver.run(request("now", prompt(20, seed=1)))
-    connector.scheduler.external["later"] = 0
-    driver.finish("later")
-
-
-def test_more_external_tokens_than_the_prompt_are_cut_to_the_prompt(
-    make_driver: MakeDriver, connector: FakeConnector
-) -> None:
-    driver = make_driver(connector)
-    connector.scheduler.external["d"] = 10_000
-    driver.add(request("d", prompt(20)))
-    driver.step()
-    assert "update_state_after_alloc d 20" in connector.calls
 
 
 @pytest.mark.parametrize(
