@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tests.integration.oracle import Answer, Prompt
-from tests.integration.processes import Server
+from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
+from tests.integration.processes import Server, metric
 
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 COORDINATES = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
@@ -89,3 +89,25 @@ def take_turn(
     """Both legs of one turn of a conversation, whose KV the decoder is asked to keep."""
     params = prefill(prefiller, prompt, previous)
     return decode(decoder, prompt, {**params, "retain": True}, max_tokens)
+
+
+def check_three_turns(
+    prefiller: Server, decoder: Server, alone: Server, prompt: list[int]
+) -> list[int]:
+    """Take three turns of which `prefiller`, without a prefix cache, computes only what is new.
+
+    Returns the prompt of a fourth turn.
+    """
+    computed, turn = (
+        "disagg_engine_prompt_tokens_computed_total",
+        Turn(complete(alone, "x", 1), None),
+    )
+    for number in range(3):
+        before = metric(prefiller, computed)
+        held = turn.params["remote_num_tokens"] if turn.params else 0
+        turn = take_turn(prefiller, decoder, prompt, turn.params)
+        assert differences([complete(alone, prompt)], [turn.answer]) == []
+        assert metric(prefiller, computed) - before == len(prompt) - held
+        prompt = [*prompt, *turn.answer.tokens, *tokens_of(50, 10 + number)]
+    assert turn.params is not None
+    return prompt

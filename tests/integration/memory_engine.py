@@ -45,6 +45,15 @@ def contents(seed: int) -> Any:
     return ((np.arange(LAYERS * BLOCKS) * 7 + seed) % 251).reshape(LAYERS, BLOCKS)
 
 
+def layer_regions(cache: Any, name: str = "layer.{}") -> list[Region]:
+    """Return a region for each layer of an array of layers, blocks and bytes."""
+    _, blocks, size = cache.shape
+    return [
+        Region(name.format(number), layer.ctypes.data, size, size, blocks)
+        for number, layer in enumerate(cache)
+    ]
+
+
 class WatchedAgent(NixlAgent):
     """The real one; posts a READ when told to, and remembers what NIXL said of it last."""
 
@@ -86,19 +95,7 @@ class Memory:
             SchedulerConnector(config, identity, geometry),
             build_worker(config, geometry, identity, self.open_agent),
         )
-        layer_bytes = BLOCKS * block_bytes
-        self.connector.start(
-            [
-                Region(
-                    f"layer.{i}",
-                    self.cache.ctypes.data + i * layer_bytes,
-                    block_bytes,
-                    block_bytes,
-                    BLOCKS,
-                )
-                for i in range(LAYERS)
-            ]
-        )
+        self.connector.start(layer_regions(self.cache))
 
     def open_agent(self, regions: Sequence[Region], config: ConnectorConfig) -> WatchedAgent:
         self.agent = WatchedAgent(regions, config)

@@ -18,7 +18,7 @@ import pytest
 
 from engine_ext.common.access import OPEN, Access, SharedSecret, parse_networks
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import CacheGeometry, FinishStatus, Region, TransferResults
+from engine_ext.common.types import CacheGeometry, FinishStatus, TransferResults
 from engine_ext.layout.match import match_peer
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import CONNECTOR_VERSION, WireError
@@ -40,6 +40,7 @@ from tests.integration.memory_engine import (
     Memory,
     contents,
     is_right,
+    layer_regions,
 )
 from tests.integration.processes import wait_for
 from tests.integration.stranger import GARBAGE, agent_called, forged, handshake, registration
@@ -73,17 +74,7 @@ class Stranger:
 
     def __init__(self, port: int, mode: str = "pull", host: str = "127.0.0.1") -> None:
         self.cache: npt.NDArray[np.uint8] = np.full((LAYERS, BLOCKS, BLOCK_BYTES), 66, np.uint8)
-        layer_bytes = BLOCKS * BLOCK_BYTES
-        self.regions = [
-            Region(
-                f"layer.{i}",
-                self.cache.ctypes.data + i * layer_bytes,
-                BLOCK_BYTES,
-                BLOCK_BYTES,
-                BLOCKS,
-            )
-            for i in range(LAYERS)
-        ]
+        self.regions = layer_regions(self.cache)
         self.agent = NixlAgent(self.regions, ["UCX"], 0)
         self.host, self.port = host, port
         factors = {

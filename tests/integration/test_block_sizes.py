@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.integration.legs import Turn, decode, prefill, take_turn
+from tests.integration.legs import check_three_turns, decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
@@ -55,13 +55,4 @@ def test_only_what_the_decoders_cache_lacks_is_fetched(
 
 
 def test_turns_go_back_and_forth(pair: tuple[Server, Server], alone: Server) -> None:
-    prefiller, decoder = pair
-    prompt, turn = tokens_of(600, 1), Turn(complete(alone, "x", 1), None)
-    for number in range(3):
-        before = metric(prefiller, "disagg_engine_prompt_tokens_computed_total")
-        held = turn.params["remote_num_tokens"] if turn.params else 0
-        turn = take_turn(prefiller, decoder, prompt, turn.params)
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
-        computed = metric(prefiller, "disagg_engine_prompt_tokens_computed_total") - before
-        assert computed == len(prompt) - held
-        prompt += [*turn.answer.tokens, *tokens_of(50, 10 + number)]
+    check_three_turns(*pair, alone, tokens_of(600, 1))

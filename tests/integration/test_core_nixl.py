@@ -10,26 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from engine_ext.common.config import ConnectorConfig, TransferMode
-from engine_ext.common.types import (
-    BlockIds,
-    CacheGeometry,
-    FinishStatus,
-    Region,
-    TransferResults,
-)
+from engine_ext.common.types import BlockIds, CacheGeometry, FinishStatus, TransferResults
 from engine_ext.connector import Connector, build_connector
+from tests.integration.memory_engine import layer_regions
 from tests.unit.engine_ext.scheduler.fakes import Request
+from tests.unit.engine_ext.wire.waiting import until
 
 LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE = 4, 64, 4096, 16
 TOKENS = 100
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "condition not reached"
-        time.sleep(0.001)
-    return value
 
 
 @dataclass
@@ -57,19 +45,7 @@ class Memory:
             port=self.port,
             model_factors={"model": self.model},
         )
-        layer_bytes = BLOCKS * BLOCK_BYTES
-        self.connector.start(
-            [
-                Region(
-                    f"model.layers.{i}.self_attn.attn",
-                    self.cache.ctypes.data + i * layer_bytes,
-                    BLOCK_BYTES,
-                    BLOCK_BYTES,
-                    BLOCKS,
-                )
-                for i in range(LAYERS)
-            ]
-        )
+        self.connector.start(layer_regions(self.cache, "model.layers.{}.self_attn.attn"))
 
     def prefill(self, request_id: str, blocks: BlockIds) -> dict[str, Any]:
         """Ends with the one step that hands the finished request over."""
@@ -95,7 +71,7 @@ class Memory:
         self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
 
     def results(self) -> TransferResults:
-        found: TransferResults = wait_for(self.connector.worker.get_transfer_results)
+        found: TransferResults = until(self.connector.worker.get_transfer_results)
         return found
 
 
@@ -139,7 +115,7 @@ def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
     decoder.connector.scheduler.on_new_request(request)
     decoder.step()
     worker, started = prefiller.connector.worker, time.monotonic()
-    wait_for(lambda: time.monotonic() - started > 2 * prefiller.lease)
+    until(lambda: time.monotonic() - started > 2 * prefiller.lease)
     assert worker.stats().leases_active == 1
     assert not worker.get_transfer_results()
     decoder.connector.scheduler.request_finished(request, ((),), FinishStatus.ABORTED)
@@ -217,7 +193,7 @@ def test_a_push_needs_no_further_step_of_the_prefiller(
 def test_a_withdrawn_registration_is_never_written(pushing: tuple[Memory, Memory]) -> None:
     prefiller, decoder = pushing
     request = decoder.load("cmpl-x-0-00000002", told_to_push(prefiller), SCATTERED)
-    wait_for(lambda: decoder.connector.worker.stats().handshakes_ok)
+    until(lambda: decoder.connector.worker.stats().handshakes_ok)
     decoder.connector.scheduler.request_finished(request, SCATTERED, FinishStatus.ABORTED)
     decoder.step()
     assert decoder.results().failed_recving == frozenset(["cmpl-x-0-00000002"])

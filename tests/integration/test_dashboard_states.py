@@ -331,24 +331,6 @@ async def test_a_resumed_stream_has_a_mark(browser: Browser) -> None:
         await save(page, "resumed-1360")
 
 
-async def test_bars_have_an_axis_with_units_and_pages_are_linked(browser: Browser) -> None:
-    async with (
-        watched(browser, 1, 1) as (_, router, page, seen),
-        httpx.AsyncClient(trust_env=False) as client,
-    ):
-        assert (await _ask(router.url)).status_code == 200
-        await expect(page.locator("#checks-summary")).to_have_text("4 OK")
-        axis = page.locator("#requests-axis text")
-        await expect(axis.last).to_have_text(re.compile(r"^[\d.]+ (ms|s)$"))
-        links = await page.get_by_role("navigation").get_by_role("link").all()
-        names = [await link.inner_text() for link in links]
-        assert names == ["Metrics", "Readiness", "API"]
-        for link in links:
-            address = await link.evaluate("e => e.href")
-            assert (await client.get(address)).status_code == 200
-        assert seen.errors == []
-
-
 async def test_a_viewer_too_many_sees_why_there_are_no_figures(browser: Browser) -> None:
     context = await browser.new_context()
     async with (
@@ -367,19 +349,6 @@ async def test_a_viewer_too_many_sees_why_there_are_no_figures(browser: Browser)
             await stack.aclose()
             await page.get_by_role("button", name="Retry now").click()
             await expect(banner).to_be_hidden()
-
-
-async def test_a_card_in_focus_shows_its_own_transfers(browser: Browser) -> None:
-    async with (
-        watched(browser, 2, 2) as (_, router, page, _),
-        Load(router.url, 6).running(),
-    ):
-        arcs = page.locator("#fleet-stage .arc.prompt")
-        await expect(arcs).to_have_count(4)
-        await page.get_by_role("list", name="Prefill engines").get_by_role("listitem").first.focus()
-        await expect(arcs).to_have_count(2)
-        await page.locator("#requests-title").focus()
-        await expect(arcs).to_have_count(4)
 
 
 HOSTS = "{role}-{number}-6d9f7c5b8d-x2v9q.vllm-{role}.production-llm.svc.cluster.local:8000"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-from tests.integration.legs import Turn, decode, holders, prefill, take_turn
+from tests.integration.legs import check_three_turns, decode, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric, wait_for
 
@@ -77,14 +77,7 @@ def test_what_was_prefilled_elsewhere_is_decoded_as_if_here(pair: Pair, alone: S
 
 
 def test_turns_go_back_and_forth(pair: Pair, alone: Server) -> None:
-    prompt, turn = tokens_of(600, 1), Turn(complete(alone, "x", 1), None)
-    for number in range(3):
-        before = metric(pair.prefiller, COMPUTED)
-        held = turn.params["remote_num_tokens"] if turn.params else 0
-        turn = take_turn(pair.prefiller, pair.decoder, prompt, turn.params)
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
-        assert metric(pair.prefiller, COMPUTED) - before == len(prompt) - held
-        prompt += [*turn.answer.tokens, *tokens_of(50, 10 + number)]
+    check_three_turns(pair.prefiller, pair.decoder, alone, tokens_of(600, 1))
 
 
 @pytest.mark.parametrize("engines", ["pull"], indirect=True)

@@ -9,14 +9,7 @@ import pytest
 
 from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from tests.integration.legs import PREFILL, coordinates_in, prefill_body
-from tests.integration.oracle import (
-    Answer,
-    body_of,
-    complete,
-    differences,
-    text_of,
-    tokens_of,
-)
+from tests.integration.oracle import Answer, body_of, complete, differences, text_of, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
 PUSH = "DisaggPushConnector"

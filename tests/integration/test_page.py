@@ -218,33 +218,3 @@ async def test_it_asks_for_its_token_once(
         await expect(page.get_by_role("status")).to_have_text("live")
         assert TOKEN not in await page.content()
         assert TOKEN not in page.url
-
-
-async def test_it_comes_back_when_the_router_does(
-    p: MockEngine, d: MockEngine, context: BrowserContext
-) -> None:
-    async with serving_router(p, d, "--ui") as router:
-        url = router.url
-        page = await context.new_page()
-        await page.goto(f"{url}/ui")
-        await expect(page.get_by_role("status")).to_have_text("live")
-        router.process.terminate()
-        assert await router.ended() == 0, "it waits for nobody who looks"
-        await expect(page.get_by_role("status")).to_contain_text("reconnecting")
-    async with serving_router(p, d, "--ui", f"--port={url.rpartition(':')[2]}"):
-        await expect(page.get_by_role("status")).to_have_text("live")
-
-
-@pytest.mark.parametrize("width", [320, 800, 1440])
-async def test_nothing_is_wider_than_its_window(
-    p: MockEngine, d: MockEngine, context: BrowserContext, width: int
-) -> None:
-    async with serving_router(p, d, "--ui") as router, opened(context, f"{router.url}/ui") as found:
-        page, seen = found
-        await page.set_viewport_size({"width": width, "height": 700})
-        await expect(page.get_by_role("status")).to_have_text("live")
-        await chat(page, "What is the capital of France?")
-        await expect(page.locator("#requests-list .row")).to_contain_text("ok")
-        await page.locator("#requests-list .row").click()
-        assert await page.evaluate("document.documentElement.scrollWidth") <= width
-        assert is_well(seen, router)

@@ -280,18 +280,11 @@ def test_another_order_of_heads_and_tokens_is_refused_by_default(
 
 
 @MODES
-@pytest.mark.parametrize(("theirs", "ours"), [("BLHNC", "BLHNC"), ("BHLNC", "BHLNC")])
-def test_blocks_that_hold_all_layers_are_moved_whole(
-    launch: Launch, theirs: str, ours: str, mode: str
-) -> None:
-    prefiller = launch("p", mode=mode, settings=BLOCKS_OF_16 | {"layout": theirs})
-    decoder = launch("d", mode=mode, settings=BLOCKS_OF_16 | {"layout": ours})
-    hand_over(prefiller, decoder)
-
-
-@MODES
-@pytest.mark.parametrize(("theirs", "ours"), [("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")])
-def test_blocks_of_all_layers_may_be_on_one_side_only(
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("BLHNC", "BLHNC"), ("BHLNC", "BHLNC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")],
+)
+def test_blocks_that_hold_all_layers_may_be_on_both_sides_or_on_one(
     launch: Launch, theirs: str, ours: str, mode: str
 ) -> None:
     prefiller = launch("p", mode=mode, settings=BLOCKS_OF_16 | {"layout": theirs})

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from tests.integration.legs import (
-    Turn,
+    check_three_turns,
     coordinates_in,
     decode,
     decode_body,
     prefill,
     prefill_body,
-    take_turn,
 )
 from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
 from tests.integration.processes import (
@@ -308,15 +307,7 @@ def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Se
         ) as prefiller,
         launcher.engine("decode", connector=PUSH, extra=BOTH_WAYS) as decoder,
     ):
-        prompt, turn = tokens_of(500, 270), Turn(complete(alone, "x", 1), None)
-        for number in range(3):
-            before = metric(prefiller, "disagg_engine_prompt_tokens_computed_total")
-            held = turn.params["remote_num_tokens"] if turn.params else 0
-            turn = take_turn(prefiller, decoder, prompt, turn.params)
-            assert differences([complete(alone, prompt)], [turn.answer]) == []
-            computed = metric(prefiller, "disagg_engine_prompt_tokens_computed_total") - before
-            assert computed == len(prompt) - held
-            prompt += [*turn.answer.tokens, *tokens_of(50, 280 + number)]
+        check_three_turns(prefiller, decoder, alone, tokens_of(500, 270))
 
 
 # Through the router, which asks both at once.

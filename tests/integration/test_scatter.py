@@ -6,13 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.integration.oracle import (
-    complete,
-    complete_all,
-    differences,
-    streamed,
-    text_of,
-)
+from tests.integration.oracle import complete, complete_all, differences, streamed, text_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, is_settled, metric, wait_for
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"

@@ -2,7 +2,7 @@
 
 import time
 
-from tests.integration.legs import Turn, decode, prefill, take_turn
+from tests.integration.legs import check_three_turns, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
 
@@ -19,15 +19,7 @@ def freed(server: Server) -> bool:
 def test_three_turns_compute_only_what_is_new(
     prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    prompt, turn = tokens_of(1100, 1), Turn(complete(alone, "x", 1), None)
-    for number in range(3):
-        before = metric(prefiller, COMPUTED)
-        held = turn.params["remote_num_tokens"] if turn.params else 0
-        turn = take_turn(prefiller, decoder, prompt, turn.params)
-        assert differences([complete(alone, prompt)], [turn.answer]) == []
-        assert metric(prefiller, COMPUTED) - before == len(prompt) - held
-        prompt += [*turn.answer.tokens, *tokens_of(50, 10 + number)]
-    assert turn.params is not None
+    check_three_turns(prefiller, decoder, alone, tokens_of(1100, 1))
     wait_for(lambda: freed(prefiller), "P's blocks are freed")
     assert metric(decoder, "disagg_engine_kv_leases_active") == 1
 

@@ -26,13 +26,6 @@ RANK = (0, 3)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06ROUTER"
 
 
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 class Talker:
     """A listener that says what it likes to one client, who takes it as it comes."""
 

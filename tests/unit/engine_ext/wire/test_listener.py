@@ -74,13 +74,6 @@ def no_client_is_closed_for_a_pause_of_the_machine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(listener_module, "REQUEST_SECONDS", SECONDS)
 
 
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 @contextmanager
 def connected(server: HandshakeServer, start: bytes = b"", via: str = "127.0.0.1") -> Iterator[Any]:
     """A plain connection that has said this much; `via` is its own address."""

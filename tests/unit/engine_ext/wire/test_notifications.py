@@ -153,13 +153,6 @@ def server() -> Iterator[HandshakeServer]:
     listener.close()
 
 
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 def ask(context: "zmq.Context[Any]", port: int, message: bytes) -> list[bytes]:
     request: zmq.Socket[bytes] = context.socket(zmq.REQ)
     request.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))

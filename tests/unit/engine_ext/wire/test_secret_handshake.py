@@ -1,7 +1,7 @@
 """Who is answered what, and by whom: the pure half, then over real sockets."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -186,13 +186,6 @@ def test_an_address_outside_of_the_allowed_peers_is_refused_whatever_it_asks() -
     for address in ("10.0.0.15", "::1", "::ffff:10.0.0.1", PLACE.host):
         answer, *_ = theirs.answer(encode_request(RANK), ASKER._replace(address=address), NOW)
         assert b"shared secret" in answer
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def dial(server: HandshakeServer, access: Access, announced: str) -> HandshakePayload:

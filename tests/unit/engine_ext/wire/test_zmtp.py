@@ -1,7 +1,6 @@
 """ZMTP, byte by byte: what libzmq says is what we say, and whatever a peer says is bounded."""
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ from tests.unit.engine_ext.wire.waiting import SECONDS
 LIMITS = MessageLimits(frames=3, num_bytes=1000)
 
 KINDS: dict[bytes, int] = {b"REQ": zmq.REQ, b"DEALER": zmq.DEALER, b"ROUTER": zmq.ROUTER}
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[Any]"]:
-    made: zmq.Context[Any] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def said(session: ZmtpSession) -> bytes:
