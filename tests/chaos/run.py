@@ -14,13 +14,7 @@ from router.commands.bench.load import Client, drive
 from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.common import BenchError, cpu_seconds
 from scripts.mock_engine import Fault
-from tests.chaos.processes import (
-    Engine,
-    EngineFleet,
-    RouterCommand,
-    RouterProcess,
-    noting_requests,
-)
+from tests.chaos.processes import Engine, EngineFleet, RouterCommand, RouterProcess, noting_requests
 from tests.chaos.questions import OK, WRONG, Questions, judge
 from tests.chaos.scenarios import Aim, Blow, Mode, Role, Scenario
 

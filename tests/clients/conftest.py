@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.common import free_ports
+from scripts.mock_engine import MockEngine, Script
 from tests.integration.processes import BOTH_WAYS, Server, metric, serving, wait_for
-from tests.unit.router.mock_engine import MockEngine, Script, running_engine, usual_prefill
+from tests.unit.router.engine_scripts import usual_prefill
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import thinks_and_calls
 
 # Of the project's environment; not resolved, or it would be another one.

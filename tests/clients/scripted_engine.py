@@ -20,7 +20,7 @@ import pytest
 from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
-from tests.unit.router.mock_engine import usual_prefill
+from tests.unit.router.engine_scripts import usual_prefill
 from tests.unit.router.openai.chats import chunk, usage, whole
 
 Json = dict[str, Any]

@@ -13,8 +13,12 @@ import pytest
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.k8s import proxies, ways
 from tests.k8s.ways import OneByOne, Way, heard_one_by_one, through_envoy, through_traefik
+from tests.unit.router.conftest import d, p
+from tests.unit.router.engine_scripts import streaming_until, usual_decode, usual_prefill
 from tests.unit.router.harness import eventually, post
-from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import event
+
+__all__ = ["d", "p"]
 
 STREAM = {"prompt": "x", "stream": True}
 PROMPT = {"prompt": "x"}
@@ -22,18 +26,6 @@ PATH = "/v1/completions"
 NO_RETRIES = {name: proxies.ENVOY_ROUTE[name] for name in ("timeout",)}
 """They would cure some of what is looked for here."""
 OpenWay = Callable[..., Awaitable[Way]]
-
-
-@pytest.fixture
-async def p() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_prefill) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
 
 
 @pytest.fixture(params=["envoy", "traefik"])
@@ -273,13 +265,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 async def _streams_at_once(port: int, d: MockEngine, most: int) -> int:
     """How many of CALLERS' reach the engine while none ends; all of them end well at last."""
     over = asyncio.Event()
-
-    async def together(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await over.wait()
-        await peer.send(chunk(DONE) + LAST_CHUNK)
-
-    d.usual, d.requests = together, []
+    d.usual, d.requests = streaming_until(over, event("a"), DONE), []
     await proxies.until_listening(port)
     asking: list[asyncio.Task[bytes]] = []
 

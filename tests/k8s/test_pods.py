@@ -9,15 +9,7 @@ import yaml
 
 from engine_ext.common.config import ConnectorConfig
 from router.settings import ADMIN_URL, Settings, load, read_secret, variable_of
-from tests.k8s.chart import (
-    SETS,
-    Manifest,
-    containers,
-    only,
-    pods,
-    render,
-    rendered,
-)
+from tests.k8s.chart import SETS, Manifest, containers, only, pods, render, rendered
 
 ENGINES = [(name, role) for name in ("engines", "demo") for role in ("prefill", "decode")]
 ENGINES.append(("both-roles", "both"))

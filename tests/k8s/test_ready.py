@@ -7,8 +7,9 @@ import pytest
 
 from router.settings import Settings, load
 from tests.k8s.chart import SETS, only, pods, rendered
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import eventually, running_router
-from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 
 def chart_settings(name: str, directory: Path, **changes: object) -> Settings:

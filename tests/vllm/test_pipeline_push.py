@@ -10,13 +10,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric
 from tests.vllm.measures import FETCHED, counted, nothing_left
 from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, STOCK, Fleet, Kind
-from tests.vllm.test_pipeline import (
-    LENGTHS,
-    STAGES,
-    Servers,
-    engines,
-    prompts_are_right,
-)
+from tests.vllm.test_pipeline import LENGTHS, STAGES, Servers, engines, prompts_are_right
 from tests.vllm.test_push import both_legs, registered
 from tests.vllm.test_state import pulled
 

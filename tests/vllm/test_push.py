@@ -11,24 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.legs import (
-    Turn,
-    coordinates_in,
-    decode,
-    decode_body,
-    prefill,
-    prefill_body,
-)
+from tests.integration.legs import Turn, coordinates_in, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
 from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
-from tests.vllm.measures import (
-    COMPUTED,
-    FETCHED,
-    counted,
-    nothing_left,
-    prompts,
-    share_of_a_core,
-)
+from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left, prompts, share_of_a_core
 from tests.vllm.servers import CHUNK, CHUNKS, PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_several import several_are_read_once
 

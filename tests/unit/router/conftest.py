@@ -11,8 +11,9 @@ from redis import Redis
 
 from scripts.mock_engine import MockEngine
 from tests.redis_server import RedisServer, running_redis
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 StartRouter = Callable[..., Awaitable[Router]]
 

@@ -19,7 +19,7 @@ from router.server.app import build
 from router.server.router_state import RouterState, state_of
 from router.server.serve import uvicorn_config
 from router.settings import Settings
-from tests.unit.router.mock_engine import MockEngine
+from scripts.mock_engine import MockEngine
 
 
 async def eventually(condition: Callable[[], object], seconds: float = 15.0) -> None:

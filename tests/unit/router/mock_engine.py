@@ -1,6 +1,5 @@
 """The scripted mock engine of the router's tests, with the answers that most of them want."""
 
-import asyncio
 import contextlib
 import json
 import ssl
@@ -8,37 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from itertools import takewhile
 
-from scripts.mock_engine import (
-    DONE,
-    STREAM_HEAD,
-    MockEngine,
-    Peer,
-    Received,
-    Script,
-    chunk,
-    is_release,
-)
-
-__all__ = [
-    "DONE",
-    "PARAMS",
-    "STREAM_HEAD",
-    "USUAL",
-    "LendingEngines",
-    "MockEngine",
-    "Peer",
-    "Received",
-    "Script",
-    "answer_after",
-    "chunk",
-    "event",
-    "fails",
-    "is_release",
-    "refuses",
-    "running_engine",
-    "usual_decode",
-    "usual_prefill",
-]
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -128,35 +97,6 @@ def event(text: str) -> bytes:
         "choices": [{"index": 0, "text": text, "finish_reason": None}],
     }
     return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-async def usual_prefill(request: Received, peer: Peer) -> None:
-    await peer.answer(USUAL | {"kv_transfer_params": PARAMS})
-
-
-async def usual_decode(request: Received, peer: Peer) -> None:
-    if request.json.get("stream"):
-        await peer.stream(event("a"), event("b"), DONE)
-    else:
-        await peer.answer(USUAL)
-
-
-def answer_after(released: asyncio.Event, script: Script) -> Script:
-    """Return a script that answers as `script` does once `released` is set."""
-
-    async def answer(request: Received, peer: Peer) -> None:
-        await released.wait()
-        await script(request, peer)
-
-    return answer
-
-
-async def fails(request: Received, peer: Peer) -> None:
-    await peer.answer({"error": {"message": "no"}}, 500)
-
-
-async def refuses(request: Received, peer: Peer) -> None:
-    await peer.answer({"error": {"message": "no"}}, 400)
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from tests.unit.router.mock_engine import MockEngine
+from scripts.mock_engine import MockEngine
 
 # A loaded machine takes a minute to import a router. Its end has as long.
 START_TIMEOUT_S = 240

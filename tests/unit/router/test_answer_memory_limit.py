@@ -12,8 +12,9 @@ import pytest
 from router.http_client.answer_limits import Reservation
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, answering, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, post, settings_for
-from tests.unit.router.mock_engine import PARAMS, USUAL, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, USUAL
 from tests.unit.router.processes import serving_router
 from tests.unit.router.proxy.test_push import IDENTITY, known
 from tests.unit.router.test_stalled_clients import _peak, _stalled
@@ -155,10 +156,6 @@ async def test_answers_together_go_up_to_the_limit_and_not_beyond(
     router = await start_router(**LIMITS)
     memory, arrived, most = router.gateway.memory.answers, asyncio.Barrier(10), 0
 
-    async def together(request: Received, peer: Peer) -> None:
-        await arrived.wait()
-        await script(request, peer)
-
     async def hold(request: Received, peer: Peer) -> None:
         nonlocal most
         await eventually(lambda: len(p.requests) == 10 and len(answers) >= 6)
@@ -170,7 +167,7 @@ async def test_answers_together_go_up_to_the_limit_and_not_beyond(
     async def ask() -> None:
         answers.append(await router.complete())
 
-    p.usual, d.usual = together, hold
+    p.usual, d.usual = answer_after(arrived, script), hold
     async with asyncio.TaskGroup() as group:
         for _ in range(10):
             group.create_task(ask())
@@ -233,12 +230,8 @@ async def test_what_a_client_does_not_read_of_a_whole_answer_counts_until_it_lea
 ) -> None:
     """As far as the kernel does not take it."""
     size = 12 * MIB
-
-    async def huge(request: Received, peer: Peer) -> None:
-        await peer.answer(chat("x" * size))
-
     router = await start_router(max_answer_size=13 * MIB, max_held_answers=14 * MIB)
-    d.usual = huge
+    d.usual = answering(200, chat("x" * size))
     asked = post(json.dumps({**CHAT, "conversation_id": "c", "max_tokens": 9}).encode(), path)
     client = await _stalled(router.port, asked)
     await eventually(lambda: d.requests)
@@ -286,14 +279,9 @@ async def test_prefill_answer_that_comes_after_the_end_of_its_request_stays_not_
 ) -> None:
     """In push mode a decoder may have answered by then."""
     answered = asyncio.Event()
-
-    async def late(request: Received, peer: Peer) -> None:
-        await answered.wait()
-        await large_prefill(request, peer)
-
     p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
     router = await known(await start_router(**LIMITS))
-    p.scripts = [late]
+    p.scripts = [answer_after(answered, large_prefill)]
     assert (await router.complete()).status_code == 200
     answered.set()
     await router.settled()

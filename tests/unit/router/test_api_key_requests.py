@@ -21,6 +21,7 @@ from router.telemetry.logs import AccessLine
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
+from tests.unit.router.engine_scripts import answering, hanging, streaming, usual_decode
 from tests.unit.router.harness import (
     Router,
     eventually,
@@ -29,7 +30,7 @@ from tests.unit.router.harness import (
     settings_for,
     status_of,
 )
-from tests.unit.router.mock_engine import USUAL, event, usual_decode
+from tests.unit.router.mock_engine import USUAL, event
 from tests.unit.router.processes import serving_router
 
 KEY, OTHER = "sk-disagg-one", "sk-disagg-other"
@@ -244,9 +245,7 @@ async def test_api_key_is_looked_up_once_for_each_request(
     assert lookups == 1
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/models"]
-)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
 async def test_key_that_is_revoked_before_the_body_has_arrived_is_refused(
     start_router: StartRouter, keys: WriteKeys, path: str
 ) -> None:
@@ -413,11 +412,8 @@ async def test_an_engine_that_tells_what_it_was_shown_tells_no_client(
 async def test_an_engine_that_refuses_the_routers_key_is_no_fault_of_the_clients(
     start_router: StartRouter, p: MockEngine
 ) -> None:
-    async def refuses(_: Received, peer: Peer) -> None:
-        await peer.answer({"error": "Unauthorized"}, 401)
-
     router = await start_router(engine_api_key="an-old-one")
-    p.scripts.append(refuses)
+    p.scripts.append(answering(401, {"error": "Unauthorized"}))
     answer = await ask(router)
     assert answer.status_code == 502
     assert answer.json()["error"]["message"] == "an engine rejected the router's API key"
@@ -578,12 +574,9 @@ async def test_tokens_are_charged_as_the_engine_tells_them(
 async def test_what_comes_to_nothing_costs_no_tokens(
     start_router: StartRouter, keys: WriteKeys, p: MockEngine
 ) -> None:
-    async def refuses(_: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 400)
-
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
     for _ in range(5):
-        p.scripts.append(refuses)
+        p.scripts.append(answering(400, {"error": {"message": "no"}}))
         assert (await ask(router, max_tokens=5000)).status_code == 400
     assert (await ask(router, model="none such", max_tokens=5000)).status_code == 404
     assert (await ask(router, max_tokens=5000)).status_code == 200
@@ -592,11 +585,8 @@ async def test_what_comes_to_nothing_costs_no_tokens(
 async def test_a_stream_that_tells_no_usage_is_charged_by_what_passed(
     start_router: StartRouter, keys: WriteKeys, d: MockEngine
 ) -> None:
-    async def long(_: Received, peer: Peer) -> None:
-        await peer.stream(*[event("x")] * 500, DONE)
-
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
-    d.scripts.append(long)
+    d.scripts.append(streaming(*[event("x")] * 500, DONE))
     answer = await ask(router, stream=True)
     assert answer.text.count("data: {") == 500
     await eventually(lambda: 480 < debt(router) < 530)
@@ -746,12 +736,8 @@ async def test_concurrency_is_given_back_however_a_request_ends(
     await eventually(lambda: not authenticator.running("one"))
 
     # A client that leaves.
-    async def mute(_: Received, peer: Peer) -> None:
-        entered.set()
-        await peer.wait_left()
-
     entered.clear()
-    p.scripts.append(mute)
+    p.scripts.append(hanging(asked=entered))
     async with router.socket() as client:
         shown = f"authorization: Bearer {KEY}\r\n".encode()
         await client.send(post(json.dumps(BODY).encode(), headers=shown))

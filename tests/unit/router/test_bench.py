@@ -3,32 +3,20 @@
 import asyncio
 import json
 import signal
-import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.commands.bench.chats import (
-    ChatError,
-    ChatStreamReader,
-    Figures,
-    LoadPlan,
-    Sample,
-    chats,
-)
+from router.commands.bench.chats import ChatStreamReader, Figures, LoadPlan, Sample, chats
 from router.commands.bench.command import main
 from router.telemetry.metric_types import nearest_rank
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, answer_after
 
 TEXTS = (b"Hel", b"lo", b"", b"!")
 USAGE = {
@@ -66,25 +54,6 @@ def test_an_answer_is_counted_however_it_is_cut(places: list[int], has_crlf: boo
     assert "".join(read.texts) == "Hello!"
     assert (figures.answered, figures.first.count, figures.gaps.count) == (1, 1, 2)
     assert (figures.prompt_tokens, figures.completion_tokens, figures.cached_tokens) == (10, 3, 8)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        ANSWER.removesuffix(DONE),
-        b'data: {"error":{"message":"too much"}}\n\n' + DONE,
-        b"data: [1]\n\n" + DONE,
-        b"data: {\n\n" + DONE,
-    ],
-)
-def test_what_is_no_whole_answer_is_none(answer: bytes) -> None:
-    figures = Figures()
-    read = reader(figures)
-    read.write(answer)
-    with pytest.raises(ChatError):
-        read.end(1.0)
-    assert figures.answered == 0
 
 
 @given(st.binary(max_size=200) | st.lists(st.sampled_from(TEXTS)).map(b"\n\ndata: ".join))
@@ -212,69 +181,3 @@ def test_nobody_there_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str])
     assert "http://127.0.0.1:1/v1/models: connection refused" in capsys.readouterr().err
     assert main(["http://127.0.0.1:1", "--model", "m", "--requests", "2"]) == 1
     assert "2 times: http://127.0.0.1:1: connection refused" in capsys.readouterr().out
-
-
-class Odd(BaseHTTPRequestHandler):
-    """Its chats have a number where choices are due; it notes what it was called."""
-
-    protocol_version = "HTTP/1.1"
-    hosts: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self._answer("application/json", b'{"data":[{"id":"m"}]}')
-
-    def do_POST(self) -> None:
-        self.hosts.append(self.headers["host"])
-        self.rfile.read(int(self.headers["content-length"]))
-        self._answer("text/event-stream", b'data: {"choices":5}\n\n' + DONE)
-
-    def _answer(self, kind: str, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-@pytest.fixture
-def odd() -> Iterator[str]:
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6
-
-    with Server(("::1", 0), Odd) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://[::1]:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_an_ipv6_address_is_written_as_one_and_choices_may_be_none(
-    odd: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([odd, "--requests", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["answered"] == 1
-    assert Odd.hosts[-1] == odd.removeprefix("http://")
-
-
-@pytest.mark.parametrize(
-    ("command", "code", "lines"), [("{} | true", 0, 0), ("{} > /dev/full", 1, 1)]
-)
-def test_where_nobody_reads_it_ends_quietly(odd: str, command: str, code: int, lines: int) -> None:
-    bench = f"{sys.executable} -m router.commands.cli bench --requests 1 '{odd}'"
-    shell = ["bash", "-o", "pipefail", "-c", command.format(bench)]
-    ended = subprocess.run(shell, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (code, lines), ended.stderr
-
-
-def test_a_name_that_is_no_text_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["http://127.0.0.1:1", "--model", "\udcff"])
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"http://{'a' * 70}.com"]) == 1
-    assert ": the name cannot be resolved" in capsys.readouterr().err

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from scripts.mock_engine import MockEngine, Peer, Received
+from tests.unit.router.engine_scripts import refuses
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import USUAL, MockEngine, Peer, Received, refuses
+from tests.unit.router.mock_engine import USUAL
 
 
 async def test_every_request_to_an_engine_asks_for_an_uncompressed_answer(

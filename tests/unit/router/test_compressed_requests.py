@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from router.auth.api_keys import digest_of
+from scripts.mock_engine import MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, answering
 from tests.unit.router.harness import Router, eventually, post, status_of
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, chunk
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 7}
 CHAT = {"model": "m", "max_tokens": 7, "messages": [{"role": "user", "content": "hello"}]}
@@ -154,12 +155,7 @@ async def test_plain_bytes_count_among_the_held_bodies(
 ) -> None:
     router = await start_router(max_body_size=MIB, max_held_bodies=MIB)
     may_answer = asyncio.Event()
-
-    async def waits(_: Received, peer: Peer) -> None:
-        await may_answer.wait()
-        await peer.answer({"data": []})
-
-    d.usual = waits
+    d.usual = answer_after(may_answer, answering(200, {"data": []}))
     large = {"model": "m", "input": "a" * (MIB * 3 // 4)}
     first = asyncio.ensure_future(ask(router, large, path="/v1/embeddings"))
     await eventually(lambda: d.requests)

@@ -18,15 +18,9 @@ from router.proxy.run import Run
 from router.settings import Address
 from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, Script, chunk, is_release
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, fails, reset, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    answer_after,
-    event,
-    fails,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.test_resume import OURS, computes, dies_after
 
 POISON = "poison"
@@ -140,11 +134,7 @@ async def test_engines_that_only_fail_are_no_deaths(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     """Twice 500, or twice a lost connection of an engine that lives."""
-
-    async def loses(request: Received, peer: Peer) -> None:
-        peer.reset()
-
-    for fault in (fails, loses):
+    for fault in (fails, reset):
         async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
             router = await start_router(ds=[d, d2, d3])
             d.scripts, d2.scripts = [fault], [fault]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -19,8 +18,6 @@ import httpx
 import pytest
 
 from router.commands.cli import main
-from router.commands.console import CommandError
-from router.commands.demo import engines as engines_module
 from router.commands.demo.command import MAX_RESTARTS, RESTART_WINDOW_S, EngineRestarts
 from router.commands.demo.command import main as command_main
 from router.commands.demo.engines import (
@@ -29,10 +26,8 @@ from router.commands.demo.engines import (
     DemoOptions,
     EngineBuilder,
     EngineCommands,
-    cache_directory,
     find_vllm,
     usable_cores,
-    wait_until_ready,
     write_secret,
 )
 from router.common.child_processes import ChildEndedError, ChildProcesses
@@ -124,55 +119,8 @@ def test_the_demo_serves_and_leaves_no_process_behind(
     assert "unhealthy" not in output.read_text(), "engines go after the router"
 
 
-def curls(said: str) -> list[list[str]]:
-    return [shlex.split(line) for line in said.splitlines() if line.strip().startswith("curl ")]
-
-
 def is_ready(process: subprocess.Popen[bytes], output: Path) -> bool:
     return "Ctrl-C" in output.read_text() or process.poll() is not None
-
-
-def test_the_first_example_streams_and_the_second_is_its_next_turn(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    with demo("good", find_free_ports(1)[0], output) as process:
-        wait_for(lambda: is_ready(process, output))
-    first, second = curls(output.read_text())
-    bodies = [json.loads(command[command.index("-d") + 1]) for command in (first, second)]
-    assert "-N" in first
-    assert bodies[0]["stream"]
-    assert "-N" not in second
-    assert "stream" not in bodies[1]
-    assert bodies[1]["messages"][:1] == bodies[0]["messages"]
-    assert bodies[0]["conversation_id"] == bodies[1]["conversation_id"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "flags", "why"),
-    [
-        ("offline", [], "No chat model: llm-x==1 cannot be fetched: no network"),
-        ("good", ["--model", "tiny"], None),
-    ],
-)
-def test_without_the_chat_model_a_random_one_serves_and_the_demo_says_so(
-    tmp_path: Path, mode: str, flags: list[str], why: str | None
-) -> None:
-    output = tmp_path / "output"
-    with demo(mode, find_free_ports(1)[0], output, *flags) as process:
-        wait_for(lambda: is_ready(process, output))
-        lines = output.read_text().splitlines()
-        assert process.poll() is None, lines
-    assert "The model is random: it shows the path of a request and talks gibberish." in lines
-    assert [line for line in lines if line.startswith("No chat model")] == ([why] if why else [])
-    assert len(curls("\n".join(lines))) == 2
-
-
-def test_engines_can_be_vllm(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    with demo("good", find_free_ports(1)[0], output, "--vllm") as process:
-        wait_for(lambda: is_ready(process, output))
-        assert process.poll() is None, output.read_text()
-    assert "(vLLM, " in output.read_text()
 
 
 def test_all_engines_can_have_both_roles(tmp_path: Path) -> None:
@@ -212,14 +160,6 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
     command, _ = built(engines, replace(OPTIONS, both_roles=True), model)
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["target_itl_ms"] == 50
-
-
-def test_on_a_gpu_vllm_engines_share_its_memory(tmp_path: Path) -> None:
-    options = replace(OPTIONS, device="cuda", prefillers=2)
-    engines = EngineCommands(find_vllm=lambda: "python")
-    command, _ = built(engines, options, DemoModel(tmp_path, "chat"))
-    assert command[command.index("--gpu-memory-utilization") + 1] == "0.28"
-    assert "engine_ext.vllm.scheduler.DisaggAsyncScheduler" in command
 
 
 @pytest.mark.parametrize(
@@ -284,49 +224,10 @@ def test_vllm_is_looked_for_where_it_is_installed_to(tmp_path: Path) -> None:
     assert find_vllm({"DISAGG_VLLM_VENV": str(place)}) == str(place / "bin" / "python")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_reused_decides_no_answer_of_the_chat_model(device: str, tmp_path: Path) -> None:
-    """Its weights are wide enough that no two words tie for the first question."""
-    options = replace(OPTIONS, device=device, vllm=False)
-    model = DemoModel(tmp_path, "chat", talks=True)
-    command, _ = built(EngineCommands(), options, model)
-    assert command[command.index("--dtype") + 1] == "float32"
-    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"]["side_channel_secret_file"] == "/s"
-
-
 def test_the_engines_secret_is_this_users_alone_and_long_enough(tmp_path: Path) -> None:
     path = write_secret(tmp_path)
     assert S_IMODE(path.stat().st_mode) == 0o600
     assert len(path.read_text().strip()) >= 32
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
-)
-def test_a_containers_quota_limits_the_cores(
-    tmp_path: Path, quota: str, expected: int | None
-) -> None:
-    path = tmp_path / "cpu.max"
-    path.write_text(quota)
-    assert len(usable_cores(path)) == (expected or len(os.sched_getaffinity(0)))
-
-
-def test_a_process_runs_on_its_cores_alone(tmp_path: Path) -> None:
-    core = min(os.sched_getaffinity(0))
-    processes = ChildProcesses(tmp_path)
-    code = "import os; print(os.sched_getaffinity(0))"
-    child = processes.start("child", [sys.executable, "-c", code], "", cores=[core])
-    child.process.wait(30)
-    assert child.log_lines() == [str({core})]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("/c", "/c/disagg-router"), ("", "~/.cache/disagg-router"), ("c", "~/.cache/disagg-router")],
-)
-def test_the_cache_is_where_the_xdg_rules_have_it(given: str, expected: str) -> None:
-    assert cache_directory({"XDG_CACHE_HOME": given}) == Path(expected).expanduser()
 
 
 def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
@@ -342,26 +243,6 @@ def test_an_engine_that_dies_ends_the_demo_with_its_last_words(tmp_path: Path) -
     assert directory.is_relative_to(tmp_path)
     assert sorted(path.name for path in directory.iterdir()) == found[2].split(", ")
     assert (directory / found[2].split(", ")[-1]).read_text().strip() == "no such device"
-
-
-def test_waiting_shows_the_last_log_line_of_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(engines_module, "REPORT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(engines_module, "START_TIMEOUT_S", 0.2)
-    (port,) = find_free_ports(1)
-    script = "printf 'one\n\033[1mloading  weights\n\n'; exec sleep 60"
-    processes = ChildProcesses(tmp_path)
-    engine = processes.start("engine 1", ["sh", "-c", script], f"http://127.0.0.1:{port}")
-    assert engine.log is not None
-    wait_for(lambda: len(engine.log_lines()) == 3)
-    try:
-        with pytest.raises(CommandError, match=r"not ready after 0 s: engine 1; engine 1: .*load"):
-            wait_until_ready([engine], "/health", [engine], said.append)
-    finally:
-        processes.stop()
-    assert said[0] == "waiting for engine 1 (0 s); engine 1: loading weights"
 
 
 def test_a_killed_engine_is_started_again_and_serves(tmp_path: Path) -> None:
@@ -460,3 +341,14 @@ def test_a_reader_that_leaves_stops_the_demo_without_a_word(tmp_path: Path) -> N
         process.stderr.close()
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
+)
+def test_a_containers_quota_limits_the_cores(
+    tmp_path: Path, quota: str, expected: int | None
+) -> None:
+    path = tmp_path / "cpu.max"
+    path.write_text(quota)
+    assert len(usable_cores(path)) == (expected or len(os.sched_getaffinity(0)))

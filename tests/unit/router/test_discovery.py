@@ -15,9 +15,10 @@ from router.fleet.engine import EngineRole, Health, Intent
 from router.server.router_state import state_of
 from router.settings import Settings, SettingsError, load
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.test_settings import ENGINES, FLAGS, problems
 
 CLIENTS = 12
@@ -310,6 +311,7 @@ def test_a_missing_extra_is_named(
     assert flags[0].split("-")[2] in line
 
 
+@pytest.mark.slow
 def test_extras_are_needed_only_by_their_sources() -> None:
     program = (
         "import sys; from router.server.app import build; from router.settings import load;"

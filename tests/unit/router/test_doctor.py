@@ -15,14 +15,7 @@ import pytest
 
 from router.commands.console import paint
 from router.commands.doctor import checks as checks_module
-from router.commands.doctor.checks import (
-    MAX_TRIES,
-    Check,
-    Findings,
-    State,
-    check_clock,
-    retried,
-)
+from router.commands.doctor.checks import MAX_TRIES, Check, Findings, State, check_clock, retried
 from router.commands.doctor.command import check_files, check_redis, lines, main
 from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS, check_fleet, open_fleet
 from router.coordination.role_balance import RoleKeeper
@@ -31,14 +24,9 @@ from router.ui.engine_reports import hash_request_id
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, fails, usual_decode, usual_prefill
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
-from tests.unit.router.mock_engine import (
-    LendingEngines,
-    fails,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import LendingEngines, running_engine
 from tests.unit.router.test_target_itl import RANK, STEP_MODEL
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
@@ -47,6 +35,7 @@ OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 @pytest.fixture(autouse=True)
 def no_pause_before_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("router.commands.doctor.fleet_checks.TRANSFER_REPORT_TIMEOUT_S", 0.3)
 
 
 def moves_kv(engine: MockEngine) -> None:
@@ -248,11 +237,7 @@ async def test_each_reason_why_no_kv_moved_is_told(p: MockEngine, d: MockEngine)
     p.usual = usual_decode
     text = failed(await examine(settings_of([p], [d])))["KV moved"]
     assert text == f"no: 127.0.0.1:{p.port} sends no kv_transfer_params"
-
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "the KV is gone"}}, 500)
-
-    p.usual, d.usual = usual_prefill, fails
+    p.usual, d.usual = usual_prefill, answering(500, {"error": {"message": "the KV is gone"}})
     assert "no: " in failed(await examine(settings_of([p], [d])))["KV moved"]
 
 
@@ -261,15 +246,8 @@ async def test_each_reason_why_no_kv_moved_is_told(p: MockEngine, d: MockEngine)
     [(4096, State.OK, "yes, 4 KiB"), (0, State.SKIPPED, "may have computed the prompt itself")],
 )
 async def test_stock_decode_engine_shows_by_its_metrics_whether_kv_moved(
-    p: MockEngine,
-    d: MockEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    more: int,
-    state: State,
-    text: str,
+    p: MockEngine, d: MockEngine, more: int, state: State, text: str
 ) -> None:
-    monkeypatch.setattr("router.commands.doctor.fleet_checks.TRANSFER_REPORT_TIMEOUT_S", 0.3)
-
     def count(transferred: int) -> None:
         d.pages["/metrics"] = b'vllm:nixl_bytes_transferred_sum{engine="0"} %d\n' % transferred
 

@@ -21,8 +21,17 @@ from scripts.mock_engine import (
     is_release,
 )
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import (
+    answer_after,
+    answering,
+    hang,
+    raw,
+    reset,
+    usual_decode,
+    usual_prefill,
+)
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import USUAL, event, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import USUAL, event, running_engine
 
 WHOLE = b'{"choices":[{}],"kv_transfer_params":{"a":1}}'
 FRAMED = b"content-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)
@@ -34,29 +43,6 @@ def error_of(answer: httpx.Response) -> dict[str, object]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == answer.status_code
     return error
-
-
-def raw(data: bytes) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(data)
-        peer.close()
-
-    return script
-
-
-def answering(status: int, content: object, **headers: str) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(content, status, {k.replace("_", "-"): v for k, v in headers.items()})
-
-    return script
-
-
-async def hang(request: Received, peer: Peer) -> None:
-    await peer.wait_left()
-
-
-async def reset(request: Received, peer: Peer) -> None:
-    peer.reset()
 
 
 @pytest.fixture(params=["p", "d"])
@@ -483,12 +469,7 @@ async def test_idle_connections_are_closed_after_their_age(
 async def test_idle_connections_are_bounded(start_router: StartRouter, d: MockEngine) -> None:
     router = await start_router(engine_idle_connections=2)
     together = asyncio.Barrier(5)
-
-    async def script(request: Received, peer: Peer) -> None:
-        await together.wait()
-        await usual_decode(request, peer)
-
-    d.scripts = [script] * 5
+    d.scripts = [answer_after(together, usual_decode)] * 5
     await asyncio.gather(*[router.complete() for _ in range(5)])
     pools = [engine.pool for engine in router.gateway.fleet.engines]
     # A probe may have one of them just now.

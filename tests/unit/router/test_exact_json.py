@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from router.common.exact_json import SLOW_LIMIT, dumps, loads, number
 from router.proxy.kv_params import KvParams
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, stream, whole
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import DONE, PARAMS, MockEngine, Peer, Received
+from tests.unit.router.mock_engine import PARAMS
 
 NUMBERS = (
     "0", "1", "1.0", "1.50", "-0", "-0.0", "0.10", "1e5", "1E+05", "1e-7", "0.00001", "1e400",

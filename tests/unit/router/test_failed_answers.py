@@ -19,6 +19,7 @@ from scripts.mock_engine import (
     is_release,
 )
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_late, answering, streaming_until
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import running_engine
 
@@ -95,13 +96,6 @@ NO_STREAM: dict[str, bytes] = {
 }
 
 
-def answering(body: bytes) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(body)
-
-    return script
-
-
 def streaming(*events: bytes) -> Script:
     async def script(request: Received, peer: Peer) -> None:
         await peer.stream(*filter(None, events))
@@ -129,15 +123,24 @@ async def ask(router: Router, path: str, stream: bool) -> httpx.Response:
 
 
 CASES = [
-    *((name, False, answering(body)) for name, body in NO_WHOLE.items()),
+    *((name, False, answering(200, body)) for name, body in NO_WHOLE.items()),
     *((name, True, streaming(events)) for name, events in NO_STREAM.items()),
-    *((f"not streamed: {name}", True, answering(body)) for name, body in NO_WHOLE.items()),
+    *((f"not streamed: {name}", True, answering(200, body)) for name, body in NO_WHOLE.items()),
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
+FEW = {"an error", "half", "half an event", "aborted", "rejected", "not streamed: html"}
+"""What the second path through the same code is tried with."""
+
+
 @pytest.mark.parametrize(
-    ("stream", "script"), [one[1:] for one in CASES], ids=[c[0] for c in CASES]
+    ("path", "stream", "script"),
+    [
+        pytest.param(path, stream, script, id=f"{path} {name}")
+        for path in PATHS
+        for name, stream, script in CASES
+        if path in ("/v1/chat/completions", "/v1/messages") or name in FEW
+    ],
 )
 async def test_another_decoder_answers(
     start_router: StartRouter, d: MockEngine, path: str, stream: bool, script: Script
@@ -161,7 +164,7 @@ async def test_where_there_is_no_other_it_is_an_error(
     start_router: StartRouter, d: MockEngine, path: str, stream: bool
 ) -> None:
     router = await start_router()
-    d.usual = streaming(ROLE, sse(FAILED), DONE) if stream else answering(NO_WHOLE["an error"])
+    d.usual = streaming(ROLE, sse(FAILED), DONE) if stream else answering(200, NO_WHOLE["an error"])
     answer = await ask(router, path, stream)
     assert answer.status_code == 502
     assert "CUDA died" in answer.json()["error"]["message"]
@@ -176,7 +179,7 @@ async def test_a_long_answer_that_is_broken_off_is_none(
     and only the one that failed is blamed."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
-        d.usual = answering(json.dumps(whole("x" * 300_000, finish)).encode())
+        d.usual = answering(200, json.dumps(whole("x" * 300_000, finish)).encode())
         if path in PATHS[:2]:
             with pytest.raises(httpx.RemoteProtocolError):
                 await ask(router, path, False)
@@ -199,7 +202,7 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
         router = await start_router(ds=[d, other])
         no_end = whole("wrong")
         no_end["choices"][0]["finish_reason"] = None
-        d.usual = answering(json.dumps(no_end).encode())
+        d.usual = answering(200, json.dumps(no_end).encode())
         answer = await ask(router, path, stream)
         assert answer.status_code == 200
         assert "good" in answer.text
@@ -278,7 +281,7 @@ async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
     router = await start_router()
     events = (ROLE, said("some"), said("text", finish), DONE)
     d.usual = (
-        streaming(*events) if stream else answering(json.dumps(whole("some", finish)).encode())
+        streaming(*events) if stream else answering(200, json.dumps(whole("some", finish)).encode())
     )
     chat = await ask(router, "/v1/chat/completions", stream)
     assert finish in chat.text, "as it came"
@@ -307,12 +310,7 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
     """None: [DONE] alone is an end that a chat may have, and a message may not."""
     router = await start_router(stream_heartbeat=heartbeat)
     is_seen = asyncio.Event()
-
-    async def stops(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(ROLE + said("some")))
-        await is_seen.wait()
-        await peer.send(chunk(said("more", finish) + DONE) + END)
-
+    stops = streaming_until(is_seen, ROLE + said("some"), said("more", finish) + DONE)
     d.usual = stops
     body = {"model": "m", "messages": BODY["messages"], "max_tokens": 7, "stream": True}
     seen = b""
@@ -381,28 +379,22 @@ async def test_endpoints_that_one_engine_answers(
     status: int,
 ) -> None:
     router = await start_router()
-    d.usual = answering(answer)
+    d.usual = answering(200, answer)
     told = await router.client.post(path, json={"model": "m", **body})
     assert told.status_code == status
     assert told.content == answer or status != 200
 
 
-@pytest.mark.parametrize(
-    "policy", ["round_robin", "least_loaded", "power_of_two", "prefix", "session"]
-)
+@pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "prefix"])
 async def test_an_engine_that_fails_fast_draws_no_load(
     start_router: StartRouter, d: MockEngine, policy: str
 ) -> None:
     """Two of its answers in five are none, too few for its circuit to open. They come at once, so
     it always looks idle."""
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await asyncio.sleep(0.01)
-        await good(request, peer)
-
+    slow = answer_late(0.01, good)
     async with running_engine(slow) as d2, running_engine(slow) as d3:
         router = await start_router(ds=[d, d2, d3], decode_policy=policy)
-        d.scripts = [slow, answering(b""), slow, answering(b""), slow] * 100
+        d.scripts = [slow, answering(200, b""), slow, answering(200, b""), slow] * 100
         queue = iter(range(240))
 
         async def client() -> None:

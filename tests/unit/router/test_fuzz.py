@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.corpus import HIDDEN, PLAIN, SHOWN, SMUGGLED
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import USUAL, MockEngine, Peer, Received
+from tests.unit.router.mock_engine import USUAL
 
 ANYTHING = PLAIN | SMUGGLED
 CLOSE = b"connection: close\r\n"

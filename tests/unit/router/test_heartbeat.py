@@ -15,10 +15,19 @@ from router.http_client.engine_answer import AnswerSink
 from router.http_client.errors import UpstreamError
 from router.proxy.heartbeat import HeartbeatExchange, HeartbeatStream
 from router.settings import SettingsError, load
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import (
+    answer_after,
+    answering,
+    hanging,
+    raw,
+    streaming_until,
+    usual_decode,
+    usual_prefill,
+)
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import event, running_engine
 
 INTERVAL = 0.1
 COMMENT = b": heartbeat\n\n"
@@ -29,23 +38,6 @@ END = b"0\r\n\r\n"
 @pytest.fixture
 async def router(start_router: StartRouter) -> Router:
     return await start_router(stream_heartbeat=INTERVAL)
-
-
-def after(gate: asyncio.Event, script: Script) -> Script:
-    """Silent until `gate` opens."""
-
-    async def silent(request: Received, peer: Peer) -> None:
-        await gate.wait()
-        await script(request, peer)
-
-    return silent
-
-
-def answers(status: int, content: object) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(content, status)
-
-    return script
 
 
 async def hang_up(request: Received, peer: Peer) -> None:
@@ -93,7 +85,7 @@ def error_in(body: bytes) -> dict[str, object]:
 
 async def test_the_silence_of_a_prefill_is_filled(router: Router, p: MockEngine) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     stream = Stream(await asking(router))
     assert stream.answer.status_code == 200
     assert stream.answer.headers["content-type"].startswith("text/event-stream")
@@ -130,13 +122,7 @@ async def test_comments_stand_before_a_large_event_that_is_under_way(
     router: Router, d: MockEngine
 ) -> None:
     gate, half = asyncio.Event(), b"data: " + b"x" * 300_000
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(half))
-        await gate.wait()
-        await peer.send(chunk(b"y\n\n") + chunk(DONE) + END)
-
-    d.scripts = [script]
+    d.scripts = [streaming_until(gate, half, b"y\n\n", DONE)]
     stream = Stream(await asking(router))
     await stream.until_heard(2)
     assert stream.body.replace(COMMENT, b"") == b""
@@ -152,7 +138,7 @@ async def test_there_are_none_before_an_answer_in_time_and_none_in_whole_answers
     assert (await router.stream(**fields)).content == event("a") + event("b") + DONE
     router = await start_router(stream_heartbeat=INTERVAL)
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     answer = asyncio.create_task(router.complete(**fields))
     await asyncio.sleep(3 * INTERVAL)
     gate.set()
@@ -161,7 +147,7 @@ async def test_there_are_none_before_an_answer_in_time_and_none_in_whole_answers
 
 async def test_they_are_off_by_default(start_router: StartRouter, p: MockEngine) -> None:
     router, gate = await start_router(), asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     answer = asyncio.create_task(router.stream())
     await asyncio.sleep(3 * INTERVAL)
     gate.set()
@@ -170,7 +156,7 @@ async def test_they_are_off_by_default(start_router: StartRouter, p: MockEngine)
 
 async def test_openais_client_does_not_see_them(router: Router, p: MockEngine) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     async with openai.AsyncOpenAI(api_key="k", base_url=f"{router.url}/v1") as client:
         stream = await client.completions.create(model="m", prompt="x", stream=True)
         gate.set()
@@ -179,7 +165,9 @@ async def test_openais_client_does_not_see_them(router: Router, p: MockEngine) -
 
 async def test_openais_client_sees_a_failure_behind_them(router: Router, p: MockEngine) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, answers(400, {"error": {"message": "too long", "code": 400}}))]
+    p.scripts = [
+        answer_after(gate, answering(400, {"error": {"message": "too long", "code": 400}}))
+    ]
     async with openai.AsyncOpenAI(api_key="k", base_url=f"{router.url}/v1") as client:
         stream = await client.completions.create(model="m", prompt="x", stream=True)
         gate.set()
@@ -201,7 +189,7 @@ async def test_a_refusal_after_the_first_comment_is_an_event(
     router: Router, p: MockEngine, status: int, content: object, told: dict[str, object] | None
 ) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, answers(status, content))]
+    p.scripts = [answer_after(gate, answering(status, content))]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     gate.set()
@@ -217,7 +205,7 @@ async def test_a_refusal_before_the_first_comment_is_the_answer(
     start_router: StartRouter, p: MockEngine
 ) -> None:
     router = await start_router(stream_heartbeat=5)
-    p.scripts = [answers(400, {"error": {"message": "no"}})]
+    p.scripts = [answering(400, {"error": {"message": "no"}})]
     answer = await router.stream()
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "no"}})
 
@@ -233,7 +221,7 @@ async def test_what_could_be_tried_again_still_can_be(
         await gates[1].wait()
         peer.close()
 
-    p.scripts = [after(gates[0], hang_up)]
+    p.scripts = [answer_after(gates[0], hang_up)]
     async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
         d.scripts, d2.scripts = [breaks], [breaks]
         router = await start_router(ps=[p, p2], ds=[d, d2], stream_heartbeat=INTERVAL)
@@ -254,14 +242,11 @@ async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
     def head(name: bytes) -> bytes:
         return STREAM_HEAD.replace(b"\r\n\r\n", b"\r\nx-decoder: " + name + b"\r\n\r\n")
 
-    async def breaks(request: Received, peer: Peer) -> None:
-        await peer.send(head(b"first") + chunk(event("wrong")[:20]))
-        peer.close()
-
     async def answers(request: Received, peer: Peer) -> None:
         await peer.send(head(b"second") + chunk(event("a") + DONE) + END)
 
     async with running_engine(usual_decode) as d2:
+        breaks = raw(head(b"first") + chunk(event("wrong")[:20]))
         d.scripts = d2.scripts = [breaks, answers]
         router = await start_router(ds=[d, d2], stream_heartbeat=5)
         answer = await router.stream()
@@ -270,7 +255,7 @@ async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
 
 async def test_nothing_is_left_of_a_request_that_is_over(router: Router, p: MockEngine) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill), answers(400, {}), answers(200, b"")]
+    p.scripts = [answer_after(gate, usual_prefill), answering(400, {}), answering(200, b"")]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     gate.set()
@@ -302,7 +287,7 @@ async def test_a_whole_answer_from_a_decoder_becomes_events(router: Router, d: M
     gate = asyncio.Event()
     choice = {"index": 0, "text": "all", "finish_reason": "stop"}
     whole = {"id": "1", "object": "text_completion", "choices": [choice]}
-    d.scripts = [after(gate, answers(200, whole))]
+    d.scripts = [answer_after(gate, answering(200, whole))]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     gate.set()
@@ -313,7 +298,7 @@ async def test_a_whole_answer_from_a_decoder_becomes_events(router: Router, d: M
 
 async def test_a_large_answer_that_is_no_stream_is_an_error(router: Router, d: MockEngine) -> None:
     gate = asyncio.Event()
-    d.usual = after(gate, answers(200, b"x" * 1_000_000))
+    d.usual = answer_after(gate, answering(200, b"x" * 1_000_000))
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     gate.set()
@@ -324,12 +309,7 @@ async def test_a_client_that_leaves_between_comments_is_noticed(
     router: Router, p: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = asyncio.Event()
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-        left.set()
-
-    p.scripts = [script]
+    p.scripts = [hanging(left=left)]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     await stream.answer.aclose()
@@ -341,7 +321,7 @@ async def test_a_client_that_leaves_between_comments_is_noticed(
 
 
 async def test_a_shutdown_in_the_silence_is_told_as_an_event(router: Router, p: MockEngine) -> None:
-    p.scripts = [after(asyncio.Event(), usual_prefill)]
+    p.scripts = [answer_after(asyncio.Event(), usual_prefill)]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     router.gateway.tasks.interrupt()
@@ -351,7 +331,7 @@ async def test_a_shutdown_in_the_silence_is_told_as_an_event(router: Router, p: 
 async def test_none_comes_behind_the_end_of_a_stream(router: Router, p: MockEngine) -> None:
     """On a connection that is kept, it would be the beginning of the next answer."""
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     async with router.socket() as client:
         await client.send(post(STREAM))
         async with asyncio.timeout(5):
@@ -367,7 +347,7 @@ async def test_none_comes_behind_the_end_of_a_stream(router: Router, p: MockEngi
 
 async def test_http_1_0_is_told_in_the_open(router: Router, p: MockEngine) -> None:
     gate = asyncio.Event()
-    p.scripts = [after(gate, usual_prefill)]
+    p.scripts = [answer_after(gate, usual_prefill)]
     async with router.socket() as client:
         await client.send(post(STREAM).replace(b"HTTP/1.1", b"HTTP/1.0"))
         async with asyncio.timeout(5):
@@ -449,7 +429,7 @@ async def test_a_turn_hears_them_too(
             choice = {"index": 0, "text": "a", "finish_reason": "stop"}
             await peer.answer({"id": "1", "object": "text_completion", "choices": [choice]})
 
-    p.scripts, d.scripts = [after(gates[0], usual_prefill)], [script]
+    p.scripts, d.scripts = [answer_after(gates[0], usual_prefill)], [script]
     router = await start_router(stream_heartbeat=INTERVAL)
     stream = Stream(await asking(router, conversation_id="c", conversation_stream=mode))
     await stream.until_heard(1)

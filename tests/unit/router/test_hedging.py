@@ -15,8 +15,16 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, S
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse, stream
 from tests.unit.router.conversations.test_decode_first import MARKER
+from tests.unit.router.engine_scripts import (
+    answer_after,
+    answering,
+    fails,
+    streaming,
+    streaming_until,
+    usual_decode,
+)
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import event, fails, running_engine, usual_decode
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.test_resume import (
     CAPABILITIES,
     OURS,
@@ -72,13 +80,6 @@ async def says_nothing(request: Received, peer: Peer) -> None:
 
 async def is_silent(request: Received, peer: Peer) -> None:
     await peer.wait_left()
-
-
-def answers(*events: bytes) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.stream(*events)
-
-    return script
 
 
 async def outcomes(router: Router) -> dict[str, float]:
@@ -188,10 +189,10 @@ async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[Mo
     "absurd",
     [
         fails,
-        answers(sse({"error": {"message": "no KV"}}), DONE),
-        answers(DONE),
-        answers(),
-        answers(sse(delta({"role": "assistant"}))),
+        streaming(sse({"error": {"message": "no KV"}}), DONE),
+        streaming(DONE),
+        streaming(),
+        streaming(sse(delta({"role": "assistant"}))),
         dies_after(0),
     ],
 )
@@ -200,12 +201,11 @@ async def test_what_is_no_answer_does_not_win(
 ) -> None:
     router = await start()
     has_failed = asyncio.Event()
-
-    async def later(request: Received, peer: Peer) -> None:
-        await has_failed.wait()
-        await to_the_end(request, peer)
-
-    ds[0].scripts, ds[1].scripts, ds[2].scripts = [absurd], [later], [rejects]
+    ds[0].scripts, ds[1].scripts, ds[2].scripts = (
+        [absurd],
+        [answer_after(has_failed, to_the_end)],
+        [rejects],
+    )
     answer = asyncio.create_task(asked(router))
     await eventually(lambda: ds[0].requests and not router.engine(ds[0]).in_flight)
     has_failed.set()
@@ -255,9 +255,7 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
 async def test_a_refusal_by_all_is_the_clients_answer(
     start: Start, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    async def refuses(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "too long", "code": 400}}, 400)
-
+    refuses = answering(400, {"error": {"message": "too long", "code": 400}})
     router = await start()
     for engine in ds:
         engine.usual = refuses
@@ -314,13 +312,7 @@ async def test_engines_that_are_full_are_not_asked_besides(
 ) -> None:
     router = await start(max_engine_requests=1, queue_size=0)
     is_over = asyncio.Event()
-
-    async def slowly(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await is_over.wait()
-        await peer.send(chunk(event("b") + DONE) + b"0\r\n\r\n")
-
-    ds[0].scripts = [slowly]
+    ds[0].scripts = [streaming_until(is_over, event("a"), event("b") + DONE)]
     first = asyncio.create_task(router.stream())  # at the first decoder alone
     await eventually(lambda: ds[0].requests and not router.engine(p).admitted)
     ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]

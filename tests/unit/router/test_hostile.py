@@ -13,15 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.corpus import HIDDEN, INNER, SMUGGLED
-from tests.unit.router.harness import (
-    Router,
-    eventually,
-    post,
-    running_router,
-    settings_for,
-)
-from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.processes import RouterProcess, serving_router
 from tests.unit.router.test_fuzz import Answers, talk
 

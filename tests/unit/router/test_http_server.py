@@ -8,7 +8,9 @@ import pytest
 from fastapi.responses import Response, StreamingResponse
 
 from router.proxy.passthrough import FORM_PATHS, JSON_PATHS
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, hang, usual_prefill
 from tests.unit.router.harness import (
     Router,
     eventually,
@@ -17,7 +19,6 @@ from tests.unit.router.harness import (
     settings_for,
     status_of,
 )
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, answer_after, usual_prefill
 
 BODY = b'{"prompt":"a"}'
 SPELLINGS = [
@@ -234,9 +235,6 @@ ASKED = {
 async def test_a_client_that_disconnects_before_the_first_byte_is_no_error_in_the_log(
     p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def hang(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
     p.usual = d.usual = hang
     async with running_router(settings_for(p=[p], d=[d])) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())

@@ -11,8 +11,9 @@ from router.http_client.sse import MAX_EVENT_BYTES
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, delta, prefilling, sse
+from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import event, running_engine, usual_decode
+from tests.unit.router.mock_engine import event, running_engine
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]

@@ -13,8 +13,9 @@ from router.commands.bench.load import (
     drive,
     request_bytes,
 )
+from scripts.mock_engine import MockEngine, Peer, Received, Script, chunk
+from tests.unit.router.engine_scripts import hanging
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, Script, chunk
 
 REQUEST = request_bytes("/v1/completions", b"{}")
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -93,12 +94,7 @@ async def test_without_a_server_there_is_no_connection(p: MockEngine) -> None:
 
 async def test_a_cancelled_request_closes_its_connection(p: MockEngine) -> None:
     left = asyncio.Event()
-
-    async def notes_that_the_client_left(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-        left.set()
-
-    p.usual = notes_that_the_client_left
+    p.usual = hanging(left=left)
     sending = asyncio.create_task(Client("127.0.0.1", p.port).send(REQUEST, 5))
     await eventually(lambda: p.requests)
     sending.cancel()

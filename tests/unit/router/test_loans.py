@@ -10,16 +10,9 @@ import pytest
 from router.fleet.engine import Intent
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import fails, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    USUAL,
-    LendingEngines,
-    fails,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.mock_engine import PARAMS, USUAL, LendingEngines, running_engine
 
 PROMPT = "".join(f"{number:06} and so on. " for number in range(500))  # 2,250 tokens
 TOKENS = len(PROMPT) // 4

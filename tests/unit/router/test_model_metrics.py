@@ -18,9 +18,10 @@ from router.telemetry.request_metrics import (
     tokens_in,
     tokens_of,
 )
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
+from tests.unit.router.mock_engine import event
 
 USAGE = b'{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
 

@@ -11,11 +11,13 @@ import pytest
 from router.fleet.engine import MIN_SAMPLES, Engine, EngineRole
 from router.routing.prefix_cache import PrefixAffinity
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, MockEngine, Peer, Received, running_engine
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 LONG = "all of this was said before. " * 200
 
@@ -60,10 +62,7 @@ async def test_rate_of_an_engine_is_learned_from_its_answers_and_forgotten_with_
     start_router: StartRouter, others: list[MockEngine]
 ) -> None:
     usage = {"prompt_tokens": 30_000, "prompt_tokens_details": {"cached_tokens": 10_000}}
-
-    async def answer(request: Received, peer: Peer) -> None:
-        await peer.answer({"kv_transfer_params": PARAMS, "usage": usage})
-
+    answer = answering(200, {"kv_transfer_params": PARAMS, "usage": usage})
     others[0].usual = answer
     router = await start_router(ps=others[:1])
     (engine,) = fleet(router, EngineRole.PREFILL)
@@ -116,10 +115,7 @@ async def test_a_prefiller_is_loaded_with_what_it_must_compute(
 async def test_a_request_whose_decode_leg_fails_leaves_nothing_open(
     start_router: StartRouter, others: list[MockEngine], d: MockEngine
 ) -> None:
-    async def refuses(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 400)
-
-    d.usual = refuses
+    d.usual = answering(400, {"error": {"message": "no"}})
     router = await start_router(ds=[d, *others], prefill_policy="prefix", decode_policy="prefix")
     for number in range(6):
         await router.complete(prompt=f"{number}{LONG}")

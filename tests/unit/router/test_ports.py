@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from tests.unit.router.mock_engine import MockEngine
+from scripts.mock_engine import MockEngine
 from tests.unit.router.processes import RouterProcess, serving_router
 
 BODY = {"model": "m", "prompt": "hello"}

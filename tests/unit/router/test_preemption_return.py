@@ -14,8 +14,9 @@ from router.openai.answers import read_generated_tokens
 from router.proxy.resume_buffer import ResumeBuffer
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, fails, hang, refuses
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import fails, refuses, running_engine
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.test_resume import (
     CAPABILITIES,
     LAST,
@@ -392,9 +393,7 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
 async def test_a_clients_own_stop_string_is_none(
     start: Start, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def stops(request: Received, peer: Peer) -> None:
-        await peer.answer(whole(2, {"finish_reason": "stop", "stop_reason": "preempted"}))
-
+    stops = answering(200, whole(2, {"finish_reason": "stop", "stop_reason": "preempted"}))
     router = await start()
     d.usual = d2.usual = stops
     answer = await router.complete(stop="preempted")
@@ -406,9 +405,7 @@ async def test_a_clients_own_stop_string_is_none(
 async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
     start: Start, d: MockEngine, d2: MockEngine, begun: object
 ) -> None:
-    async def calls(request: Received, peer: Peer) -> None:
-        await peer.answer(whole(2, BACK | {"finish_reason": "tool_calls"}, begun))
-
+    calls = answering(200, whole(2, BACK | {"finish_reason": "tool_calls"}, begun))
     router = await start()
     d.scripts = d2.scripts = [calls]
     answer = await router.complete(stop="preempted")
@@ -431,11 +428,8 @@ async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(
     start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def waits(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
     router = await start()
-    p.scripts, d.scripts = [computes, waits], [hands_back(2)]
+    p.scripts, d.scripts = [computes, hang], [hands_back(2)]
     d2.scripts = d.scripts
     asking = asyncio.create_task(router.complete())
     await eventually(lambda: router.gateway.memory.resume_buffers.size > 0)

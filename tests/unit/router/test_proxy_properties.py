@@ -17,11 +17,7 @@ from router.proxy import messages
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.dispatch import read_request_id
 from router.proxy.internal_fields import without_internal_fields
-from router.proxy.request import (
-    Body,
-    find_decode_only_reason,
-    parse_body,
-)
+from router.proxy.request import Body, find_decode_only_reason, parse_body
 from router.telemetry.logs import (
     LINES,
     AccessLine,

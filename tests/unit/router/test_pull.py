@@ -4,8 +4,9 @@ import json
 
 import openai
 
+from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import PARAMS, USUAL, MockEngine
+from tests.unit.router.mock_engine import PARAMS, USUAL
 
 
 async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(

@@ -11,8 +11,9 @@ import pytest
 from router.proxy.heartbeat import COMMENT
 from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import fails, refuses
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import fails, refuses, running_engine
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.test_hedging import REJECTION
 from tests.unit.router.test_preemption_return import OURS, all_of_it, hands_back
 from tests.unit.router.test_resume import WORDS, computes, dies_after, texts_of

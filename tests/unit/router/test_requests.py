@@ -8,6 +8,7 @@ import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import hanging
 from tests.unit.router.harness import RawClient, Router, eventually, post, status_of
 from tests.unit.router.mock_engine import USUAL, event
 
@@ -547,12 +548,7 @@ async def test_a_client_that_leaves_takes_its_pipelined_requests_along(
     router: Router, p: MockEngine
 ) -> None:
     left = asyncio.Event()
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-        left.set()
-
-    p.scripts = [script]
+    p.scripts = [hanging(left=left)]
     async with router.socket() as client:
         await client.send(post(BODY) + post(BODY)[:-2])
         await eventually(lambda: p.requests)

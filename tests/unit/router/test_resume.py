@@ -18,8 +18,9 @@ from router.proxy.kv_params import KvParams
 from router.proxy.resume_buffer import ResumeBuffer
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, fails, refuses, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, fails, refuses, running_engine, usual_decode
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
 CAPABILITIES = ["prefix_proof", "turns", "release", "hand_over", "begun", "tell_token_ids"]
@@ -304,12 +305,7 @@ async def test_what_is_computed_for_a_move_is_held_until_it_is_read(
 ) -> None:
     """Whether or not the decoder that failed had read some."""
     router, goes_on = await start(min_remote_prefill_tokens=1000), asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await goes_on.wait()
-        await to_the_end(request, peer)
-
-    scripts = iter([dies_after(2), waits])
+    scripts = iter([dies_after(2), answer_after(goes_on, to_the_end)])
     d.usual = d2.usual = lambda request, peer: next(scripts)(request, peer)
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: len(legs(d, d2)) == 2)

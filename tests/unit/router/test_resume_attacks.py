@@ -9,6 +9,7 @@ from router.http_client.answer_limits import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router import test_resume
+from tests.unit.router.engine_scripts import answering, reset
 from tests.unit.router.mock_engine import USUAL, running_engine
 from tests.unit.router.test_resume import (
     OURS,
@@ -61,10 +62,7 @@ async def test_who_goes_on_goes_on_with_a_stream(
 ) -> None:
     """Another answer, whole, is no part of the one that the client has begun to read."""
     router = await start(stream_heartbeat=heartbeat)
-
-    async def answers_whole(request: Received, peer: Peer) -> None:
-        await peer.answer({**USUAL, "choices": [{"index": 0, "text": "x" * size}]})
-
+    answers_whole = answering(200, {**USUAL, "choices": [{"index": 0, "text": "x" * size}]})
     d.scripts = d2.scripts = [dies_after(2), answers_whole]
     answer = await router.stream()
     assert "xx" not in answer.text
@@ -76,10 +74,7 @@ async def test_who_goes_on_goes_on_with_a_stream(
 async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngine) -> None:
     """The first one failed before it said anything, and reads ids in another way."""
     others = OURS | {"renders": RENDERS | {"tokenizer": "9"}}
-
-    async def says_nothing(request: Received, peer: Peer) -> None:
-        peer.reset()
-
+    says_nothing = reset
     async with running_engine(to_the_end) as d2, running_engine(to_the_end) as d3:
         d2.identity, d3.identity = others, OURS
         router = await start(ds=[d, d2, d3])

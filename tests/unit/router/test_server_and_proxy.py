@@ -12,10 +12,11 @@ import yaml
 from fastapi.responses import Response, StreamingResponse
 
 from router.auth.api_keys import digest_of
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, answering, streaming_until, usual_prefill
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import answer_after, event, usual_prefill
+from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import serving_router
 
 KEY, OTHER, THIRD = "sk-disagg-one", "sk-disagg-other", "sk-disagg-third"
@@ -52,11 +53,7 @@ async def test_a_callers_key_is_not_told_to_engines_that_load_an_adapter(
     router = await start_router(
         api_keys_file=keys, engine_api_key="of-the-engines", lora_updates=True
     )
-
-    async def loads(request: Received, peer: Peer) -> None:
-        await peer.answer(b"done")
-
-    p.usual = d.usual = loads
+    p.usual = d.usual = answering(200, b"done")
     asked = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
     for shown in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
         path = "/v1/load_lora_adapter"
@@ -140,13 +137,7 @@ async def test_a_stream_that_outlives_the_order_to_end_ends_its_connection(
     p: MockEngine, d: MockEngine
 ) -> None:
     may_end = asyncio.Event()
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await may_end.wait()
-        await peer.send(chunk(DONE) + b"0\r\n\r\n")
-
-    d.scripts = [script]
+    d.scripts = [streaming_until(may_end, event("a"), DONE)]
     async with serving_router(p, d, "--shutdown-delay=0", "--keep-alive-timeout=60") as router:
         port = int(router.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding
+from tests.unit.router.engine_scripts import reset, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, MockEngine, Peer, Received, usual_decode
+from tests.unit.router.mock_engine import PARAMS
 from tests.unit.router.test_resume import CAPABILITIES, OURS
 
 SHARES = OURS | {"capabilities": [*CAPABILITIES, "shared_loads", "cache_hit_threshold"]}
@@ -87,15 +89,12 @@ async def test_a_threshold_is_not_asked_for_each_of_them(
 async def test_a_decoder_that_fails_costs_another_prefill(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def dies(request: Received, peer: Peer) -> None:
-        peer.reset()
-
     other = MockEngine(decoding(), identity=SHARES)
     await other.start()
     try:
         p.identity = d.identity = SHARES
         router = await known(await start_router(ds=[d, other]))
-        d.scripts = other.scripts = [dies]
+        d.scripts = other.scripts = [reset]
         assert (await router.complete(n=2)).status_code == 200
         assert len(p.requests) == 2
     finally:

@@ -11,8 +11,9 @@ from redis import Redis
 from router.coordination.redis_stream import STREAM
 from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
+from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import answer_after, running_engine, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 pytestmark = pytest.mark.slow  # a Redis server
 

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.engine_scripts import answer_after, hang, usual_prefill
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import event, usual_prefill
+from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import router_process, serving_router
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}
@@ -52,6 +53,7 @@ async def test_a_signal_lets_running_streams_end(
         assert await router.ended() == 0
 
 
+@pytest.mark.slow
 async def test_a_draining_router_keeps_no_connection(p: MockEngine, d: MockEngine) -> None:
     """A client that stays on one would be cut off when the router ends."""
     async with (
@@ -73,12 +75,7 @@ async def test_what_was_asked_ahead_on_a_connection_is_answered_before_it_ends(
     router: Router, p: MockEngine
 ) -> None:
     gate = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await gate.wait()
-        await usual_prefill(request, peer)
-
-    p.scripts = [waits]
+    p.scripts = [answer_after(gate, usual_prefill)]
     async with router.socket() as client:
         await client.send(post(b'{"prompt": "x"}') * 2)
         await eventually(lambda: p.requests)
@@ -125,9 +122,6 @@ async def test_a_stream_that_does_not_end_is_ended_with_an_event(
 async def test_a_request_without_an_answer_yet_is_ended_with_a_503(
     p: MockEngine, d: MockEngine
 ) -> None:
-    async def hang(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
     p.scripts = [hang]
     async with (
         serving_router(p, d, "--shutdown-delay=0", "--shutdown-timeout=0.3") as router,

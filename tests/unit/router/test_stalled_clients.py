@@ -10,8 +10,9 @@ import pytest
 
 from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, usual_decode
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import event, usual_decode
+from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import serving_router
 
 STALLED, BATCH = 1000, 50
@@ -87,10 +88,7 @@ async def test_whole_answers_that_nobody_reads_are_held_a_few_times_at_most_and_
     p: MockEngine, d: MockEngine, fields: bytes
 ) -> None:
     """That of a conversation is read whole, for its end comes after it is kept."""
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer({"choices": [{"index": 0, "text": "x" * LARGE}]})
-
+    script = answering(200, {"choices": [{"index": 0, "text": "x" * LARGE}]})
     d.usual = script
     asked = post(b'{"prompt": "x"%b}' % fields)
     # What the kernel took whole is, to the router, a connection without anything to do.
@@ -116,10 +114,7 @@ async def test_answers_to_many_requests_do_not_pile_up_before_a_client_that_read
     start_router: StartRouter, d: MockEngine, asked: bytes
 ) -> None:
     """Whether a flow answers or FastAPI; and the connection is ended."""
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer({"choices": [{"index": 0, "text": "x" * LARGE}]})
-
+    script = answering(200, {"choices": [{"index": 0, "text": "x" * LARGE}]})
     d.usual = script
     router = await start_router(stream_idle_timeout=0.5)
     client = await _stalled(router.port, asked * 500)
@@ -135,11 +130,7 @@ async def test_a_client_that_reads_slowly_has_all_of_its_answer_and_the_next(
     start_router: StartRouter, d: MockEngine, close: bytes
 ) -> None:
     text = "x" * 8 * LARGE
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer({"choices": [{"index": 0, "text": text}]})
-
-    d.usual = script
+    d.usual = answering(200, {"choices": [{"index": 0, "text": text}]})
     router = await start_router(stream_idle_timeout=2, keep_alive_timeout=2)
     client = await _stalled(router.port, post(b'{"prompt": "x"}', headers=close) * 2, 2**18)
     expected, got = (1 if close else 2) * len(text), 0

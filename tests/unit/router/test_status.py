@@ -21,9 +21,11 @@ from router.commands.status import (
     parse_metrics,
 )
 from router.server.router_state import state_of
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode
+from tests.unit.router.mock_engine import running_engine
 
 METRICS = """\
 # TYPE disagg_router_requests_in_flight gauge
@@ -280,8 +282,3 @@ def test_wrong_usage_is_one_line_and_code_2(
 def test_no_answer_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["http://127.0.0.1:1"]) == 1
     assert "http://127.0.0.1:1/metrics: connection refused" in capsys.readouterr().err
-
-
-def test_a_host_that_can_have_no_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"http://{'a' * 70}.com"]) == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1

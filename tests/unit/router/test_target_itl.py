@@ -11,8 +11,9 @@ import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import fails, streaming_until, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import event, fails, running_engine, usual_decode
+from tests.unit.router.mock_engine import event, running_engine
 
 STEP_MODEL = {"base_ms": 10.0, "token_us": 50.0, "token_context_ns": 1.0, "context_ns": 30.0}
 RANK = {"num_blocks": 10_000, "block_size": 16, "max_step_tokens": 256, "step_model": STEP_MODEL}
@@ -155,13 +156,7 @@ async def test_a_decode_engine_with_first_tokens_takes_the_next_prompt(
 ) -> None:
     """A prompt counts as queued until its first token, and as context until the answer ends."""
     end = asyncio.Event()
-
-    async def answer(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await end.wait()
-        await peer.send(chunk(DONE) + b"0\r\n\r\n")
-
-    d.usual = answer
+    d.usual = streaming_until(end, event("a"), DONE)
     router = await start_judged()
     asking = asyncio.create_task(router.stream(prompt=PROMPT))
     await eventually(lambda: len(d.requests) == 1 and not router.engine(d).local_prefill_tokens)

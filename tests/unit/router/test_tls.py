@@ -25,8 +25,9 @@ from router.server.tls_handshake import HANDSHAKE_TIMEOUT_S
 from router.settings import Settings, SettingsError, load
 from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.certificates import Authority, Signed
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 from tests.unit.router.test_hostile import peak_of, port_of
 
@@ -342,6 +343,7 @@ async def test_who_leaves_at_any_point_of_a_handshake_is_counted_no_more(
     await eventually(lambda: not sealed.metric("client_connections"))
 
 
+@pytest.mark.slow
 async def test_who_says_no_good_bye_keeps_no_router_from_ending(
     p: MockEngine, d: MockEngine, ca: Authority, first: Signed
 ) -> None:

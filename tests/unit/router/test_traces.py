@@ -15,11 +15,11 @@ from router.telemetry.record import Record, Trace
 from router.telemetry.tracing import parent_in
 from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, hang, hanging
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.otlp_receiver import Receiver, Seen, receiving
 from tests.unit.router.processes import router_process
-from tests.unit.router.test_engine_answers import answering
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{ABOVE}-01"
@@ -159,10 +159,7 @@ async def test_what_the_client_does_not_sample_is_passed_on_so_and_not_sent(
 async def test_each_try_is_a_span_with_an_id_of_its_own(
     collector: Receiver, start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "out of memory"}}, 500)
-
-    async with running_engine(fails) as broken:
+    async with running_engine(answering(500, {"error": {"message": "out of memory"}})) as broken:
         router = await start_router(ps=[broken, p])
         assert (await router.complete()).status_code == 200
         await eventually(lambda: collector.named(ROOT))
@@ -180,10 +177,7 @@ async def test_each_try_is_a_span_with_an_id_of_its_own(
 async def test_a_request_that_fails_says_so(
     collector: Receiver, router: Router, d: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "out of memory"}}, 500)
-
-    d.usual = fails
+    d.usual = answering(500, {"error": {"message": "out of memory"}})
     assert (await router.complete()).status_code >= 500
     await eventually(lambda: collector.named(ROOT))
     (root,) = collector.named(ROOT)
@@ -207,12 +201,7 @@ async def test_a_client_that_leaves_ends_its_spans(
     collector: Receiver, router: Router, d: MockEngine
 ) -> None:
     asked = asyncio.Event()
-
-    async def silent(request: Received, peer: Peer) -> None:
-        asked.set()
-        await peer.wait_left()
-
-    d.usual = silent
+    d.usual = hanging(asked=asked)
     async with router.socket() as client:
         await client.send(post(b'{"model":"m","prompt":"x"}'))
         await asyncio.wait_for(asked.wait(), 5)
@@ -498,10 +487,7 @@ def test_a_leg_is_told_in_header_lines_that_end() -> None:
 async def test_of_several_that_are_asked_at_once_each_is_a_span_and_one_has_the_answer(
     collector: Receiver, start_router: StartRouter, d: MockEngine
 ) -> None:
-    async def is_silent(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
-    async with running_engine(is_silent) as other:
+    async with running_engine(hang) as other:
         d.identity = other.identity = {"capabilities": ["cache_hit_threshold"]}
         d.usual, router = stream, await start_router(ds=[d, other], hedged_decoders=2)
         await router.knows_its_engines()

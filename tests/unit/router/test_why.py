@@ -10,8 +10,9 @@ from router.commands.cli import main
 from router.commands.why import TOKEN, story
 from router.telemetry.record import Record
 from router.ui.live_requests import MAX_RECENT, MAX_RECENT_SHOWN, RecentRequests, RequestFeed
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import MockEngine, fails
+from tests.unit.router.engine_scripts import fails
 
 REQUEST: dict[str, Any] = {
     "id": "chatcmpl-1",

@@ -15,8 +15,9 @@ import pytest
 from router.coordination.exchange import SOCKET_PREFIX
 from router.coordination.peers import MAX_REPORT_BYTES, PeerReport
 from scripts.mock_engine import MockEngine
+from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import answer_after, running_engine, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.processes import RouterProcess, started_router
 
 pytestmark = pytest.mark.slow  # processes

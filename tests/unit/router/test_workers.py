@@ -22,9 +22,10 @@ from router.telemetry.metrics_server import (
     serve_in_thread,
     serve_worker_metrics,
 )
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.redis_server import running_redis
 from tests.unit.router.conversations.engines import decoding, prefilling
+from tests.unit.router.engine_scripts import streaming_until
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import event
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
@@ -148,13 +149,7 @@ async def test_a_signal_to_the_family_lets_running_streams_end(
     p: MockEngine, d: MockEngine
 ) -> None:
     go_on = asyncio.Event()
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await go_on.wait()
-        await peer.send(chunk(event("b")) + chunk(DONE) + b"0\r\n\r\n")
-
-    d.scripts = [script]
+    d.scripts = [streaming_until(go_on, event("a"), event("b"), DONE)]
     async with (
         family(p, d, "--shutdown-delay=0.2") as (router, pids),
         httpx.AsyncClient(base_url=router.url) as client,

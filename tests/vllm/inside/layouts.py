@@ -28,10 +28,7 @@ from vllm.config import CacheConfig, KVTransferConfig
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.utils import (
-    get_supported_kv_cache_layouts,
-    resolve_kv_cache_layout,
-)
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

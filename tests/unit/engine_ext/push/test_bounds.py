@@ -13,11 +13,7 @@ from engine_ext.push.decode_engines import RECHECK_SECONDS, IncomingInquiries, O
 from engine_ext.push.matching_state import BoundedRegistrations, RegistrationKey
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
-from engine_ext.wire.handshake import (
-    HandshakePayload,
-    decode_payload,
-    encode_payload,
-)
+from engine_ext.wire.handshake import HandshakePayload, decode_payload, encode_payload
 from engine_ext.wire.notifications import (
     EXTENSION_PREFIX,
     AwaitPrompt,

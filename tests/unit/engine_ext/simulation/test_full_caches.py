@@ -11,12 +11,7 @@ import pytest
 
 from engine_ext.push.matcher import UNKNOWN_SECONDS
 from engine_ext.scheduler.block_pressure import STALLED_SECONDS
-from engine_ext.wire.notifications import (
-    PushDone,
-    PushFailed,
-    ReturnBlocks,
-    decode_notification,
-)
+from engine_ext.wire.notifications import PushDone, PushFailed, ReturnBlocks, decode_notification
 from tests.unit.engine_ext.simulation.engine import SimRequest
 from tests.unit.engine_ext.simulation.full_caches import (
     COMMAND,

@@ -10,20 +10,11 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.types import CONFIGURATION, CacheGeometry, EngineIdentity, PeerAddress
 from engine_ext.wire.dialer import PeerRank
 from engine_ext.wire.errors import EXTENSION_VERSION
-from engine_ext.wire.handshake import (
-    HandshakePayload,
-    decode_payload,
-    encode_payload,
-)
+from engine_ext.wire.handshake import HandshakePayload, decode_payload, encode_payload
 from engine_ext.worker import peers as peers_module
 from engine_ext.worker.agent import PeerHandle
 from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.peers import (
-    MAX_CONNECTING_THERE,
-    PeerError,
-    Peers,
-    compatibility_problem,
-)
+from engine_ext.worker.peers import MAX_CONNECTING_THERE, PeerError, Peers, compatibility_problem
 from engine_ext.worker.validator import TRUSTING, Validator
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, SlowValidator, metadata_of, regions
 

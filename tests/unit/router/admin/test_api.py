@@ -17,9 +17,10 @@ from router.admin.control import Control
 from router.admin.processes import WorkerProcess
 from router.fleet.engine import Health, Intent
 from router.settings import Settings
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from scripts.mock_engine import DONE, MockEngine
+from tests.unit.router.engine_scripts import answer_after, streaming_until, usual_decode
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import event, running_engine, usual_decode
+from tests.unit.router.mock_engine import event, running_engine
 
 TOKEN = "0123456789abcdef"
 
@@ -138,13 +139,7 @@ async def test_an_engine_comes_serves_drains_and_goes(p: MockEngine, d: MockEngi
 
 async def test_a_stream_that_runs_on_an_engine_keeps_it(p: MockEngine, d: MockEngine) -> None:
     go_on = asyncio.Event()
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await go_on.wait()
-        await peer.send(chunk(DONE) + b"0\r\n\r\n")
-
-    d.scripts = [script]
+    d.scripts = [streaming_until(go_on, event("a"), DONE)]
     async with administered([p], [d]) as here:
         streaming = asyncio.create_task(here.router.stream())
         engine = here.router.engine(d)
@@ -221,12 +216,7 @@ async def test_half_a_group_is_seen(p: MockEngine, d: MockEngine) -> None:
 
 async def test_what_a_prefiller_holds_is_a_metric(p: MockEngine, d: MockEngine) -> None:
     go_on = asyncio.Event()
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await go_on.wait()
-        await usual_decode(request, peer)
-
-    d.scripts = [slow]
+    d.scripts = [answer_after(go_on, usual_decode)]
     async with administered([p], [d]) as here:
         asking = asyncio.create_task(here.router.complete())
         await eventually(lambda: d.requests)
@@ -319,12 +309,7 @@ async def test_callers_need_the_token_as_it_is_now(
 async def test_limits_change_while_requests_run(p: MockEngine, d: MockEngine) -> None:
     """Without any limit at the start, so that nobody queues; then with one; then without again."""
     go_on = asyncio.Event()
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await go_on.wait()
-        await usual_decode(request, peer)
-
-    d.usual = slow
+    d.usual = answer_after(go_on, usual_decode)
     async with administered([p], [d]) as here:
         here.given |= {"max_engine_requests": 1, "queue_size": 1, "queue_timeout": 60.0}
         here.given |= {"max_body_size": 2048, "max_held_bodies": 4096, "max_connections": 7}

@@ -19,8 +19,9 @@ import httpx
 import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.engine_scripts import answer_after, usual_decode, usual_prefill
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import event, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.processes import RouterProcess, router_process, serving_router
 from tests.unit.router.test_settings import FLAGS, problems
 from tests.unit.router.test_workers import family
@@ -166,16 +167,11 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
     p: MockEngine, d: MockEngine, workers: int
 ) -> None:
     go_on = asyncio.Event()
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await go_on.wait()
-        await usual_decode(request, peer)
-
     async with administered(p, d, workers) as (router, api), running_engine(usual_prefill) as other:
         await api.post(
             "/admin/engines", json={"url": f"http://{name_of(other)}", "role": "prefill"}
         )
-        d.usual = slow
+        d.usual = answer_after(go_on, usual_decode)
         asking = [asyncio.create_task(ask(router)) for _ in range(8)]
         await eventually(lambda: len(d.requests) == 8, 60)
         held = len(p.requests)
@@ -405,6 +401,7 @@ def test_settings_that_make_no_sense_are_one_line(
     assert "that are long" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 async def test_an_admin_port_in_use_is_one_line(p: MockEngine, d: MockEngine, workers: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -416,6 +413,7 @@ async def test_an_admin_port_in_use_is_one_line(p: MockEngine, d: MockEngine, wo
     assert line.startswith(f"disagg-router: error: cannot listen on 127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) -> None:
     async with administered(p, d, 1) as (router, api):
         async with httpx.AsyncClient(base_url=str(api.base_url)) as stranger:
@@ -431,6 +429,7 @@ async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) 
 # The command's other ends.
 
 
+@pytest.mark.slow
 async def test_the_command_says_what_it_cannot_do(p: MockEngine, d: MockEngine) -> None:
     async with administered(p, d, 1) as (router, api):
         code, out, errors = await ended(await drain(router, "127.0.0.1:1"))
@@ -457,16 +456,12 @@ def find_closed_port() -> int:
         return port
 
 
+@pytest.mark.slow
 async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
     p: MockEngine, d: MockEngine
 ) -> None:
     go_on = asyncio.Event()
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await go_on.wait()
-        await usual_decode(request, peer)
-
-    d.scripts = [slow]
+    d.scripts = [answer_after(go_on, usual_decode)]
     async with administered(p, d, 1) as (router, api):
         asking = asyncio.create_task(ask(router))
         await eventually(lambda: d.requests, 60)

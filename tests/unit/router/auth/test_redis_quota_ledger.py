@@ -14,10 +14,11 @@ from router.auth.authenticator import Authenticator, QuotaPermit
 from router.auth.quota_ledger import LedgerUnavailableError
 from router.auth.redis_quota_ledger import LEASE_S, RedisQuotaLedger
 from router.common.deadlines import Deadlines
+from scripts.mock_engine import MockEngine
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import hanging
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.test_api_key_requests import KEY, WriteKeys, ask, entry, keys
 
 pytestmark = pytest.mark.slow  # a Redis server
@@ -190,14 +191,9 @@ async def test_a_client_that_leaves_gives_its_place_back_to_all(
     start_router: StartRouter, keys: WriteKeys, redis: RedisServer, p: MockEngine
 ) -> None:
     entered = asyncio.Event()
-
-    async def mute(_: Received, peer: Peer) -> None:
-        entered.set()
-        await peer.wait_left()
-
     path = keys(entry("one", KEY, concurrency=1))
     one, other = [await start_router(api_keys_file=path, **options(redis)) for _ in "ab"]
-    p.scripts.append(mute)
+    p.scripts.append(hanging(asked=entered))
     leaves = asyncio.create_task(ask(one))
     await entered.wait()
     assert (await ask(other)).status_code == 429

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from router.commands.chat.command import RequestRoutes, shown
 from router.commands.cli import main
 from router.ui.engine_reports import hash_request_id
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 
 USAGE = {
     "prompt_tokens": 132,
@@ -190,23 +190,6 @@ def test_a_server_of_another_kind_is_one_line_and_code_1(
     assert line == "disagg-router chat: error: 501 Unsupported method ('POST')"
 
 
-async def test_bytes_that_are_not_text_are_replaced(
-    start_router: StartRouter, d: MockEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    d.usual = talking
-    router = await start_router()
-    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors="surrogateescape")
-    monkeypatch.setattr(sys, "stdin", piped)
-    assert await run(router.url, "--model", "m") == 0
-    assert asked(d)[0].json["messages"][0]["content"] == "caf\ufffd"
-
-
-def test_url_without_a_router_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "127.0.0.1:1", "--model", "m", "--once", "Hi"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("error: http://127.0.0.1:1: connection refused")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -225,14 +208,6 @@ def test_wrong_usage_is_one_line_and_code_2(
         main(["chat", *arguments])
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_the_shell_completes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    assert " chat " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["chta"])
-    assert "did you mean chat?" in capsys.readouterr().err
 
 
 @given(st.text())
@@ -413,22 +388,3 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(
     about = terminal.text.split("TTFT", 1)[1].split("\x1b", 1)[0].splitlines()
     assert len(about) > 1, "a narrow terminal gets several lines"
     assert max(map(len, about)) < 60
-
-
-@pytest.mark.parametrize("end", ["/quit\n", "\x04"])
-async def test_quit_and_ctrl_d_end_the_chat_without_colour_where_it_is_not_wanted(
-    start_router: StartRouter, d: MockEngine, end: str
-) -> None:
-    d.usual = talking
-    router = await start_router()
-
-    def chat() -> int:
-        terminal.until("> ")
-        terminal.write("one\n")
-        terminal.until(r"TTFT[^>]*> ")
-        terminal.write(end)
-        return terminal.ended()
-
-    terminal = Terminal(router.url, "--model", "m", NO_COLOR="1")
-    assert await asyncio.to_thread(chat) == 0
-    assert "\x1b[2m" not in terminal.text

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tests.unit.router.mock_engine import DONE, PARAMS, Peer, Received, Script
+from scripts.mock_engine import DONE, Peer, Received, Script
+from tests.unit.router.mock_engine import PARAMS
 
 PROOF = {"v": 1, "block": 16, "n": 33, "h": "AAAA"}
 KEPT = {

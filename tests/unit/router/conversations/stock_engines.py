@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import Environment
 
+from scripts.mock_engine import DONE, Peer, Received
 from tests.moving_templates import TEMPLATES
-from tests.unit.router.mock_engine import DONE, PARAMS, Peer, Received
+from tests.unit.router.mock_engine import PARAMS
 
 BLOCK = 16
 Ids = list[int]

@@ -19,6 +19,7 @@ from tests.unit.router.conversations.engines import (
     whole,
 )
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS
 
@@ -275,10 +276,7 @@ async def test_a_request_that_only_a_decoder_can_answer_is_not_rejected(
 async def test_an_error_of_the_decoder_asked_first_is_passed_on(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    async def rejects(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "too long"}}, 400)
-
-    d.scripts = [rejects]
+    d.scripts = [answering(400, {"error": {"message": "too long"}})]
     body = {"messages": ASKED, "cache_hit_threshold": 0.5, "stream": True}
     answer = await router.client.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "too long"}})

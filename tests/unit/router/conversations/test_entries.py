@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.conversations.conversations import (
-    Conversations,
-    RecallOutcome,
-    Turn,
-)
-from router.conversations.entry import (
-    Entry,
-    PromptPrefix,
-    ReuseScope,
-    decide_reuse,
-    prompt_of,
-)
+from router.conversations.conversations import Conversations, RecallOutcome, Turn
+from router.conversations.entry import Entry, PromptPrefix, ReuseScope, decide_reuse, prompt_of
 from router.conversations.reuse import truncate_params
 from router.conversations.store import MemoryStore, StoreError
 from router.openai.answers import AnswerChoice, read_choice

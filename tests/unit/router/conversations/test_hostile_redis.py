@@ -10,11 +10,11 @@ from redis import Redis
 from router.conversations.conversations import KeepOutcome
 from router.conversations.redis_store import NAMESPACE
 from router.conversations.store import MAC_BYTES, ValueSigner
+from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import MockEngine
 
 pytestmark = pytest.mark.slow  # a Redis server
 

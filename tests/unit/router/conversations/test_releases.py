@@ -16,9 +16,9 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, SAID, chat, offered, turns
+from tests.unit.router.engine_scripts import answering, hanging, reset
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import PARAMS, running_engine
-from tests.unit.router.test_engine_answers import answering
 
 PAGE = "/disagg/release"
 CAPABLE = {"capabilities": ["cache_hit_threshold", "release"]}
@@ -62,12 +62,7 @@ async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_
     proof: dict[str, Any] = {} if prefiller == "stock" else {"prefix_proof": PROOF}
     p.usual = prefilling(**proof)
     reached = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        reached.set()
-        await peer.wait_left()
-
-    d.scripts = [waits]
+    d.scripts = [hanging(asked=reached)]
     body = {"model": "m", "messages": ASKED} | ({"conversation_id": "c"} if conversation else {})
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))
@@ -90,10 +85,7 @@ async def test_a_client_that_leaves_before_the_decoders_first_byte_releases_the_
 async def test_a_decoder_that_rejects_or_fails_releases_the_prefill(
     router: Router, d: MockEngine
 ) -> None:
-    async def rejects(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 400)
-
-    d.scripts = [rejects]
+    d.scripts = [answering(400, {"error": {"message": "no"}})]
     assert (await router.complete()).status_code == 400
     await eventually(lambda: is_release(d.last))
 
@@ -127,14 +119,11 @@ async def test_a_release_that_meets_a_closed_connection_is_told_on_a_new_one(
 ) -> None:
     """Told twice is told once."""
     proven = prefilling(prefix_proof=PROOF)
-
-    async def rejects(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no"}}, 400)
-
-    async def resets(request: Received, peer: Peer) -> None:
-        peer.reset()
-
-    p.usual, p.scripts, d.scripts = proven, [proven, resets], [rejects]
+    p.usual, p.scripts, d.scripts = (
+        proven,
+        [proven, reset],
+        [answering(400, {"error": {"message": "no"}})],
+    )
     assert (await router.complete()).status_code == 400
     await eventually(lambda: router.metric("releases_total", outcome="done") == 1)
     assert given_back(p) == [{**PARAMS, "prefix_proof": PROOF}] * 2
@@ -144,11 +133,7 @@ async def test_a_prefiller_whose_decoder_fails_is_told_itself(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
     p.usual = prefilling(prefix_proof=PROOF)
-
-    async def dies(request: Received, peer: Peer) -> None:
-        peer.reset()
-
-    d.scripts = [dies, dies]
+    d.scripts = [reset, reset]
     assert (await router.complete()).status_code == 503
     await router.settled()
     assert given_back(p) == [{**PARAMS, "prefix_proof": PROOF}] * 2, "the kept connection was stale"
@@ -196,16 +181,9 @@ async def test_a_turn_whose_prefill_fails_or_is_left_is_given_back(
 ) -> None:
     d.identity = CAPABLE
     await heard(router, EngineRole.DECODE)
-
-    async def breaks(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "load failed"}}, 500)
-
+    breaks = answering(500, {"error": {"message": "load failed"}})
     reached = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        reached.set()
-        await peer.wait_left()
-
+    waits = hanging(asked=reached)
     for name, script in (("fails", breaks), ("left", waits)):
         await chat(router, ASKED, conversation_id=name)
         p.scripts = [script]

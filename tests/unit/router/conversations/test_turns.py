@@ -23,8 +23,9 @@ from tests.unit.router.conversations.engines import (
     sse,
     stream,
 )
+from tests.unit.router.engine_scripts import answer_after, answering, reset, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, event, running_engine, usual_decode
+from tests.unit.router.mock_engine import PARAMS, event, running_engine
 from tests.unit.router.processes import serving_router
 
 ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]
@@ -673,18 +674,13 @@ async def test_an_overloaded_decoder_is_left(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     release = asyncio.Event()
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await release.wait()
-        await usual_decode(request, peer)
-
     async with running_engine(decoding()) as other:
         router = await start_router(ds=[d, other], affinity_load_floor=2, affinity_load_factor=1.0)
         await chat(router, ASKED)
         home = d if d.requests else other
         engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
         assert engine is not None
-        home.usual = slow
+        home.usual = answer_after(release, usual_decode)
         waiting: list[asyncio.Task[Any]] = []
         while engine.in_flight < 3:
             waiting.append(asyncio.create_task(router.complete()))
@@ -700,11 +696,8 @@ async def test_an_overloaded_decoder_is_left(
 async def test_a_failed_pull_is_tried_again_without_and_nobody_hears_of_it(
     router: Router, p: MockEngine
 ) -> None:
-    async def broken(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "load failed"}}, 500)
-
     await chat(router, ASKED)
-    p.scripts = [broken]
+    p.scripts = [answering(500, {"error": {"message": "load failed"}})]
     await chat(router, AGAIN)
     _, first, second = p.requests
     assert first.json["kv_transfer_params"]["remote_block_ids"] is not None
@@ -717,12 +710,8 @@ async def test_a_leg_that_uses_an_entry_up_is_never_sent_twice(
     router: Router, p: MockEngine
 ) -> None:
     """A kept connection may die unseen; what is sent again elsewhere is a leg without reuse."""
-
-    async def dies(request: Received, peer: Peer) -> None:
-        peer.reset()
-
     await chat(router, ASKED)
-    p.scripts = [dies]
+    p.scripts = [reset]
     await chat(router, AGAIN)
     pulls = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
     assert len(pulls) == 1

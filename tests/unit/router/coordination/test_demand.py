@@ -10,8 +10,8 @@ from router.coordination.demand import BUSY_SHARE, DRAIN_S, NEEDED_SHARE, Engine
 from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole, EngineSpec
 from router.http_client.pool import EnginePool
 from router.settings import Address
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import MockEngine
 
 TOKENS_PER_S = 10_000
 MODEL = {"base_ms": 10.0, "token_us": 100, "token_context_ns": 0, "context_ns": 30.0}

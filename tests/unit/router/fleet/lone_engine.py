@@ -3,7 +3,8 @@
 import asyncio
 
 from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
-from tests.unit.router.mock_engine import event, usual_decode
+from tests.unit.router.engine_scripts import usual_decode
+from tests.unit.router.mock_engine import event
 
 
 async def slow(request: Received, peer: Peer) -> None:

@@ -3,12 +3,7 @@
 import pytest
 
 from router.common.deadlines import Deadlines
-from router.fleet.consistency import (
-    INCOMPLETE_GRACE_S,
-    ConsistencyLog,
-    GroupCounts,
-    count_groups,
-)
+from router.fleet.consistency import INCOMPLETE_GRACE_S, ConsistencyLog, GroupCounts, count_groups
 from router.fleet.engine import Engine, EngineRole, EngineSpec, Health, Intent
 from router.fleet.fleet import Fleet
 from router.http_client.pool import EnginePool, PoolLimits

@@ -8,11 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import EngineRole, EngineSpec, Intent
-from router.fleet.registry import (
-    OperatorOverrides,
-    apply_overrides,
-    merge_listings,
-)
+from router.fleet.registry import OperatorOverrides, apply_overrides, merge_listings
 from router.settings import Address
 from tests.unit.router.fleet.test_reconcile import ADDRESSES, LISTED, SETS
 

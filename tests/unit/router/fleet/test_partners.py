@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import BOTH, DECODE, DEFAULT_GROUP, PREFILL, EngineRole
-from router.fleet.kv_facts import (
-    MAX_FACTORS,
-    MAX_TEXT,
-    KvFacts,
-    find_kv_difference,
-    parse_kv_facts,
-)
+from router.fleet.kv_facts import MAX_FACTORS, MAX_TEXT, KvFacts, find_kv_difference, parse_kv_facts
 from router.fleet.partners import MAX_KINDS, EngineFacts, FindingKind, compare_engines
 
 FACTORS = {"architecture": "Qwen3ForCausalLM", "dtype": "bfloat16", "num_layers": "28"}

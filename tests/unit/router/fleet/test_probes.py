@@ -18,11 +18,11 @@ from router.http_client.connecting import ConnectAttempt
 from router.settings import Settings
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, hang, usual_decode
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.http_client.test_connect import no_descriptor_left
-from tests.unit.router.mock_engine import event, usual_decode
+from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.failing import deaf
-from tests.unit.router.test_engine_answers import answering
 
 # As they are by default, which settings for tests are not.
 DEFAULTS = {
@@ -81,11 +81,7 @@ async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
 ) -> None:
     """Its backlog is full, so that probes cannot even connect: that is silence too."""
     router = await start_router(health_interval=0.1, health_timeout=0.3, engine_idle_connections=0)
-
-    async def silent(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
-    d.scripts = [silent]
+    d.scripts = [hang]
     asking = asyncio.create_task(router.complete())
     await eventually(lambda: d.requests)
     assert d._server is not None

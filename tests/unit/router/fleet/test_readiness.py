@@ -13,11 +13,13 @@ from router.fleet.fleet import Fleet
 from router.fleet.readiness import Readiness, assess_readiness, describe_lack
 from router.fleet.views import build_fleet_view
 from router.settings import Settings
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.fleet.test_consistency import fleet_of
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
 from tests.unit.router.harness import Router, eventually, running_router
-from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 PAIR = ((PREFILL, "default"), (DECODE, "default"))
 

@@ -6,9 +6,11 @@ import pytest
 
 from router.fleet.engine import Health
 from router.routing.prompt_chunks import hash_chunks
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import MockEngine, running_engine, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 PROMPT = "A long system prompt that many users share. " * 200
 

@@ -4,8 +4,9 @@ from time import monotonic as now
 
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.pool import EnginePool
+from scripts.mock_engine import Peer, Received, Script
+from tests.unit.router.engine_scripts import raw
 from tests.unit.router.harness import post
-from tests.unit.router.mock_engine import Peer, Received, Script
 
 REQUEST = post(b"{}")
 LIMIT = 10 * 1024 * 1024
@@ -33,12 +34,7 @@ async def body_of(pool: EnginePool, fresh: bool = False) -> bytes:
 
 def saying(data: bytes) -> Script:
     """Sends this, and closes."""
-
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.send(data)
-        peer.close()
-
-    return script
+    return raw(data)
 
 
 def saying_and_waiting(data: bytes) -> Script:

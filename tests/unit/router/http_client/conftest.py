@@ -7,8 +7,10 @@ import pytest
 
 from router.common.deadlines import Deadlines
 from router.http_client.pool import EnginePool, PoolLimits
+from scripts.mock_engine import MockEngine
+from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine, running_engine, usual_decode
+from tests.unit.router.mock_engine import running_engine
 
 HEADER_LIMIT = 16 * 1024
 StartPool = Callable[..., EnginePool]

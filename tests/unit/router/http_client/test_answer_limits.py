@@ -5,9 +5,10 @@ import pytest
 from router.http_client.answer_limits import UNCOUNTED_BYTES, MemoryBudget, Reservation
 from router.http_client.errors import AnswersFullError
 from router.http_client.pool import EnginePool
+from scripts.mock_engine import MockEngine
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import eventually
 from tests.unit.router.http_client.asking import REQUEST, soon
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
 
 MIB = 1024 * 1024
 
@@ -15,11 +16,8 @@ MIB = 1024 * 1024
 async def test_the_routers_own_requests_are_never_rejected_for_memory(
     pool: EnginePool, engine: MockEngine
 ) -> None:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(b"x" * MIB)
-
     memory = pool.memory = MemoryBudget(1)
-    engine.usual = script
+    engine.usual = answering(200, b"x" * MIB)
     assert len((await pool.fetch(REQUEST, soon(), 2 * MIB)).body) == MIB
     answer = await pool.request(REQUEST, soon())
     with pytest.raises(AnswersFullError):

@@ -30,9 +30,9 @@ from router.http_client.errors import (
     UnresolvedError,
     UpstreamError,
 )
+from scripts.mock_engine import MockEngine
 from tests.unit.router.http_client.asking import REQUEST, body_of, soon
 from tests.unit.router.http_client.conftest import StartPool
-from tests.unit.router.mock_engine import MockEngine
 
 SHORT, LONG = 0.1, 10.0
 

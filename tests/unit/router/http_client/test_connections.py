@@ -16,6 +16,8 @@ from router.http_client.errors import (
     UpstreamError,
 )
 from router.http_client.pool import STALE_WITHIN_S, EngineConnection, EnginePool
+from scripts.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.engine_scripts import reset
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.asking import (
     LIMIT,
@@ -29,15 +31,11 @@ from tests.unit.router.http_client.asking import (
     soon,
 )
 from tests.unit.router.http_client.conftest import HEADER_LIMIT, StartPool
-from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, Peer, Received, chunk, event
+from tests.unit.router.mock_engine import event
 
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"{}") + b"0\r\n\r\n"
 MUCH = post(b" " * 16 * 1024 * 1024)
 Handler = Callable[[asyncio.StreamWriter], Awaitable[None]]
-
-
-async def reset(request: Received, peer: Peer) -> None:
-    peer.reset()
 
 
 @pytest.mark.parametrize("script", [saying(b""), reset])

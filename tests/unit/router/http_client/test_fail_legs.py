@@ -9,6 +9,7 @@ import pytest
 from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.errors import EngineLostError
 from router.http_client.pool import EnginePool
+from scripts.mock_engine import STREAM_HEAD, MockEngine, chunk
 from tests.unit.router.harness import eventually
 from tests.unit.router.http_client.asking import (
     LIMIT,
@@ -19,7 +20,7 @@ from tests.unit.router.http_client.asking import (
     saying_and_waiting,
     soon,
 )
-from tests.unit.router.mock_engine import STREAM_HEAD, MockEngine, chunk, event
+from tests.unit.router.mock_engine import event
 
 BEGUN_STREAM = saying_and_waiting(STREAM_HEAD + chunk(event("a")))
 BEGUN_WHOLE = saying_and_waiting(OK + b"content-length: %d\r\n\r\n" % LIMIT + b" " * HIGH_WATER * 2)

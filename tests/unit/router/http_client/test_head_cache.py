@@ -8,9 +8,9 @@ import pytest
 from router.http_client.head_cache import MAX_HEAD_BYTES, MAX_MISSES, HeadCache
 from router.http_client.pool import EnginePool
 from router.server.request_reader import RequestReader
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.corpus import SMUGGLED
 from tests.unit.router.http_client.asking import OK, ask, body_of
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.server.test_request_reader import Bounded
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\nContent-Length: %d\r\nx: y\r\n\r\n"

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.unit.router.mock_engine import DONE, Peer, Received
+from scripts.mock_engine import DONE, Peer, Received
 
 USAGE = {
     "prompt_tokens": 10,

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.router.mock_engine import MockEngine, running_engine
+from scripts.mock_engine import MockEngine
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import says_hello
 
 

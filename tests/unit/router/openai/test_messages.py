@@ -1,6 +1,5 @@
 """Anthropic's Messages, translated to chats and back."""
 
-import asyncio
 import contextlib
 import json
 from contextlib import AsyncExitStack
@@ -14,10 +13,11 @@ from router.openai.anthropic_messages import chat_from_messages, count_request_f
 from router.openai.dialects import AnswerBlocks, UntranslatableError
 from router.openai.errors import BadRequestError
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
+from scripts.mock_engine import chunk as framed
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_late, answering, raw, streaming, usual_prefill
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import chunk as framed
-from tests.unit.router.mock_engine import running_engine, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import (
     HELLO,
     chunk,
@@ -543,9 +543,7 @@ async def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(
 async def test_why_it_ended_is_told(
     router: Router, d: MockEngine, finish: str, stop: object, reason: str, sequence: str | None
 ) -> None:
-    async def ends(_: Received, peer: Peer) -> None:
-        await peer.answer(whole({"content": "x"}, finish, stop_reason=stop))
-
+    ends = answering(200, whole({"content": "x"}, finish, stop_reason=stop))
     d.scripts = [ends]
     told = (await router.client.post(PATH, json=ASKED)).json()
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
@@ -572,10 +570,7 @@ async def test_errors_have_the_dialects_own_shape(
 
 
 async def test_an_engines_refusal_is_told_in_this_dialect(router: Router, d: MockEngine) -> None:
-    async def refuses(_: Received, peer: Peer) -> None:
-        await peer.answer({"detail": "no such thing"}, 422)
-
-    d.scripts = [refuses]
+    d.scripts = [answering(422, {"detail": "no such thing"})]
     answer = await router.client.post(PATH, json=ASKED)
     assert answer.status_code == 422
     assert answer.json()["error"] == {"type": "invalid_request_error", "message": "no such thing"}
@@ -645,10 +640,7 @@ async def test_endpoints_that_do_not_exist_have_anthropics_errors(
 async def test_whatever_an_engine_answers_is_told_in_this_dialect(
     router: Router, d: MockEngine, path: str, status: int, body: bytes
 ) -> None:
-    async def strange(_: Received, peer: Peer) -> None:
-        await peer.answer(body, status)
-
-    d.scripts = [strange] * 4
+    d.scripts = [answering(status, body)] * 4
     answer = await router.client.post(path, json=ASKED)
     assert answer.status_code == (status if status >= 400 else 502)
     told = answer.json()
@@ -656,11 +648,7 @@ async def test_whatever_an_engine_answers_is_told_in_this_dialect(
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(router: Router, d: MockEngine) -> None:
-    async def breaks(_: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + framed(b"".join(HELLO[:2])))
-        peer.close()
-
-    d.scripts = [breaks]
+    d.scripts = [raw(STREAM_HEAD + framed(b"".join(HELLO[:2])))]
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     events = events_of(answer.text)
     assert events[0]["type"] == "message_start"
@@ -669,10 +657,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(router: Router, d: 
 
 
 async def test_a_stream_without_a_finish_is_no_whole_one(router: Router, d: MockEngine) -> None:
-    async def stops_short(_: Received, peer: Peer) -> None:
-        await peer.stream(*HELLO[:2])
-
-    d.scripts = [stops_short]
+    d.scripts = [streaming(*HELLO[:2])]
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     assert events_of(answer.text)[-1]["type"] == "error"
 
@@ -758,13 +743,7 @@ async def test_models_are_anthropics_for_its_clients(router: Router) -> None:
 
 
 async def test_heartbeats_pass_between_events(start_router: StartRouter, p: MockEngine) -> None:
-    usual = p.usual
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await asyncio.sleep(0.35)  # longer than three heartbeats
-        await usual(request, peer)
-
-    p.scripts = [slow]
+    p.scripts = [answer_late(0.35, p.usual)]  # longer than three heartbeats
     router = await start_router(stream_heartbeat=0.1)
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     events = events_of(answer.text)
@@ -809,9 +788,7 @@ async def test_an_exact_turn_is_streamed_from_its_whole_answer(
 async def test_tokens_are_counted_by_an_engine(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    async def counts(_: Received, peer: Peer) -> None:
-        await peer.answer({"count": 12, "tokens": [1] * 12, "max_model_len": 100})
-
+    counts = answering(200, {"count": 12, "tokens": [1] * 12, "max_model_len": 100})
     d.scripts = [counts]
     asked = {"model": "m", "system": "s", "messages": [HI]}
     answer = await router.client.post(f"{PATH}/count_tokens", json=asked)

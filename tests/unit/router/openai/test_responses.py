@@ -20,12 +20,13 @@ from router.conversations.stored_responses import (
 from router.openai.dialects import AnswerBlocks, BlockStep
 from router.openai.errors import BadRequestError, ResponseStoreError
 from router.openai.responses import ResponseOutput, chat_from_response
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
+from scripts.mock_engine import chunk as framed
 from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
+from tests.unit.router.engine_scripts import answer_late, answering, raw, streaming
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
-from tests.unit.router.mock_engine import chunk as framed
 from tests.unit.router.openai.chats import HELLO, chunk, events_of, thinks_and_calls, whole
 
 PATH = "/v1/responses"
@@ -252,13 +253,7 @@ async def test_own_check_of_the_context_has_openais_code(
 async def test_heartbeats_are_events_with_continuous_numbers(
     start_router: StartRouter, p: MockEngine
 ) -> None:
-    usual = p.usual
-
-    async def slow(request: Received, peer: Peer) -> None:
-        await asyncio.sleep(0.35)  # longer than three heartbeats
-        await usual(request, peer)
-
-    p.scripts = [slow]
+    p.scripts = [answer_late(0.35, p.usual)]  # longer than three heartbeats
     router = await start_router(stream_heartbeat=0.1)
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     events = events_of(answer.text)
@@ -505,10 +500,7 @@ async def test_a_stream_is_the_same_response_as_it_goes(router: Router, d: MockE
 
 
 async def test_what_was_cut_off_is_incomplete(router: Router, d: MockEngine) -> None:
-    async def cut(_: Received, peer: Peer) -> None:
-        await peer.answer(whole({"content": "x"}, "length"))
-
-    d.scripts = [cut]
+    d.scripts = [answering(200, whole({"content": "x"}, "length"))]
     told = (await router.client.post(PATH, json=ASKED)).json()
     assert told["status"] == "incomplete"
     assert told["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -688,11 +680,7 @@ async def test_a_wrong_limit_is_named_as_the_client_knows_it(
 
 
 async def test_a_stream_that_breaks_has_failed(router: Router, d: MockEngine) -> None:
-    async def breaks(_: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + framed(b"".join(HELLO[:2])))
-        peer.close()
-
-    d.scripts = [breaks]
+    d.scripts = [raw(STREAM_HEAD + framed(b"".join(HELLO[:2])))]
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     events = events_of(answer.text)
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
@@ -757,11 +745,9 @@ async def test_an_engines_error_in_mid_stream_keeps_its_code(
 async def test_what_was_cut_has_an_incomplete_last_item(
     router: Router, d: MockEngine, finish: str
 ) -> None:
-    async def thinks(_: Received, peer: Peer) -> None:
-        await peer.stream(
-            *(chunk({"reasoning": "hm"}), chunk({"content": "x"}), chunk({}, finish), DONE)
-        )
-
+    thinks = streaming(
+        *(chunk({"reasoning": "hm"}), chunk({"content": "x"}), chunk({}, finish), DONE)
+    )
     d.usual = thinks
     answer = await router.client.post(PATH, json={**ASKED, "stream": True})
     events = events_of(answer.text)

@@ -8,6 +8,7 @@ import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import events_of, says_hello
 
@@ -162,9 +163,7 @@ async def test_unreadable_event_ends_a_stream_that_has_begun_with_an_error(
 async def test_unreadable_answer_is_retried(
     start_router: StartRouter, d: MockEngine, path: str, data: bytes
 ) -> None:
-    async def whole(request: Received, peer: Peer) -> None:
-        await peer.answer(data.replace(b'"delta"', b'"finish_reason": "stop", "message"'))
-
+    whole = answering(200, data.replace(b'"delta"', b'"finish_reason": "stop", "message"'))
     async with running_engine(says_hello) as other:
         router = await start_router(ds=[d, other])
         d.usual = whole

@@ -11,9 +11,16 @@ from router.fleet.engine import Engine, EngineRole
 from router.http_client.connecting import EngineTls
 from router.http_client.errors import EngineLostError
 from scripts.mock_engine import MockEngine, Peer, Received, Script, is_release
+from tests.unit.router.engine_scripts import (
+    answering,
+    hang,
+    raw,
+    reset,
+    usual_decode,
+    usual_prefill,
+)
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import USUAL, running_engine, usual_decode, usual_prefill
-from tests.unit.router.test_engine_answers import answering, hang, raw, reset
+from tests.unit.router.mock_engine import USUAL, running_engine
 
 LOST = EngineLostError("declared dead")
 

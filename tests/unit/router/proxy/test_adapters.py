@@ -11,8 +11,9 @@ import pytest
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 LONG = "all of this was said before. " * 200
 ADAPTERS = ["sql", "poems", "law", "names"]
@@ -77,13 +78,8 @@ async def test_a_busy_engine_with_the_adapter_gives_way_to_idle_ones(
     start_router: StartRouter, ps: list[MockEngine], ds: list[MockEngine]
 ) -> None:
     router, release = await started(start_router, ps, ds), asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await release.wait()
-        await usual_prefill(request, peer)
-
     for engine in ps:
-        engine.usual = waits
+        engine.usual = answer_after(release, usual_prefill)
     running = []
     for number in range(4):
         running.append(asyncio.create_task(ask(router, "sql", f"{number} {LONG}")))

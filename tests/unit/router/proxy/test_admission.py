@@ -10,17 +10,17 @@ import httpx
 import pytest
 
 from router.server.client_connection import MAX_EXCESS_CONNECTIONS
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    USUAL,
-    event,
-    running_engine,
+from tests.unit.router.engine_scripts import (
+    answering,
+    reset,
+    streaming_until,
     usual_decode,
     usual_prefill,
 )
+from tests.unit.router.harness import Router, eventually, post
+from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 from tests.unit.router.processes import serving_router
 
 
@@ -164,13 +164,7 @@ async def test_slot_at_prefiller_is_released_if_decode_first_succeeds(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     left = asyncio.Event()
-
-    async def streaming(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("a")))
-        await left.wait()
-        await peer.send(chunk(DONE) + b"0\r\n\r\n")
-
-    d.usual = d2.usual = streaming
+    d.usual = d2.usual = streaming_until(left, event("a"), DONE)
     router = await start_router(ds=[d, d2], max_engine_requests=1)
     answers = [asyncio.create_task(router.stream(cache_hit_threshold=0.5)) for _ in range(2)]
     await eventually(lambda: d.requests and d2.requests)
@@ -210,10 +204,7 @@ async def test_queued_request_fails_when_the_last_engine_dies(
 async def test_slot_moves_to_another_engine_after_a_failed_leg(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    async def broken(request: Received, peer: Peer) -> None:
-        peer.reset()
-
-    d.usual = broken
+    d.usual = reset
     router = await start_router(ds=[d, d2], max_engine_requests=2)
     for _ in range(4):
         assert (await router.complete()).status_code == 200
@@ -376,10 +367,7 @@ async def test_client_that_disconnects_when_admitted_releases_its_slot(
 async def test_conversation_entry_is_not_taken_while_the_turn_is_queued(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def keeping(request: Received, peer: Peer) -> None:
-        await peer.answer(USUAL | {"kv_transfer_params": PARAMS})
-
-    d.scripts = [keeping]
+    d.scripts = [answering(200, USUAL | {"kv_transfer_params": PARAMS})]
     router = await start_router(max_engine_requests=1)
     assert (await router.complete(conversation_id="c")).status_code == 200
     assert router.metric("conversation_entries") == 1

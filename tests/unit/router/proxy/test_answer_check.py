@@ -16,8 +16,10 @@ from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of
 from router.proxy.resume_buffer import ResumeBuffer
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, Script, event
+from tests.unit.router.engine_scripts import answering
+from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
 
 SECOND_ROLE = said(index=1, delta={"role": "assistant", "content": ""}, finish_reason=None)
@@ -257,14 +259,7 @@ async def test_body_that_is_cut_off_or_is_an_error_is_no_answer(
     start_router: StartRouter, p: MockEngine, d: MockEngine, body: bytes
 ) -> None:
     router = await start_router()
-    d.scripts = [answers(body)] * 4
+    d.scripts = [answering(200, body)] * 4
     assert (await router.complete()).status_code >= 500
-    d.scripts = [answers(WHOLE)]
+    d.scripts = [answering(200, WHOLE)]
     assert (await router.complete()).json()["choices"][0]["finish_reason"] == "stop"
-
-
-def answers(body: bytes) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(body)
-
-    return script

@@ -8,8 +8,9 @@ import pytest
 
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, usual_decode
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import PARAMS, event, usual_decode
+from tests.unit.router.mock_engine import PARAMS, event
 
 ABOUT_BODY = {
     "etag": '"a"',
@@ -79,12 +80,7 @@ async def test_stream_that_begins_with_a_heartbeat_tells_proxies_too(
 ) -> None:
     router = await start_router(stream_heartbeat=0.1)
     may_answer = asyncio.Event()
-
-    async def late(request: Received, peer: Peer) -> None:
-        await may_answer.wait()
-        await usual_decode(request, peer)
-
-    d.usual = late
+    d.usual = answer_after(may_answer, usual_decode)
     body = {"model": "m", "prompt": "a", "stream": True}
     async with router.client.stream("POST", "/v1/completions", json=body) as answer:
         assert_passes_proxies(answer.headers)

@@ -23,9 +23,9 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
+from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
-from tests.unit.router.test_engine_answers import answering
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 
 async def either(request: Received, peer: Peer) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from router.openai.errors import UnsupportedTypeError
 from router.proxy.request import check_form, check_json
+from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import Router, post
-from tests.unit.router.mock_engine import MockEngine
 
 BODY = b'{"model": "m", "prompt": "x"}'
 

@@ -4,9 +4,10 @@ import pytest
 
 from router.proxy.exchange import cors_headers, preflight_headers
 from router.settings import Settings
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import USUAL, MockEngine, Peer, Received
+from tests.unit.router.mock_engine import USUAL
 
 PAGE = "https://chat.example"
 PREFLIGHT = {

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from router.fleet.engine import Engine, EngineRole, Intent
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 PROMPT = "A long system prompt that many users share. " * 200
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "session", "prefix")

@@ -15,10 +15,10 @@ from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefi
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
 from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
+from tests.unit.router.engine_scripts import answering, hanging, raw, reset
 from tests.unit.router.harness import Router, post
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, two_of
-from tests.unit.router.test_engine_answers import answering, raw, reset
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +147,7 @@ async def test_a_client_that_leaves_after_the_prefill_has_read_gives_nothing_bac
 ) -> None:
     await last_turn(router)
     reached = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        reached.set()
-        await peer.wait_left()
-
-    d.scripts = [waits]
+    d.scripts = [hanging(asked=reached)]
     body = {"model": "m", "messages": AGAIN, "conversation_id": "c"}
     async with router.socket() as client:
         await client.send(post(json.dumps(body).encode(), "/v1/chat/completions"))

@@ -13,9 +13,9 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_releases import CAPABLE
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, offered, turns
+from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
-from tests.unit.router.test_engine_answers import answering
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 BLUE, GREEN = "b" * 64, "a" * 64
 NAMES = "default-bbbbbbbb", "default-aaaaaaaa"
@@ -32,9 +32,7 @@ def name_groups(blue: Iterable[MockEngine], green: Iterable[MockEngine]) -> None
 
 
 def prefill_of(name: str) -> Script:
-    async def prefill(request: Received, peer: Peer) -> None:
-        await peer.answer({"kv_transfer_params": {**PARAMS, "remote_engine_id": name}})
-
+    prefill = answering(200, {"kv_transfer_params": {**PARAMS, "remote_engine_id": name}})
     return prefill
 
 
@@ -42,6 +40,13 @@ def sources(decoder: MockEngine) -> set[str]:
     """Whose KV it was told to read."""
     legs = [r.json.get("kv_transfer_params") for r in decoder.requests if "x" in r.json]
     return {params["remote_engine_id"] for params in legs if params}
+
+
+async def sources_after(router: Router, *decoders: MockEngine) -> tuple[set[str], ...]:
+    """Whose KV each decode engine has been offered in thirty requests."""
+    for _ in range(30):
+        assert (await router.complete(x=1)).status_code == 200
+    return tuple(map(sources, decoders))
 
 
 async def grouped(router: Router, *names: str) -> Router:
@@ -63,9 +68,7 @@ async def test_engines_pair_by_what_they_say_of_themselves(
         p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await grouped(router, *NAMES)
-        for _ in range(30):
-            assert (await router.complete(x=1)).status_code == 200
-        assert (sources(d), sources(d2)) == ({"blue"}, {"green"})
+        assert await sources_after(router, d, d2) == ({"blue"}, {"green"})
 
 
 async def test_one_hash_and_engines_without_one_are_one_group(
@@ -89,9 +92,7 @@ async def test_two_versions_of_the_extension_are_two_groups(
         p.usual, p2.usual = prefill_of("two"), prefill_of("three")
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await eventually(lambda: len(router.gateway.fleet.groups) == 2)
-        for _ in range(30):
-            assert (await router.complete(x=1)).status_code == 200
-        assert (sources(d), sources(d2)) == ({"two"}, {"three"})
+        assert await sources_after(router, d, d2) == ({"two"}, {"three"})
 
 
 @pytest.mark.parametrize("digests", [("c1", "c2"), ("c1", None)])
@@ -108,9 +109,7 @@ async def test_two_configurations_of_a_model_are_two_groups(
         p.usual, p2.usual = prefill_of("one"), prefill_of("two")
         router = await start_router(ps=[p, p2], ds=[d, d2])
         await eventually(lambda: len(router.gateway.fleet.groups) == 2)
-        for _ in range(30):
-            assert (await router.complete(x=1)).status_code == 200
-        assert (sources(d), sources(d2)) == ({"one"}, {"two"})
+        assert await sources_after(router, d, d2) == ({"one"}, {"two"})
 
 
 async def test_the_dead_move_nobody(

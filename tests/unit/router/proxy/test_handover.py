@@ -9,8 +9,9 @@ import pytest
 from router.proxy.first_token import can_hand_over
 from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, fails, refuses, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, fails, refuses, running_engine, usual_decode
+from tests.unit.router.mock_engine import PARAMS, running_engine
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
 PREFILLS = {"capabilities": ["prefix_proof", "turns", "release", "hand_over"], "renders": RENDERS}
@@ -201,9 +202,7 @@ async def test_prefiller_that_returns_no_tokens_is_decoded_as_usual(
 async def test_invalid_prefill_answer_hands_over_nothing(
     start: Start, p: MockEngine, d: MockEngine, choices: Any
 ) -> None:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.answer(ANSWER | {"choices": choices, "kv_transfer_params": HANDED})
-
+    script = answering(200, ANSWER | {"choices": choices, "kv_transfer_params": HANDED})
     p.usual = script
     router = await start()
     assert (await router.complete()).status_code == 200

@@ -1,6 +1,7 @@
 """Fields and headers by which engines agree on a transfer pass neither from clients nor to them."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from router.proxy.internal_fields import (
     answer_without_internal_fields,
     take_fields_from_events,
 )
+from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import DONE, MockEngine, Peer, Received, event
+from tests.unit.router.mock_engine import event
 
 EVIL = "evil.example"
 FIELDS = (
@@ -132,19 +134,19 @@ CHOICE = {"index": 0, "text": "b", "finish_reason": "stop"}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{"n": 1}, {"n": 2}, {"max_tokens": 1}])
-@pytest.mark.parametrize("name", FIELDS)
 async def test_no_internal_field_of_an_engine_reaches_a_client(
-    router: Router, d: MockEngine, name: str, fields: dict[str, Any], stream: bool
+    router: Router, d: MockEngine, fields: dict[str, Any], stream: bool
 ) -> None:
-    d.usual = answering(
-        stream, {"id": "1", "choices": [CHOICE | {name: NAMED}], "usage": {}, name: NAMED}
-    )
-    answer = await router.complete(stream=stream, **fields)
-    assert answer.status_code == 200
-    assert EVIL not in answer.text
-    assert name not in answer.text
-    assert '"text":"b"' in answer.text
-    assert stream is answer.text.endswith("data: [DONE]\n\n")
+    for name in FIELDS:
+        d.usual = answering(
+            stream, {"id": "1", "choices": [CHOICE | {name: NAMED}], "usage": {}, name: NAMED}
+        )
+        answer = await router.complete(stream=stream, **fields)
+        assert answer.status_code == 200, name
+        assert EVIL not in answer.text, name
+        assert name not in answer.text
+        assert '"text":"b"' in answer.text, name
+        assert stream is answer.text.endswith("data: [DONE]\n\n"), name
 
 
 PLACES: dict[str, Any] = {
@@ -158,26 +160,24 @@ PLACES: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", [FIELDS[0], FIELDS[1], *OTHER_FIELDS])
 async def test_no_internal_field_reaches_a_client_from_any_place(
-    router: Router, d: MockEngine, name: str, place: str, stream: bool, path: str
+    router: Router, d: MockEngine, stream: bool, path: str
 ) -> None:
-    written = json.dumps({"choices": [CHOICE], "data": []} | PLACES[place])
-    d.usual = answering(stream, json.loads(written.replace("FIELD", name)))
     asked = {"model": "m", "prompt": "a", "input": "a", "stream": stream}
-    answer = await router.client.post(path, json=asked)
-    assert answer.status_code == 200
-    assert EVIL not in answer.text
-    assert '"text":"b"' in answer.text.replace(": ", ":")
+    for name, place in product([FIELDS[0], FIELDS[1], *OTHER_FIELDS], PLACES):
+        written = json.dumps({"choices": [CHOICE], "data": []} | PLACES[place])
+        d.usual = answering(stream, json.loads(written.replace("FIELD", name)))
+        answer = await router.client.post(path, json=asked)
+        assert answer.status_code == 200, (name, place)
+        assert EVIL not in answer.text, (name, place)
+        assert '"text":"b"' in answer.text.replace(": ", ":"), (name, place)
 
 
-@pytest.mark.parametrize("name", ROUTING_HEADERS)
 async def test_no_routing_header_of_an_engine_reaches_a_client(
-    router: Router, d: MockEngine, name: str
+    router: Router, d: MockEngine
 ) -> None:
     async def script(_: Received, peer: Peer) -> None:
-        await peer.answer({"choices": [CHOICE]}, 200, {name: EVIL})
+        await peer.answer({"choices": [CHOICE]}, 200, dict.fromkeys(ROUTING_HEADERS, EVIL))
 
     d.usual = script
     answer = await router.complete()

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.request_fields import find_invalid_field, restate_message, restate_prompt_limit
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
 
 CONTEXT = 100
 LOOKED_AT = ("max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options",

@@ -8,9 +8,9 @@ import pytest
 
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, hang, raw, reset, usual_decode
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import PARAMS, event, running_engine, usual_decode
-from tests.unit.router.test_engine_answers import answering, raw, reset
+from tests.unit.router.mock_engine import PARAMS, event, running_engine
 
 REQUESTS = 60
 
@@ -119,10 +119,7 @@ async def test_a_prefiller_holds_kv_until_its_decoder_has_it(
 async def test_a_prefiller_holds_nothing_for_a_client_that_left(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def never(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
-    d.scripts = [never]
+    d.scripts = [hang]
     router = await start_router()
     async with router.socket() as client:
         await client.send(post(b'{"model": "m", "prompt": "x"}'))

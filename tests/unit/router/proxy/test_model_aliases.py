@@ -5,9 +5,10 @@ import pytest
 
 from router.auth.api_keys import digest_of
 from router.settings import SettingsError, load
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import MockEngine, Peer, Received
 
 ALIASES = ("claude-*-haiku*=m", "claude-*=n", "gpt-4o=m", "*=m")
 
@@ -64,11 +65,8 @@ async def test_aliases_hold_for_every_endpoint(
 async def test_alias_in_a_form_is_replaced(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def transcribes(request: Received, peer: Peer) -> None:
-        await peer.answer({"text": "hello"})
-
     router = await start(start_router, p, d, model_alias=("whisper-*=n",))
-    d.usual = transcribes
+    d.usual = answering(200, {"text": "hello"})
     file = ("a.wav", b"RIFF\r\nmodel=whisper-1")
     answer = await router.client.post(
         "/v1/audio/transcriptions", data={"model": "whisper-1"}, files={"file": file}

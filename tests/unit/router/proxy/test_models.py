@@ -11,8 +11,9 @@ from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED
+from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -205,9 +206,7 @@ async def test_another_engine_answers_after_the_404_of_one_with_an_outdated_list
 async def test_404_that_is_not_about_the_model_is_the_clients(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def lacks(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "Not Found", "param": None, "code": 404}}, 404)
-
+    lacks = answering(404, {"error": {"message": "Not Found", "param": None, "code": 404}})
     router = await start_router()
     await router.knows_its_engines()
     d.scripts = [lacks]

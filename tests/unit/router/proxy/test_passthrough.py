@@ -11,9 +11,11 @@ from router.auth.api_keys import digest_of
 from router.openai.errors import BadRequestError
 from router.proxy.passthrough import find_model_in_form
 from router.telemetry.logs import LINES
+from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import MockEngine, Peer, Received, running_engine
+from tests.unit.router.mock_engine import running_engine
 
 PATHS = (
     "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/tokenize",
@@ -83,11 +85,7 @@ async def test_404_of_an_engine_that_gives_a_reason_is_passed_on(
     router: Router, d: MockEngine
 ) -> None:
     body = {"error": {"message": "no file with this id", "type": "NotFoundError", "code": 404}}
-
-    async def lacks(_: Received, peer: Peer) -> None:
-        await peer.answer(body, 404)
-
-    d.usual = lacks
+    d.usual = answering(404, body)
     answer = await router.client.post("/v1/rerank", json={"model": "m"})
     assert (answer.status_code, answer.json()) == (404, body)
 
@@ -96,11 +94,8 @@ async def test_404_of_an_engine_that_gives_a_reason_is_passed_on(
 async def test_client_gets_an_engines_error_and_the_engine_stays_healthy(
     start_router: StartRouter, d: MockEngine, status: int
 ) -> None:
-    async def cannot(_: Received, peer: Peer) -> None:
-        await peer.answer(b"" if status == 204 else b"cannot", status)
-
     router = await start_router(health_interval=30)
-    d.scripts = [cannot] * 12
+    d.scripts = [answering(status, b"" if status == 204 else b"cannot")] * 12
     for _ in range(12):
         answer = await router.client.post("/v1/embeddings", json={"model": "m", "input": "a"})
         assert answer.status_code == status
@@ -331,11 +326,8 @@ async def test_adapter_is_loaded_at_all_engines_and_served_at_once(
 async def test_first_failure_of_an_adapter_load_is_returned(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    async def refuse(_: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no such adapter"}}, 404)
-
     router = await start_router(lora_updates=True)
-    d.scripts = [refuse]
+    d.scripts = [answering(404, {"error": {"message": "no such adapter"}})]
     answer = await router.client.post(LOAD, json=ADAPTER)
     assert answer.status_code == 404
     assert answer.json() == {"error": {"message": "no such adapter"}}
@@ -345,15 +337,12 @@ async def test_first_failure_of_an_adapter_load_is_returned(
 async def test_adapter_change_has_an_access_log_line(
     start_router: StartRouter, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def refuse(_: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no such adapter"}}, 404)
-
     caplog.set_level(logging.INFO)
     router = await start_router(lora_updates=True)
     given = {"x-request-id": "one"}
     answer = await router.client.post(LOAD, json=ADAPTER, headers=given)
     assert answer.headers["x-request-id"] == "one"
-    d.scripts = [refuse]
+    d.scripts = [answering(404, {"error": {"message": "no such adapter"}})]
     forged = {"lora_name": "pirate\nINFO forged", "lora_path": "/x"}
     assert (await router.client.post(LOAD, json=forged)).status_code == 404
     assert (await router.client.post(UNLOAD, json={})).status_code == 400

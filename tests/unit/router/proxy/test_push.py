@@ -9,8 +9,15 @@ from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_turns import ASKED, chat
+from tests.unit.router.engine_scripts import (
+    answer_after,
+    answering,
+    hang,
+    usual_decode,
+    usual_prefill,
+)
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine
 
 WHERE = {
     "remote_engine_id": "p-1",
@@ -47,16 +54,7 @@ async def test_both_legs_are_sent_at_once_with_shared_ids(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router, both = await known(await start_router()), asyncio.Barrier(2)
-
-    async def prefills(request: Received, peer: Peer) -> None:
-        await both.wait()
-        await usual_prefill(request, peer)
-
-    async def decodes(request: Received, peer: Peer) -> None:
-        await both.wait()
-        await usual_decode(request, peer)
-
-    p.usual, d.usual = prefills, decodes
+    p.usual, d.usual = answer_after(both, usual_prefill), answer_after(both, usual_decode)
     for streamed in (True, False):
         assert (await router.complete(stream=streamed)).status_code == 200
         (given_p, given_d) = (e.last.json["kv_transfer_params"] for e in (p, d))
@@ -142,10 +140,7 @@ async def test_failed_leg_ends_the_other_and_both_are_retried_elsewhere(
     start_router: StartRouter, p: MockEngine, d: MockEngine, fails: str
 ) -> None:
     asked, left = asyncio.Event(), asyncio.Event()
-
-    async def breaks(request: Received, peer: Peer) -> None:
-        await asked.wait()
-        await peer.answer({"error": {"message": "no"}}, 500)
+    breaks = answer_after(asked, answering(500, {"error": {"message": "no"}}))
 
     async def waits(request: Received, peer: Peer) -> None:
         asked.set()
@@ -176,12 +171,7 @@ async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     may_end, usual = asyncio.Event(), prefilling()
-
-    async def late(request: Received, peer: Peer) -> None:
-        await may_end.wait()
-        await usual(request, peer)
-
-    p.usual, d.usual = late, decoding()
+    p.usual, d.usual = answer_after(may_end, usual), decoding()
     router = await known(await start_router(conversation_store="memory"))
     await chat(router, ASKED)
     router.gateway.records.flush()
@@ -196,15 +186,11 @@ async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
 async def test_client_gets_the_4xx_of_either_leg(
     start_router: StartRouter, p: MockEngine, d: MockEngine, who: str
 ) -> None:
-    async def rejects(request: Received, peer: Peer) -> None:
-        await peer.answer({"error": {"message": "no such thing"}}, 422)
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
     router = await known(await start_router())
-    (p if who == "prefill" else d).scripts = [rejects]
-    (d if who == "prefill" else p).scripts = [waits]
+    (p if who == "prefill" else d).scripts = [
+        answering(422, {"error": {"message": "no such thing"}})
+    ]
+    (d if who == "prefill" else p).scripts = [hang]
     answer = await router.complete()
     assert (answer.status_code, answer.json()["error"]["message"]) == (422, "no such thing")
 
@@ -253,14 +239,7 @@ async def test_client_that_disconnects_just_after_a_decoder_failed_leaves_no_pre
 ) -> None:
     """The disconnect comes in any of the next iterations of the loop."""
     fails = asyncio.Event()
-
-    async def fail(request: Received, peer: Peer) -> None:
-        await fails.wait()
-        await peer.answer({"error": {"message": "no"}}, 500)
-
-    async def hang(request: Received, peer: Peer) -> None:
-        await peer.wait_left()
-
+    fail = answer_after(fails, answering(500, {"error": {"message": "no"}}))
     p.scripts, d.scripts = [hang], [fail]
     router = await known(await start_router())
     async with router.socket() as client:

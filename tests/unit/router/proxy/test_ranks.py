@@ -10,10 +10,11 @@ import pytest
 from router.coordination.peers import PeerRouters
 from router.fleet.engine import EngineRank
 from router.fleet.fleet import ProcessIdentity
-from scripts.mock_engine import MockEngine, Peer, Received
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import running_engine, usual_prefill
+from tests.unit.router.mock_engine import running_engine
 
 HEADER = "x-data-parallel-rank"
 LONG = "all of this was said before. " * 200
@@ -64,12 +65,7 @@ async def started(start_router: StartRouter, **changes: Any) -> Router:
 async def held(engine: MockEngine) -> AsyncIterator[None]:
     """Let the engine answer its legs only when the block ends."""
     release = asyncio.Event()
-
-    async def waits(request: Received, peer: Peer) -> None:
-        await release.wait()
-        await usual_prefill(request, peer)
-
-    engine.usual = waits
+    engine.usual = answer_after(release, usual_prefill)
     try:
         yield
     finally:

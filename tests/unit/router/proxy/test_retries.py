@@ -12,21 +12,14 @@ from router.fleet.fleet import Fleet
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
 from router.proxy.gateway import RetryBudget
-from router.proxy.retry import (
-    MAX_FAILED_LEGS,
-    RULES,
-    Mark,
-    Next,
-    Situation,
-    decide,
-)
+from router.proxy.retry import MAX_FAILED_LEGS, RULES, Mark, Next, Situation, decide
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, raw, reset, usual_prefill
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.test_connect import no_descriptor_left
-from tests.unit.router.mock_engine import PARAMS, USUAL, event, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, USUAL, event
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, LOST, two_of
-from tests.unit.router.test_engine_answers import answering, raw, reset
 from tests.unit.router.test_stalled_clients import endless
 
 NOTHING_SENT = {"connect_refused", "connect_timeout", "connect", "dns", "tls"}
@@ -514,6 +507,7 @@ async def test_two_clients_with_one_request_id_have_legs_of_their_own(
     assert len(set(ids)) == 4
 
 
+@pytest.mark.slow
 async def test_an_outage_of_all_prefillers_costs_a_fifth_more_legs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:

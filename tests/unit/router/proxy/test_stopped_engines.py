@@ -18,14 +18,8 @@ from scripts.mock_engine import (
     is_release,
 )
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.mock_engine import (
-    PARAMS,
-    USUAL,
-    event,
-    running_engine,
-    usual_decode,
-    usual_prefill,
-)
+from tests.unit.router.engine_scripts import streaming_until, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
 
@@ -142,13 +136,7 @@ async def test_what_the_client_has_some_of_ends_with_an_error(
 ) -> None:
     router = await start_router()
     has_some = asyncio.Event()
-
-    async def stops(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(event("some")))
-        await has_some.wait()
-        await peer.send(chunk(TEXT_END) + b"0\r\n\r\n")
-
-    d.usual = stops
+    d.usual = streaming_until(has_some, event("some"), TEXT_END)
     body = {"model": "m", "prompt": "a", "stream": True}
     async with router.client.stream("POST", "/v1/completions", json=body) as answer:
         seen = []

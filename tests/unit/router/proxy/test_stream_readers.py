@@ -12,7 +12,8 @@ from router.proxy.load_failure import LoadFailure, LoadFailureWatch
 from router.proxy.relay import TurnTail, stream_usage
 from router.telemetry.record import Tokens
 from router.telemetry.request_metrics import tokens_in
-from tests.unit.router.mock_engine import DONE, event
+from scripts.mock_engine import DONE
+from tests.unit.router.mock_engine import event
 
 REPORT = {
     "scope": "pair",

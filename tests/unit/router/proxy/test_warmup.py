@@ -12,11 +12,17 @@ from router.proxy.warmup import EngineWarmer
 from router.settings import Address
 from scripts.mock_engine import MockEngine, Peer, Received, is_release
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import (
+    answer_after,
+    answering,
+    hang,
+    usual_decode,
+    usual_prefill,
+)
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine, usual_decode, usual_prefill
+from tests.unit.router.mock_engine import PARAMS, running_engine
 from tests.unit.router.proxy.test_groups import regroup
 from tests.unit.router.proxy.test_push import IDENTITY
-from tests.unit.router.test_engine_answers import answering, hang
 
 
 def warm(engine: MockEngine) -> list[Received]:
@@ -198,12 +204,7 @@ async def test_pair_that_is_no_longer_in_one_group_is_not_warmed(
 ) -> None:
     """The change comes while the pair waits, or between its two legs."""
     may_continue = asyncio.Event()
-
-    async def slowly(request: Received, peer: Peer) -> None:
-        await may_continue.wait()
-        await usual_prefill(request, peer)
-
-    p.usual = slowly
+    p.usual = answer_after(may_continue, usual_prefill)
     async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
         router = await start_router(ds=[d, d2, d3], warm_up="eager")
         await eventually(lambda: len(warm(p)) == warmup.MAX_CONCURRENT_WARM_UPS)

@@ -17,8 +17,9 @@ from router.ui.hub import MAX_QUEUED_BYTES, MAX_QUEUED_EVENTS, DashboardHub, Vie
 from router.ui.site import MAX_VIEWERS
 from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answering, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import running_engine, usual_decode
+from tests.unit.router.mock_engine import running_engine
 
 TOKEN = "a token of more than sixteen"
 Event = tuple[str, Any]
@@ -121,10 +122,7 @@ async def test_an_engine_that_dies_is_told(start_router: StartRouter, d: MockEng
 async def test_failures_on_the_way_are_told_with_what_followed(
     start_router: StartRouter, d: MockEngine
 ) -> None:
-    async def fails(request: Received, peer: Peer) -> None:
-        await peer.answer({}, 500)
-
-    d.usual = fails
+    d.usual = answering(500, {})
     async with running_engine(usual_decode) as other:
         router = await start_router(ui=True, ds=[d, other])
         async with looking(router) as events:

@@ -14,8 +14,8 @@ import pytest
 
 from router.ui import snapshot as workers_module
 from router.ui.snapshot import OtherWorkers, ProcessSnapshot, serve_snapshots, snapshot_socket
+from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine
 from tests.unit.router.test_workers import BODY, family
 from tests.unit.router.ui.test_hub import events_of, until
 from tests.unit.router.ui.test_snapshot import one

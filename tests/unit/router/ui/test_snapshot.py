@@ -7,18 +7,12 @@ from hypothesis import strategies as st
 from router.fleet.views import FleetView
 from router.ui.engine_reports import EngineGauge, EnginePoller, parse_metrics
 from router.ui.live_requests import Refusals
-from router.ui.snapshot import (
-    KEYED,
-    Json,
-    ProcessSnapshot,
-    changes,
-    merge_snapshots,
-)
+from router.ui.snapshot import KEYED, Json, ProcessSnapshot, changes, merge_snapshots
 from router.ui.standing_checks import CheckResult, CheckState
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_views import group, seen
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import MockEngine
 
 
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:

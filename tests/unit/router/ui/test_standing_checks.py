@@ -6,9 +6,9 @@ import pytest
 
 from router.fleet.engine import Health
 from router.ui.standing_checks import CheckResult, CheckState, merge_results, run_checks
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import MockEngine
 
 
 def results_of(router: Router) -> Mapping[str, CheckResult]:

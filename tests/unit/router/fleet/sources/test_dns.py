@@ -21,6 +21,11 @@ NAME = "decode.svc:8200"
 SERVICE = "_http._tcp.decode.svc"
 
 
+async def look(asking: DnsSource) -> tuple[SourceReport, float]:
+    """One look, and the seconds until the next one."""
+    return await asking._look()
+
+
 @pytest.fixture
 async def zone() -> AsyncIterator[Zone]:
     async with name_server() as made:
@@ -42,11 +47,11 @@ def addresses(report: SourceReport) -> set[str]:
 async def test_every_address_of_a_name_is_an_engine(zone: Zone) -> None:
     zone.has("decode.svc", "A", "10.0.0.2", "10.0.0.1", ttl=7)
     zone.has("decode.svc", "AAAA", "fd00::1", "fd00::2")
-    report, pause = await source(zone)._look()
+    report, pause = await look(source(zone))
     assert addresses(report) == {"10.0.0.1:8200", "10.0.0.2:8200"}, "both families are one engine"
     assert (report.problem, pause) == ("", 7)
     zone.records.pop(("decode.svc", "A"))
-    report, pause = await source(zone)._look()
+    report, pause = await look(source(zone))
     assert addresses(report) == {"[fd00::1]:8200", "[fd00::2]:8200"}
 
 
@@ -66,12 +71,12 @@ async def test_services_are_their_targets_at_their_ports(zone: Zone) -> None:
     zone.has("_http._tcp.decode.svc", "SRV", *data, ttl=20)
     zone.has("a.svc", "A", "10.0.0.1", ttl=9)
     zone.has("b.svc", "AAAA", "fd00::2")
-    report, pause = await source(zone, SERVICE)._look()
+    report, pause = await look(source(zone, SERVICE))
     assert addresses(report) == {"10.0.0.1:8200", "[fd00::2]:8300"}, "of the first priority"
     assert pause == 9
     zone.additional = ["a.svc 5 IN A 10.0.0.7", "b.svc 5 IN A 10.0.0.8"]
     zone.asked.clear()
-    report, pause = await source(zone, SERVICE)._look()
+    report, pause = await look(source(zone, SERVICE))
     assert addresses(report) == {"10.0.0.7:8200", "10.0.0.8:8300"}
     assert [kind for _, kind, _ in zone.asked] == ["SRV"]
     assert pause == 5
@@ -80,13 +85,13 @@ async def test_services_are_their_targets_at_their_ports(zone: Zone) -> None:
 async def test_a_missing_target_is_left_out_and_queried_again_soon(zone: Zone) -> None:
     zone.has("_http._tcp.decode.svc", "SRV", "0 0 1 a.svc.", "0 0 1 gone.svc.", "0 0 1 .")
     zone.has("a.svc", "A", "10.0.0.1")
-    report, pause = await source(zone, SERVICE)._look()
+    report, pause = await look(source(zone, SERVICE))
     assert (addresses(report), pause) == ({"10.0.0.1:1"}, EMPTY_TTL_S)
 
 
 async def test_hundreds_of_addresses_come_over_tcp(zone: Zone) -> None:
     zone.has("decode.svc", "A", *[f"10.0.{n // 250}.{n % 250}" for n in range(1000)])
-    report, _ = await source(zone)._look()
+    report, _ = await look(source(zone))
     assert len(addresses(report)) == 1000
     assert [way for _, _, way in zone.asked] == ["udp", "tcp"]
 
@@ -96,7 +101,7 @@ async def test_a_ttl_within_bounds_is_the_query_interval(
     zone: Zone, ttl: int, pause: float
 ) -> None:
     zone.has("decode.svc", "A", "10.0.0.1", ttl=ttl)
-    assert (await source(zone)._look())[1] == pause
+    assert (await look(source(zone)))[1] == pause
 
 
 @pytest.mark.slow
@@ -104,7 +109,7 @@ async def test_a_ttl_within_bounds_is_the_query_interval(
 async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
-    before, _ = await asking._look()
+    before, _ = await look(asking)
     assert addresses(before) == {"10.0.0.1:8200"}
     zone.code = {"servfail": dns.rcode.SERVFAIL, "refused": dns.rcode.REFUSED}.get(
         how, dns.rcode.NOERROR
@@ -115,14 +120,14 @@ async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> No
         zone.port = 9  # nobody listens there
     pauses = []
     for _ in range(2 if how in ("mute", "garbage", "away") else 4):
-        report, pause = await asking._look()
+        report, pause = await look(asking)
         assert report.listed is None
         assert report.problem
         assert "\n" not in report.problem
         pauses.append(pause)
     assert pauses == sorted(set(pauses)), "longer and longer"
     zone.code, zone.is_mute, zone.garbage, zone.port = dns.rcode.NOERROR, False, b"", port
-    assert (await asking._look())[0] == before
+    assert (await look(asking))[0] == before
     assert asking._backoff.next() == pauses[0]
 
 
@@ -130,32 +135,32 @@ async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> No
 async def test_the_third_empty_answer_in_a_row_counts(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
-    first, _ = await asking._look()
+    first, _ = await look(asking)
     records = dict(zone.records)
 
     async def vanish() -> None:
         zone.records.clear()
         zone.names -= {"decode.svc"} if how == "NXDOMAIN" else set()
         for number in (1, 2):
-            report, pause = await asking._look()
+            report, pause = await look(asking)
             assert (report.listed, pause) == (None, 0.01)
             assert f"{number} of 3" in report.problem
 
     await vanish()
     zone.code = dns.rcode.SERVFAIL
-    assert (await asking._look())[0].listed is None
+    assert (await look(asking))[0].listed is None
     zone.code = dns.rcode.NOERROR
     await vanish()  # from the beginning: who cannot tell confirms nothing
     zone.records, zone.names = dict(records), {"decode.svc"}
-    assert (await asking._look())[0] == first
+    assert (await look(asking))[0] == first
     await vanish()
     problem = "decode.svc:8200 does not exist in DNS, or has no addresses"
-    assert (await asking._look())[0] == SourceReport((), problem)
-    assert (await asking._look())[0] == SourceReport((), problem), "nothing more to doubt"
+    assert (await look(asking))[0] == SourceReport((), problem)
+    assert (await look(asking))[0] == SourceReport((), problem), "nothing more to doubt"
 
 
 async def test_a_first_empty_answer_needs_no_confirmation(zone: Zone) -> None:
-    report, pause = await source(zone)._look()
+    report, pause = await look(source(zone))
     assert (report.listed, pause) == ((), EMPTY_TTL_S)
     assert "does not exist in DNS" in report.problem
 
@@ -167,7 +172,7 @@ async def test_all_queries_of_a_look_have_one_deadline(
     monkeypatch.setattr(dns_module, "LOOKUP_TIMEOUT_S", 0.3)
     zone.has("_http._tcp.decode.svc", "SRV", *[f"0 0 1 t{n}.svc." for n in range(200)])
     zone.is_mute, zone.failing = True, ("A",)
-    report, _ = await asyncio.wait_for(source(zone, SERVICE)._look(), 3)
+    report, _ = await asyncio.wait_for(look(source(zone, SERVICE)), 3)
     assert report == SourceReport(None, "no answer within 0.3 s")
 
 
@@ -179,14 +184,14 @@ async def test_answers_are_parsed_outside_of_the_main_loop(zone: Zone) -> None:
         threads.append(threading.current_thread())
         return zone.resolver()
 
-    await DnsSource(EngineRole.DECODE, NAME, make)._look()
+    await look(DnsSource(EngineRole.DECODE, NAME, make))
     assert threads != [threading.current_thread()]
 
 
 async def test_a_waiting_look_can_be_cancelled(zone: Zone) -> None:
     """A silent resolver holds up no router that is told to end."""
     zone.is_mute = True
-    looking = asyncio.create_task(source(zone)._look())
+    looking = asyncio.create_task(look(source(zone)))
     await eventually(lambda: zone.asked)
     looking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -222,7 +227,7 @@ async def test_a_name_may_be_of_engines_over_tls(zone: Zone, name: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     zone.has("_http._tcp.decode.svc", "SRV", "0 50 8200 decode.svc.")
     for asked, tls in ((name, False), (f"https://{name}", True)):
-        report, _ = await source(zone, asked)._look()
+        report, _ = await look(source(zone, asked))
         assert report.listed is not None
         assert [listed.tls for listed in report.listed] == [tls]
         assert addresses(report) == {"10.0.0.1:8200"}

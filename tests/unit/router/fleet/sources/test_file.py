@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.engine import EngineRole, EngineSpec, Intent
-from router.fleet.sources.file import (
-    MAX_FILE_BYTES,
-    FileSource,
-    address_of,
-    parse,
-)
-from router.fleet.sources.source import (
-    SourceError,
-    SourceReport,
-)
+from router.fleet.sources.file import MAX_FILE_BYTES, FileSource, address_of, parse
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import Address
 
 P1 = "engines: [{url: 'http://p1:8100', role: prefill}]\n"

@@ -14,14 +14,8 @@ from router.fleet.engine import EngineRole, Intent
 from router.fleet.sources import kubernetes as kubernetes_module
 from router.fleet.sources import pod_api, source
 from router.fleet.sources.kubernetes import KubernetesSource
-from router.fleet.sources.pod_api import (
-    LineSplitter,
-    PodApi,
-)
-from router.fleet.sources.source import (
-    SourceError,
-    SourceReport,
-)
+from router.fleet.sources.pod_api import LineSplitter, PodApi
+from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import SettingsError
 from tests.unit.router.fleet.sources.api_server import ApiServer, api_server, kubeconfig, pod
 from tests.unit.router.harness import eventually
