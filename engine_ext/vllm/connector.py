@@ -47,15 +47,11 @@ from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.vllm_symbols import METRICS
 from engine_ext.vllm.connector_calls import NO_SLEEP, ConnectorCalls
 from engine_ext.vllm.guard import guarded, guarded_step, nothing
-from engine_ext.vllm.optional import (
-    EARLY_EXIT,
-    EARLY_WRITES,
-    FAILURE_POLICY,
-    IDLE_REST,
-    LOAD_FAILURES,
-    STEP_MODEL,
-)
-from engine_ext.vllm.optional.step_times import StepTimes
+from engine_ext.vllm.optional.engine_loop import EARLY_EXIT, IDLE_REST
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.steps import STEP_MODEL
+from engine_ext.vllm.optional.steps.step_times import StepTimes
+from engine_ext.vllm.optional.without_patch import EARLY_WRITES, FAILURE_POLICY
 from engine_ext.vllm.pending_reports import PendingReports
 from engine_ext.vllm.prompt_progress import PromptProgress
 from engine_ext.vllm.request_view import RequestView, back_off
@@ -449,7 +445,7 @@ def _install_engine_patches() -> None:
 
     patch_weights.install()
     if support.is_on(EARLY_EXIT) or support.is_on(IDLE_REST):
-        from engine_ext.vllm.optional import patch_engine_loop
+        from engine_ext.vllm.optional.engine_loop import patch_engine_loop
 
         patch_engine_loop.install()
 

@@ -29,7 +29,7 @@ from engine_ext.vllm.worker_reports import LOST, WorkerReport, lost_checks, merg
 from engine_ext.worker.worker import WorkerConnector
 
 if TYPE_CHECKING:
-    from engine_ext.vllm.optional.cached_blocks import CachedBlocks
+    from engine_ext.vllm.optional.loans.cached_blocks import CachedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class ConnectorCalls:
         """See engine_ext.http.release; for our HTTP page, by way of vLLM's engine process."""
         return self.scheduler.release(engine_id, request_id)
 
-    # Loans; see optional/lending.py.
+    # Loans; see optional/loans/lending.py.
 
     @guarded(nothing)
     def lend_from(self, cache: "CachedBlocks") -> None:

@@ -37,19 +37,12 @@ from engine_ext.common.types import (
 from engine_ext.http import identity
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.probe import Feature
-from engine_ext.vllm.optional import (
-    LENDING,
-    LOAD_FAILURES,
-    LOOKAHEAD,
-    PREEMPTION_RETURN,
-    RESUME,
-    SCHEDULER,
-    STATE_LAYERS,
-    STEP_BUDGET,
-    STOCK_PEERS,
-    STREAMS,
-    THRESHOLD,
-)
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN, RESUME, THRESHOLD
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.loans import LENDING
+from engine_ext.vllm.optional.steps import STEP_BUDGET
+from engine_ext.vllm.optional.streams import STREAMS
+from engine_ext.vllm.optional.without_patch import LOOKAHEAD, SCHEDULER, STATE_LAYERS, STOCK_PEERS
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""

@@ -30,7 +30,8 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector_calls import find_our_connector, inspect_worker
-from engine_ext.vllm.optional import LOAD_FAILURES, RENDERS
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.without_patch import RENDERS
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def _wrap_attach_endpoint_plugins(original: Any) -> Any:
         app.add_api_route(release.PATH, release_kv, methods=["POST"])
         app.add_api_route(leases.PATH, get_leases, methods=["GET"])
         if support.is_on(LOAD_FAILURES):
-            from engine_ext.vllm.optional import patch_load_errors
+            from engine_ext.vllm.optional.load_failures import patch_load_errors
 
             patch_load_errors.add_handler(app)
 

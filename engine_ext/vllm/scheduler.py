@@ -26,18 +26,12 @@ from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.connector_calls import find_our_connector
 from engine_ext.vllm.describe import transfer_config
-from engine_ext.vllm.optional import (
-    FAILURE_POLICY,
-    IDLE_REST,
-    LAST_WINDOW,
-    LENDING,
-    LOAD_FAILURES,
-    PREEMPTION_RETURN,
-    RESUME,
-    SCHEDULER,
-    STEP_BUDGET,
-    THRESHOLD,
-)
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN, RESUME, THRESHOLD
+from engine_ext.vllm.optional.engine_loop import IDLE_REST
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.loans import LENDING
+from engine_ext.vllm.optional.steps import STEP_BUDGET
+from engine_ext.vllm.optional.without_patch import FAILURE_POLICY, LAST_WINDOW, SCHEDULER
 from engine_ext.vllm.request_view import is_streamed
 
 logger = logging.getLogger(__name__)
@@ -218,12 +212,12 @@ class LoadFailuresPart(Host):
 def _parts() -> Iterator[Any]:
     """Yield the parts that are on."""
     for feature, module, part in (
-        (THRESHOLD, "threshold", "ThresholdPart"),
-        (PREEMPTION_RETURN, "preemption_return", "PreemptionReturnPart"),
-        (LENDING, "lending", "LendingPart"),
-        (IDLE_REST, "idle_rest", "IdleRestPart"),
-        (RESUME, "resume", "ResumePart"),
-        (STEP_BUDGET, "step_budget", "StepBudgetPart"),
+        (THRESHOLD, "answers.threshold", "ThresholdPart"),
+        (PREEMPTION_RETURN, "answers.preemption_return", "PreemptionReturnPart"),
+        (LENDING, "loans.lending", "LendingPart"),
+        (IDLE_REST, "engine_loop.idle_rest", "IdleRestPart"),
+        (RESUME, "answers.resume", "ResumePart"),
+        (STEP_BUDGET, "steps.step_budget", "StepBudgetPart"),
     ):
         if support.is_on(feature):
             yield getattr(importlib.import_module(f"engine_ext.vllm.optional.{module}"), part)

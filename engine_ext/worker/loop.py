@@ -9,12 +9,6 @@ Step
     the thread may sleep. Nothing else touches the agent. A fault in one part is logged and stops
     no other part: leases expire whatever a READ does.
 
-Polling
-    NIXL wakes no thread, so only a call of `step` notices a notification. A decode engine that
-    waits for P's WRITE is called every `PEER_WAIT`. Nothing else changes there without a message
-    or an order, but for deadlines, which the loop may notice late by `LEASED_WAIT`. So between two
-    full steps the loop only looks for notifications: this costs a third of a full step.
-
 Quarantine
     NIXL cannot stop a transfer. A transfer that outlives its deadline has failed for its request,
     but its data may still arrive in our blocks, or leave them. These blocks are in quarantine until
@@ -228,8 +222,9 @@ class TransferLoop:
 
     def step(self, now: float) -> float:
         """Move everything on. Return the seconds after which it wants to be called again."""
-        # NIXL wakes no thread, so somebody must look. A full step costs three times as much, and
-        # until then only a message, an order or a deadline (25 ms late at most) changes anything.
+        # NIXL wakes no thread, so a decode engine that waits for P's WRITE looks every `PEER_WAIT`.
+        # Only a message, an order or a deadline changes anything there, and the deadline may be
+        # noticed late by `LEASED_WAIT`: a full step would cost three times as much.
         if now < self._only_messages_until and not self._receive(now):
             return self._wait_up_to(PEER_WAIT, now)
         self._only_messages_until = NEVER

@@ -10,8 +10,7 @@ Proof that a READ counts
     The source may free its blocks while we read them. The bytes are wrong then, and nothing in NIXL
     shows it. So where the source runs our extension, a READ counts only if its lease was valid when
     the READ had ended. One of two things proves that: the horizon of an answered heartbeat
-    (heartbeats.py), or the source's answer to the READ's own notification (`ReadAck`). The clock is
-    read after NIXL has reported the end, because this process may have stood still.
+    (heartbeats.py), or the source's answer to the READ's own notification (`ReadAck`).
 
 Checksums
     With `kv_checksum`, the source's answer also brings its checksums, and the READ counts only if
@@ -23,11 +22,6 @@ Quarantine
     fence (loop.py). Only if the host would compute into the same blocks does the report wait. No
     READ from the same engine begins before the late one has ended, and none at all while too many
     blocks are in quarantine.
-
-Deadlines
-    An order with a timeout has so many seconds for the connection and for the READ, plus the time
-    that its bytes take at `SLOWEST_READ`, and then as many at most for the source's answer. Other
-    orders have the timeouts of the configuration.
 
 Ranks
     Where the source has more ranks than we do, an order is read in parts, one from each rank, all
@@ -331,6 +325,8 @@ class Pulls:
         ]
         reading.has_begun = True
         reading.num_bytes = sum(batch.num_bytes for _, batch in batches)
+        # An order with a timeout has it for the connection and the READ together, beside the time
+        # that its bytes take; then once more for the source's answer.
         latest = min(
             now + self._config.transfer_timeout, reading.deadline + reading.num_bytes / SLOWEST_READ
         )
@@ -349,7 +345,8 @@ class Pulls:
         self._ask_nixl(reading, now)
         if not reading.running:
             self._reading.remove(reading)
-            # Not `now`, which is from before the end: the lease must have held until then.
+            # Not `now`: this process may have stood still, and the lease must have held until NIXL
+            # has reported the end.
             self._finish(reading, self._context.clock())
         elif all(part.in_flight.is_late(now) for part in reading.running):
             self._move_to_quarantine(reading)

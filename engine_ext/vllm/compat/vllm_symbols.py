@@ -17,6 +17,13 @@ CACHES = "vllm.v1.kv_cache_interface"
 ENGINE = "vllm.v1.engine"
 OPENAI = "vllm.entrypoints.openai"
 APP_STATE = "vllm.entrypoints.launchers.api_server.app_state:init_app_state"
+CHAT = f"{OPENAI}.chat_completion.protocol:ChatCompletionRequest"
+COMPLETION = f"{OPENAI}.completion.protocol:CompletionRequest"
+CHAT_SERVING = f"{OPENAI}.chat_completion.serving:OpenAIServingChat"
+COMPLETION_SERVING = f"{OPENAI}.completion.serving:OpenAIServingCompletion"
+OUTPUTS = f"{ENGINE}.output_processor"
+SCHEDULER_CLASS = f"{SCHED}.scheduler:Scheduler"
+BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
 
 CONNECTOR = Feature(
     "connector",

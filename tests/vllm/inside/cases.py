@@ -41,8 +41,8 @@ from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.connector_calls import ConnectorCalls
-from engine_ext.vllm.optional import THRESHOLD as THRESHOLD_FEATURE
-from engine_ext.vllm.optional.resumed_request import FIELD as GIVEN
+from engine_ext.vllm.optional.answers import THRESHOLD as THRESHOLD_FEATURE
+from engine_ext.vllm.optional.answers.resumed_request import FIELD as GIVEN
 from engine_ext.vllm.pending_reports import PendingReports
 from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import told

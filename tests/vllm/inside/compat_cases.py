@@ -13,17 +13,12 @@ from engine_ext.vllm import describe, scheduler
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.connector import DisaggConnector
-from engine_ext.vllm.optional import (
-    FAILURE_POLICY,
-    IDLE_REST,
-    LOAD_FAILURES,
-    PREEMPTION_RETURN,
-    RESUME,
-    SCHEDULER,
-    STEP_BUDGET,
-    STREAMS,
-    THRESHOLD,
-)
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN, RESUME, THRESHOLD
+from engine_ext.vllm.optional.engine_loop import IDLE_REST
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.steps import STEP_BUDGET
+from engine_ext.vllm.optional.streams import STREAMS
+from engine_ext.vllm.optional.without_patch import FAILURE_POLICY, SCHEDULER
 from tests.vllm.inside.in_process import Engine
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"

@@ -24,8 +24,8 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.support import OPTIONAL
 from engine_ext.vllm.compat.vllm_symbols import REQUIRED
-from engine_ext.vllm.optional import patch_outputs
-from engine_ext.vllm.optional.early_ends import MARK
+from engine_ext.vllm.optional.answers import patch_outputs
+from engine_ext.vllm.optional.answers.early_ends import MARK
 from engine_ext.wire.handshake import GET_METADATA, AgentMetadata, HandshakePayload
 from engine_ext.wire.notifications import REGISTRATION_PREFIX
 from tests.vllm.inside import stock_notifications
@@ -110,7 +110,8 @@ def nothing_of_our_connectors_is_left_abstract() -> None:
 
 def what_we_override_is_probed() -> None:
     from engine_ext.vllm import connector, metrics, scheduler, worker_reports
-    from engine_ext.vllm.optional import patch_streams, resume
+    from engine_ext.vllm.optional.answers import resume
+    from engine_ext.vllm.optional.streams import patch_streams
 
     classes = (
         connector.DisaggConnector,

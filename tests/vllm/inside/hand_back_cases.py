@@ -12,9 +12,9 @@ from vllm.v1.request import Request
 
 from engine_ext.common.resume_payload import MAX_LOGPROBS, read_resume_payload
 from engine_ext.vllm.compat import support
-from engine_ext.vllm.optional import PREEMPTION_RETURN
-from engine_ext.vllm.optional.patch_requests import prepare
-from engine_ext.vllm.optional.resumed_request import CANNOT_RESUME, cannot_resume
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN
+from engine_ext.vllm.optional.answers.patch_requests import prepare
+from engine_ext.vllm.optional.answers.resumed_request import CANNOT_RESUME, cannot_resume
 from tests.vllm.inside.in_process import Ended, Engine
 
 SCHEDULERS = tuple(

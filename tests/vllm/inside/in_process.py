@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from engine_ext.common.orders import FailLoad, Fence, LeaseGrant, PullOrder, Revoke, StepMetadata
 from engine_ext.common.types import CacheGeometry, EngineIdentity, LoadProblem
 from engine_ext.vllm.connector import DisaggConnector
-from engine_ext.vllm.optional.patch_outputs import translated
+from engine_ext.vllm.optional.answers.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.orders import ordered
 from tests.vllm.inside.planted import Fault, Planted

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from engine_ext.common.orders import LoanAnswer, Revoke
 from engine_ext.common.types import LoanRequest
-from engine_ext.vllm.optional.cached_blocks import CachedBlocks
+from engine_ext.vllm.optional.loans.cached_blocks import CachedBlocks
 from engine_ext.vllm.worker_reports import WorkerReport
 from tests.unit.engine_ext.orders import ordered
 from tests.vllm.inside.in_process import BLOCK, NUM_BLOCKS, Engine

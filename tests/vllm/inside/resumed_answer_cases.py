@@ -14,8 +14,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists
 
 from engine_ext.common.resume_payload import KEY, ResumePayload
-from engine_ext.vllm.optional import patch_outputs, patch_replay, resumed_request
-from engine_ext.vllm.optional.patch_streams import ReplayedOutput, StreamResults
+from engine_ext.vllm.optional.answers import patch_outputs, patch_replay, resumed_request
+from engine_ext.vllm.optional.streams.patch_streams import ReplayedOutput, StreamResults
 
 OTHER = 1
 Part = tuple[str, bool, str | None]

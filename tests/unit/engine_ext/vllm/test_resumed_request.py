@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine_ext.common.resume_payload import MAX_ID, ResumePayload
-from engine_ext.vllm.optional.resumed_request import (
+from engine_ext.vllm.optional.answers.resumed_request import (
     CANNOT_RESUME,
     FIELD,
     Replay,

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from engine_ext.common.step_costs import StepWork
-from engine_ext.vllm.optional.step_times import ALL_PROMPTS, DECODES, PROMPTS, StepTimes, work_of
+from engine_ext.vllm.optional.steps.step_times import (
+    ALL_PROMPTS,
+    DECODES,
+    PROMPTS,
+    StepTimes,
+    work_of,
+)
 
 
 def scheduled(

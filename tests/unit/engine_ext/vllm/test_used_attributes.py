@@ -7,33 +7,47 @@ import pytest
 from engine_ext.vllm import optional
 from engine_ext.vllm.compat.probe import Feature
 from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN, RESUME, THRESHOLD
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.loans import LENDING
+from engine_ext.vllm.optional.steps import STEP_BUDGET
+from engine_ext.vllm.optional.without_patch import (
+    EARLY_WRITES,
+    FAILURE_POLICY,
+    LAST_WINDOW,
+    LOOKAHEAD,
+    RENDERS,
+    SCHEDULER,
+    STATE_LAYERS,
+    STOCK_PEERS,
+)
 from tests.unit.engine_ext.vllm.used_attributes import taken
 
 OURS = Path(__file__).parents[4] / "engine_ext" / "vllm"
 FEATURES = PROMISED + optional.TIER_2
 BESIDE = {
     "connector": (
-        optional.RESUME,
-        optional.LOAD_FAILURES,
-        optional.EARLY_WRITES,
+        RESUME,
+        LOAD_FAILURES,
+        EARLY_WRITES,
     ),
-    "connector_calls": (optional.FAILURE_POLICY,),
+    "connector_calls": (FAILURE_POLICY,),
     "describe": (
-        optional.LENDING,
-        optional.STOCK_PEERS,
-        optional.SCHEDULER,
-        optional.STATE_LAYERS,
-        optional.STEP_BUDGET,
-        optional.LOOKAHEAD,
+        LENDING,
+        STOCK_PEERS,
+        SCHEDULER,
+        STATE_LAYERS,
+        STEP_BUDGET,
+        LOOKAHEAD,
     ),
     # Of a request with a payload, which is refused where it cannot be resumed.
-    "optional/patch_requests": (optional.RESUME,),
-    "optional/resumed_request": (optional.RESUME,),
-    "request_view": (optional.STATE_LAYERS, optional.PREEMPTION_RETURN),
-    "scheduler": (optional.FAILURE_POLICY, optional.LAST_WINDOW, optional.LOAD_FAILURES),
-    "pages": (optional.RENDERS,),
+    "optional/answers/patch_requests": (RESUME,),
+    "optional/answers/resumed_request": (RESUME,),
+    "request_view": (STATE_LAYERS, PREEMPTION_RETURN),
+    "scheduler": (FAILURE_POLICY, LAST_WINDOW, LOAD_FAILURES),
+    "pages": (RENDERS,),
     # Parsers are asked for the sake of replayed tokens.
-    "optional/early_ends": (optional.THRESHOLD,),
+    "optional/answers/early_ends": (THRESHOLD,),
 }
 """Features that a module's code runs for, beside those that it is a module of. Of these each must
 have a probe of what it takes: they are on one by one."""

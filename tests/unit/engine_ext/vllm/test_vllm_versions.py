@@ -13,7 +13,9 @@ import pytest
 from engine_ext.vllm import optional
 from engine_ext.vllm.compat.probe import ANY, Feature, Symbol, problem
 from engine_ext.vllm.compat.vllm_symbols import PROMISED, REQUIRED
-from engine_ext.vllm.optional import LOAD_FAILURES, PREEMPTION_RETURN, RESUME, STREAMS, THRESHOLD
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN, RESUME, THRESHOLD
+from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
+from engine_ext.vllm.optional.streams import STREAMS
 from scripts.write_vllm_names import DOCUMENT, with_table
 
 ROOT = Path(__file__).parents[4]
@@ -146,7 +148,7 @@ def test_a_module_that_only_a_feature_uses_imports_no_module_of_another(feature:
     own = {f"{OURS}.{module}" for each in _with_required(feature) for module in each.modules}
     others = {f"{OURS}.{module}" for each in OPTIONAL for module in each.modules} - own
     # These import nothing of vLLM.
-    others -= {f"{OURS}.prompt_progress", f"{OURS}.optional.step_times"}
+    others -= {f"{OURS}.prompt_progress", f"{OURS}.optional.steps.step_times"}
     for module in feature.modules:
         assert _imported(f"{OURS}.{module}") & others == set(), module
 
@@ -169,7 +171,10 @@ def test_every_module_that_imports_vllm_is_a_features_or_everybodys() -> None:
 
 def test_every_patch_is_installed_by_the_plugin_or_by_the_connector() -> None:
     by_plugin = {f"{OURS}.{patch}" for each in ALL for patch in each.patches}
-    by_connector = {f"{OURS}.compat.patch_weights", f"{OURS}.optional.patch_engine_loop"}
+    by_connector = {
+        f"{OURS}.compat.patch_weights",
+        f"{OURS}.optional.engine_loop.patch_engine_loop",
+    }
     found = set()
     for path in (ROOT / "engine_ext/vllm").rglob("*.py"):
         if "\ndef install() -> None:" in path.read_text(encoding="utf-8"):

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.optional.resumed_request import token_ids_in
+from engine_ext.vllm.optional.answers.resumed_request import token_ids_in
 
 RESUMED = "_disagg_resumed"
 DRAW = 4

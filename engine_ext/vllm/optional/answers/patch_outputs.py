@@ -27,7 +27,7 @@ from vllm.v1.engine.output_processor import RequestState
 from engine_ext.common.resume_payload import KEY, logprob_entry
 from engine_ext.scheduler.admission import FINISH_REASON
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.optional.early_ends import MARK
+from engine_ext.vllm.optional.answers.early_ends import MARK
 
 SENT = "_disagg_sent"
 """Attribute of a RequestState: what of a resumed answer the client had when the request came."""

@@ -24,7 +24,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.vllm.compat.patching import Host
-from engine_ext.vllm.optional.resumed_request import token_ids_in
+from engine_ext.vllm.optional.answers.resumed_request import token_ids_in
 
 logger = logging.getLogger(__name__)
 

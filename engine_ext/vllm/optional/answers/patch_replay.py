@@ -27,9 +27,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.common.resume_payload import Logprob
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.optional.patch_outputs import SENT, SentCounts
-from engine_ext.vllm.optional.patch_streams import ReplayedOutput
-from engine_ext.vllm.optional.resumed_request import Replay, replay_in
+from engine_ext.vllm.optional.answers.patch_outputs import SENT, SentCounts
+from engine_ext.vllm.optional.answers.resumed_request import Replay, replay_in
+from engine_ext.vllm.optional.streams.patch_streams import ReplayedOutput
 
 
 @dataclass(frozen=True)

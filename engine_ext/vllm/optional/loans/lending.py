@@ -18,8 +18,8 @@ from engine_ext.vllm import describe
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import Host
 from engine_ext.vllm.connector_calls import find_our_connector
-from engine_ext.vllm.optional import FAILURE_POLICY
-from engine_ext.vllm.optional.cached_blocks import CachedBlocks
+from engine_ext.vllm.optional.loans.cached_blocks import CachedBlocks
+from engine_ext.vllm.optional.without_patch import FAILURE_POLICY
 
 logger = logging.getLogger(__name__)
 

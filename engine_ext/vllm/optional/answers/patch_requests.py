@@ -36,8 +36,12 @@ from engine_ext.scheduler.admission import FIELD as THRESHOLD
 from engine_ext.scheduler.admission import parse_threshold, prefills
 from engine_ext.vllm import describe
 from engine_ext.vllm.compat.patching import wrap
-from engine_ext.vllm.optional import resumed_request
-from engine_ext.vllm.optional.resumed_request import ResumeLimits, fields_not_resumed, refusal
+from engine_ext.vllm.optional.answers import resumed_request
+from engine_ext.vllm.optional.answers.resumed_request import (
+    ResumeLimits,
+    fields_not_resumed,
+    refusal,
+)
 
 CHARACTERS = 4
 """Base64 characters of one token id."""

@@ -19,9 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from engine_ext.common.resume_payload import KEY, PREEMPTED, ResumePayload, logprobs_fit
 from engine_ext.scheduler.admission import hands_back
 from engine_ext.vllm.compat import support
-from engine_ext.vllm.optional import PREEMPTION_RETURN
-from engine_ext.vllm.optional.early_ends import EarlyEnds, end_of
-from engine_ext.vllm.optional.resumed_request import cannot_resume
+from engine_ext.vllm.optional.answers import PREEMPTION_RETURN
+from engine_ext.vllm.optional.answers.early_ends import EarlyEnds, end_of
+from engine_ext.vllm.optional.answers.resumed_request import cannot_resume
 from engine_ext.vllm.request_view import is_streamed
 
 logger = logging.getLogger(__name__)

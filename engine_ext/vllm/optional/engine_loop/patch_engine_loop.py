@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.compat.patching import wrap
 from engine_ext.vllm.connector_calls import find_our_connector
-from engine_ext.vllm.optional import EARLY_EXIT
+from engine_ext.vllm.optional.engine_loop import EARLY_EXIT
 
 HANDED_OVER = "_disagg_wake_is_handed_over"
 

@@ -21,8 +21,8 @@ from engine_ext.scheduler.admission import (
     prefills,
 )
 from engine_ext.vllm.compat import support
-from engine_ext.vllm.optional import THRESHOLD
-from engine_ext.vllm.optional.early_ends import EarlyEnds, end_of
+from engine_ext.vllm.optional.answers import THRESHOLD
+from engine_ext.vllm.optional.answers.early_ends import EarlyEnds, end_of
 
 logger = logging.getLogger(__name__)
 
