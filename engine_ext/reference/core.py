@@ -18,11 +18,12 @@ from tokenizers import Tokenizer
 from engine_ext.common.orders import EMPTY_STEP, StepMetadata
 from engine_ext.common.step_costs import StepFit
 from engine_ext.common.types import CacheGeometry, TransferResults
+from engine_ext.connector import Connector
 from engine_ext.reference.answer import GeneratedAnswer, ResumedAnswer, StopRules
 from engine_ext.reference.block_manager import BlockManager
 from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.kv_cache import KVCache, max_model_len, num_blocks
-from engine_ext.reference.kv_connector import KVConnector, NoConnector
+from engine_ext.reference.kv_connector import NoConnector
 from engine_ext.reference.messages import (
     Counters,
     EngineStats,
@@ -51,7 +52,7 @@ class StepResult:
     """A waiting request has to be tried again soon, though nothing changed."""
 
 
-ConnectorFactory = Callable[[ModelConfig, CacheGeometry], KVConnector]
+ConnectorFactory = Callable[[ModelConfig, CacheGeometry], Connector]
 
 
 class EngineCore:
@@ -71,7 +72,9 @@ class EngineCore:
         count = num_blocks(config, model_config)
         self.cache = KVCache(model_config, num_blocks=count, block_size=size, device=device)
         geometry = replace(self.cache.geometry(), lends=config.enable_prefix_caching)
-        self.connector = connect(model_config, geometry) if connect else NoConnector()
+        self.connector: Connector | NoConnector = (
+            connect(model_config, geometry) if connect else NoConnector()
+        )
         self._blocks = BlockManager(
             num_blocks=count,
             block_size=size,

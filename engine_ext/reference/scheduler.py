@@ -43,10 +43,10 @@ from engine_ext.common.types import (
 from engine_ext.reference.answer import with_progress
 from engine_ext.reference.block_manager import BlockManager, require
 from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.kv_connector import SchedulerHalf
 from engine_ext.reference.messages import ABORTED, HANDED_BACK, Counters, Finish, failed
 from engine_ext.reference.sequence import REMOTE_CACHED, Sequence
 from engine_ext.scheduler.admission import FIELD, FINISH_REASON, hands_back, judge, prefills
+from engine_ext.scheduler.scheduler import SchedulerConnector
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         blocks: BlockManager,
-        connector: SchedulerHalf,
+        connector: SchedulerConnector,
         counters: Counters,
         step_fit: StepFit,
         clock: Callable[[], float],

@@ -23,7 +23,7 @@ from engine_ext.common.types import (
 )
 from engine_ext.reference.answer import ResumedAnswer
 from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.core import ConnectorFactory, EngineCore
+from engine_ext.reference.core import EngineCore
 from engine_ext.reference.engine import merge
 from engine_ext.reference.host import build_model
 from engine_ext.reference.messages import GenerateRequest, RequestOutput, SamplingParams
@@ -66,7 +66,7 @@ def request(
 def make_core(
     model_dir: Path,
     *,
-    connect: ConnectorFactory | None = None,
+    connect: Callable[..., Any] | None = None,
     model: Decoder | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **changes: Any,

@@ -75,7 +75,7 @@ def park_turn(driver: Driver) -> FakeWorker:
     tokens = prompt(120)
     driver.add(request("turn", tokens, greedy(1), last_turn(tokens)))
     driver.step_until(lambda: driver.core.stats().num_waiting_for_remote_kv == 1)
-    half = driver.core.connector
+    half: Any = driver.core.connector
     assert isinstance(half, RealHalf)
     return half.worker
 
