@@ -68,52 +68,13 @@ def build_app(
     registry, key = CollectorRegistry(), leases.new_key()
     registry.register(EngineCollector(engine, model.name))
 
-    def check_health() -> None:
-        if not engine.is_healthy:
-            raise _unavailable("the engine is dead; see its log")
-
-    async def generate(
-        request: Request, kind: type[CompletionBody | ChatBody], dialect_of: type[AnswerFormat]
-    ) -> Response:
-        content = await request.body()
-        check_health()
-        try:
-            id_header = request.headers.get("x-request-id")
-            job = await asyncio.to_thread(prepare, kind, model, content, id_header)
-        except ApiError:
-            # A remote engine may keep KV for the refused request.
-            params = await asyncio.to_thread(remote_params, content)
-            if params is not None:
-                engine.decline(params)
-            raise
-        dialect = dialect_of(job, model.tokenizer)
-        outputs = engine.generate(job.request, job.resumed)
-        try:
-            if not job.body.stream:
-                body = await _until_disconnect(request.receive, whole_answer(dialect, outputs))
-                if await request.is_disconnected():
-                    raise ClientGoneError
-                return _json(body)
-            events = streamed_answer(dialect, outputs)
-            # Until the first token an error can still have its own status.
-            first = await _until_disconnect(request.receive, anext(events))
-        except ClientGoneError:
-            logger.info("%s: the client left", job.id)
-            engine.abort(job.request.request_id)
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return StreamingResponse(
-            with_errors(first, events),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
-
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await generate(request, CompletionBody, CompletionDialect)
+        return await _generate(model, engine, request, CompletionBody, CompletionDialect)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await generate(request, ChatBody, ChatDialect)
+        return await _generate(model, engine, request, ChatBody, ChatDialect)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -131,7 +92,7 @@ def build_app(
 
     @app.get("/health")
     async def health() -> Response:
-        check_health()
+        _check_health(engine)
         return Response()
 
     @app.get("/metrics")
@@ -165,6 +126,51 @@ def build_app(
         return _json(leases.page([leases.rank(seen, key)] if seen else []))
 
     return app
+
+
+def _check_health(engine: ReferenceEngine) -> None:
+    if not engine.is_healthy:
+        raise _unavailable("the engine is dead; see its log")
+
+
+async def _generate(
+    model: ServedModel,
+    engine: ReferenceEngine,
+    request: Request,
+    kind: type[CompletionBody | ChatBody],
+    dialect_of: type[AnswerFormat],
+) -> Response:
+    content = await request.body()
+    _check_health(engine)
+    try:
+        id_header = request.headers.get("x-request-id")
+        job = await asyncio.to_thread(prepare, kind, model, content, id_header)
+    except ApiError:
+        # A remote engine may keep KV for the refused request.
+        params = await asyncio.to_thread(remote_params, content)
+        if params is not None:
+            engine.decline(params)
+        raise
+    dialect = dialect_of(job, model.tokenizer)
+    outputs = engine.generate(job.request, job.resumed)
+    try:
+        if not job.body.stream:
+            body = await _until_disconnect(request.receive, whole_answer(dialect, outputs))
+            if await request.is_disconnected():
+                raise ClientGoneError
+            return _json(body)
+        events = streamed_answer(dialect, outputs)
+        # Until the first token an error can still have its own status.
+        first = await _until_disconnect(request.receive, anext(events))
+    except ClientGoneError:
+        logger.info("%s: the client left", job.id)
+        engine.abort(job.request.request_id)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return StreamingResponse(
+        with_errors(first, events),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache"},
+    )
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
