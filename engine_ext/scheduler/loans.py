@@ -18,8 +18,6 @@ Lending (`Loans`)
     until the id comes in `TransferResults.finished_sending`. `Loans` owns which blocks are lent.
     The workers' lease tables own when a loan ends. The answer leaves after the grant, so no reader
     is faster than its lease. Readers of one prefix share a loan, and each has a horizon of its own.
-    A reader that asks again gets another loan of the same blocks: to a lease, one engine is one
-    reader, so its first request to confirm would end the others' loan.
 
     There are `MAX_LOANS` loans and `LOAN_SHARE` of the cache; a block in several loans counts once.
     A longer prefix is cut, and when nothing is left or found, the answer is a refusal. A request
@@ -41,13 +39,8 @@ Borrowing (`Borrows`)
     OFFERED    the loan is a load of `Loads`, like a retained turn. The worker half renews its lease
     READING    as any load
 
-    A request asks when the host first looks at it: only then it is known what the host's own cache
-    lacks, and a request in a long queue pins no blocks of another engine. It asks once.
-
     A request that follows another one looks again when that one has loaded or computes, because the
-    host's own cache may hold the prefix then. It follows once, so that refusals do not add up, and
-    again only if the other request's client has disconnected. It asks by itself if the other one
-    takes too long.
+    host's own cache may hold the prefix then. It asks by itself if the other one takes too long.
 
     Nothing is borrowed for a request that loads KV from elsewhere, nor into a cache whose blocks
     depend on more than the tokens before them (windows, states, draft layers). The tensor ranks of
@@ -233,6 +226,8 @@ class Loans:
     def _lend(self, request: LoanRequest, prefix: Prefix) -> str:
         """Return the id of a loan of this prefix, a new one or one that the reader joins, or "" if
         there are too many loans."""
+        # A reader that asks again gets another loan: to a lease, one engine is one reader, so its
+        # first request to confirm would end the loan of the others.
         for loan_id, lent in self._lent.items():
             if lent == prefix and request.reader not in (readers := self._readers[loan_id]):
                 readers.add(request.reader)
@@ -367,6 +362,8 @@ class Borrows:
             return False
         if borrow.state is BorrowState.FOLLOWING and self._follows_no_longer(borrow):
             borrow.state = BorrowState.NAMED
+        # Not when the request arrives: only now it is known what the host's own cache lacks, and a
+        # request in a long queue pins no blocks of another engine.
         if borrow.state is BorrowState.NAMED:
             borrow.state = self._look(request, borrow, num_computed_tokens)
         return self.is_passed_over(request.request_id)
@@ -388,6 +385,8 @@ class Borrows:
         if len(borrow.keys) * self._block_size < least:
             return BorrowState.OVER
         borrow.needed = borrow.keys[-(-least // self._block_size) - 1]
+        # It follows once, so that refusals do not add up, and again only if the other request has
+        # ended meanwhile.
         if borrow.follows not in self._borrows:
             borrow.follows = self._leader(borrow.needed)
             if borrow.follows:

@@ -1,8 +1,6 @@
 """How far vLLM has come with prompts that are pushed while they are computed.
 
-vLLM lists a request's blocks when it is admitted, and the new ones with each step. A prefix
-that it finds in its cache may be computed by another request in the very same step: it counts when
-a step of the request's own has come back. Imports no vLLM.
+vLLM lists a request's blocks when it is admitted, and the new ones with each step. Imports no vLLM.
 """
 
 from collections.abc import Iterator
@@ -64,6 +62,8 @@ class PromptProgress:
         self._note(output)
         for name, num_new_tokens in output.num_scheduled_tokens.items():
             prompt = self.prompts.get(name)
+            # A prefix that vLLM found in its cache may be computed by another request in this very
+            # step: it counts when a step of the request's own has come back.
             if prompt is None or prompt.view.num_computed_tokens <= prompt.num_found:
                 continue
             block_ids = tuple(map(tuple, prompt.block_ids))

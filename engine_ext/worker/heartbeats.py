@@ -15,9 +15,8 @@ Horizon
 
 What counts
     Only the agent that was asked can answer, or report that a lease is gone: another process at its
-    address knows none of its leases. To the source, one engine is one reader. So once any request
-    of ours has confirmed a lease, no answer proves anything for our other requests that wait for
-    the same lease. An engine that answers none of several heartbeats in a row is silent.
+    address knows none of its leases. An engine that answers none of several heartbeats in a row is
+    silent.
 
 Messages may be lost. What is remembered of unanswered heartbeats and confirmations is bounded. No
 clock in here: `now` is passed in, in seconds, monotonic. The source's side is leases.py.
@@ -255,6 +254,7 @@ class HeartbeatTracker:
                 self._lose(request_id)
             elif remote_id in renewed and request_id not in self._gone:
                 granted = min(seconds, shorter.get(remote_id, seconds))
+                # From when the heartbeat left, which is before the source began to count.
                 horizon = sent.at + granted * (1 - CLOCK_DRIFT)
                 known = self.valid_until(request_id, sent.agent)
                 self._valid_until[request_id] = _Horizon(max(horizon, known), sent.agent)
@@ -287,6 +287,8 @@ class HeartbeatTracker:
         self._confirmed[engine_id, remote_id] = None
         while len(self._confirmed) > self.MAX_CONFIRMED:
             self._confirmed.popitem(last=False)
+        # To the source, one engine is one reader: this confirmation may end the lease for our other
+        # requests, too, and no answer proves anything for them.
         for request_id, waits_for in self._requests_at(engine_id):
             if waits_for == remote_id:
                 self._lose(request_id)

@@ -3,8 +3,7 @@
 vLLM's scheduler ends a request when its model has sampled the last token, or when it is aborted,
 which produces no output. We end some requests in the step in which they are looked at: those
 that the cache-hit threshold rejects, and those that would be preempted. Their blocks are free as
-after an abort; the output that reports them goes out with the step's own outputs. The engine must
-take one more step for it, so `has_requests` is true until then.
+after an abort; the output that reports them goes out with the step's own outputs.
 
 If vLLM changes who calls `schedule` and `update_from_output`, these outputs are late or lost, and
 the client waits. `finish_requests` must leave a request that has ended alone.
@@ -49,6 +48,7 @@ class EarlyEnds(Host):
                 outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(end)
 
     def has_requests(self) -> bool:
+        # The outputs of these ends go out with one more step.
         return bool(self._ended) or bool(super().has_requests())
 
 

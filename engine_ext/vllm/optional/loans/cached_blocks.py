@@ -4,12 +4,6 @@ A key is vLLM's own hash of a block. It covers all tokens up to the block's end 
 KV depends on. Two engines hash alike if vLLM's version, the algorithm, the seed and the block size
 are equal: `scheme` names them.
 
-vLLM has a block in its cache as soon as the step that computes it is scheduled. So a request for a
-loan waits until the steps that are under way have ended, and is then answered with those blocks
-that were cached when it came. They are pinned meanwhile: a block that was evicted and cached again
-could be one that a later step writes. Without asynchronous scheduling nothing waits, because the
-connector is called between two steps.
-
 If vLLM cached blocks later, less would be lent. If a reference did not keep a block, lent blocks
 would be overwritten: the tests fill a cache that is lent.
 """
@@ -89,6 +83,9 @@ class CachedBlocks:
     def fence(self, requests: Sequence[LoanRequest]) -> Sequence[LoanRequest]:
         """Return the requests that can be answered at once, which are all if no step is under way.
         `written` yields the others."""
+        # vLLM has a block in its cache as soon as the step that computes it is scheduled, so with
+        # steps under way the block may not be written yet. Without asynchronous scheduling the
+        # connector is called between two steps.
         scheduler = self._scheduler
         if scheduler.processed_step_seq >= scheduler.sched_step_seq:
             return requests
@@ -102,6 +99,8 @@ class CachedBlocks:
             num_found = min(map(len, found), default=0)
             count = max(0, num_found - -(-excess // len(self._groups)))
             is_cut = count < num_found or num_found == len(keys) < len(request.keys)
+            # Pinned meanwhile: a block that was evicted and cached again could be one that a later
+            # step writes.
             blocks = self._touch(tuple(group[:count] for group in found))
             pinned.update(block.block_id for block in blocks)
             asked = replace(request, is_cut=is_cut)

@@ -77,6 +77,7 @@ class StepTimes:
 
     def end(self) -> None:
         """vLLM has taken the output of the step that began first."""
+        # Steps end in the order in which they began, however many run at a time.
         self._num_ended += 1
         now = self._clock()
         if self._num_ended == self._taken:
