@@ -20,6 +20,8 @@ from engine_ext.wire.handshake import HandshakePayload, decode_metadata
 PATH = "/disagg/identity"
 ANSWER_SECONDS = 2.0
 POLL_SECONDS = 0.005
+KNOWN_TO_SOME = ("loan_scheme", "loan_problem", "max_step_tokens", "max_num_seqs", "target_itl_ms")
+"""Facts about a rank that are left out where the host does not know them."""
 
 
 class IdentityError(Exception):
@@ -168,11 +170,7 @@ def _rank(
         "attn_backend": metadata.attn_backend_name,
         "lends": engine.lends,
         "borrows": engine.borrows,
-        **({} if engine.loan_scheme is None else {"loan_scheme": engine.loan_scheme}),
-        **({} if engine.loan_problem is None else {"loan_problem": engine.loan_problem}),
-        **({} if engine.max_step_tokens is None else {"max_step_tokens": engine.max_step_tokens}),
-        **({} if engine.max_num_seqs is None else {"max_num_seqs": engine.max_num_seqs}),
-        **({} if engine.target_itl_ms is None else {"target_itl_ms": engine.target_itl_ms}),
+        **{name: value for name in KNOWN_TO_SOME if (value := getattr(engine, name)) is not None},
         **({"step_model": dict(model)} if (model := engine.step_models.get(at.dp_rank)) else {}),
     }
 

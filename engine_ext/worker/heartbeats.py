@@ -284,9 +284,7 @@ class HeartbeatTracker:
 
     def confirm(self, engine_id: str, remote_id: str) -> None:
         """We have notified the source that we are done with the lease, so it may end."""
-        self._confirmed[engine_id, remote_id] = None
-        while len(self._confirmed) > self.MAX_CONFIRMED:
-            self._confirmed.popitem(last=False)
+        keep_latest(self._confirmed, (engine_id, remote_id), None, self.MAX_CONFIRMED)
         # To the source, one engine is one reader: this confirmation may end the lease for our other
         # requests, too, and no answer proves anything for them.
         for request_id, waits_for in self._requests_at(engine_id):
