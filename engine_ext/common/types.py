@@ -9,7 +9,6 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from operator import and_, or_
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine_ext.common.histogram import Histogram
@@ -229,38 +228,17 @@ class TransferResults:
         loans = self.loan_requests or self.loan_reports
         return bool(self.finished_sending or loads or loans)
 
-    def __and__(self, other: "TransferResults") -> "TransferResults":
-        return self._combined(other, and_)
-
     def __or__(self, other: "TransferResults") -> "TransferResults":
-        return self._combined(other, or_)
-
-    def _combined(
-        self, other: "TransferResults", combine: Callable[[Any, Any], Any]
-    ) -> "TransferResults":
-        ids = (
-            "finished_sending",
-            "finished_recving",
-            "failed_recving",
-            "ready",
-            "returned",
-            "lost",
-        )
+        both = {name: getattr(self, name) | getattr(other, name) for name in _REPORTED}
         return TransferResults(
-            **{name: combine(getattr(self, name), getattr(other, name)) for name in ids},
+            **both,
             problems={**other.problems, **self.problems},
-            loan_requests=_combine_all(self.loan_requests, other.loan_requests, combine),
-            loan_reports=_combine_all(self.loan_reports, other.loan_reports, combine),
+            loan_requests=tuple(dict.fromkeys(self.loan_requests + other.loan_requests)),
+            loan_reports=tuple(dict.fromkeys(self.loan_reports + other.loan_reports)),
         )
 
 
-def _combine_all(
-    ours: tuple[T, ...], theirs: tuple[T, ...], combine: Callable[[Any, Any], Any]
-) -> tuple[T, ...]:
-    both = dict.fromkeys((*ours, *theirs))
-    return tuple(one for one in both if combine(one in ours, one in theirs))
-
-
+_REPORTED = ("finished_sending", "finished_recving", "failed_recving", "ready", "returned", "lost")
 NO_RESULTS = TransferResults()
 
 SHARED = -1

@@ -26,7 +26,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from engine_ext.common import resume_payload
@@ -207,7 +207,13 @@ class Scheduler:
         results = self._ask(self._connector.recover, results, default=results)
         undelivered, self._undelivered = self._undelivered, NO_RESULTS
         try:
-            results &= self._connector.update_connector_output(undelivered | results)
+            passed_on = self._connector.update_connector_output(undelivered | results)
+            # This engine has already acted on those that are delivered once more.
+            results = replace(
+                results,
+                finished_recving=results.finished_recving & passed_on.finished_recving,
+                failed_recving=results.failed_recving & passed_on.failed_recving,
+            )
         except Exception:
             logger.exception("connector: update_connector_output raised")
             self._undelivered = results
