@@ -187,13 +187,12 @@ async def _plan_turn(
     Raises UnknownModelError, NoEngineError.
     """
     limits = gateway.limits
-    pools = gateway.routes.pools(request)  # raises before the last turn's entry is taken
+    gateway.routes.pools(request)  # raises before the last turn's entry is taken
     await conversations.recall(turn)
     unproven = "off" if turn.is_implicit else limits.conversation_unproven
     reuse = find_reuse(turn, gateway.fleet, gateway.routes.load_bound, unproven)
     try:
-        known = None if conversations.store.does_io else pools  # which may have changed since
-        route = gateway.routes.find(request, reuse.decoder, pools=known)
+        route = gateway.routes.find(request, reuse.decoder)
         route = route if slot is None else slot.move_to_route(route)
         return make_plan(request, route, reuse, limits, slot is not None)
     except Exception:

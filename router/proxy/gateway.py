@@ -99,16 +99,13 @@ class RouteFinder:
         request: Request,
         home: Engine | None = None,
         but: Container[str] = (),
-        pools: Sequence[GroupPool] | None = None,
     ) -> Route:
         """Return the engines that may serve the request, best first.
 
         The decode engine `home` comes before others, if it serves the model. Groups in `but` are
-        left out. `pools` are the groups that serve the model, if the caller has looked. Raises
-        UnknownModelError, NoEngineError.
+        left out. Raises UnknownModelError, NoEngineError.
         """
-        if pools is None:
-            pools = self.pools(request)
+        pools = self.pools(request)
         if but:
             pools = [pool for pool in pools if pool.group not in but]
         if home is not None and not _serves(home, request.model):

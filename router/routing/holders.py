@@ -14,7 +14,7 @@ them also wait for the end of a step of their holder, which can take longer than
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Generic, NamedTuple
 
@@ -23,8 +23,8 @@ from msgspec import Struct
 from router.fleet.engine import STALE_S
 from router.routing.chunk_index import ChunkIndex
 from router.routing.costs import DEFAULT_TOKEN_S, LOAN_LATENCY_S, TRANSFER_TOKENS_PER_S, loan_cost
-from router.routing.policy import Candidate, CandidateCache, E, RoutingQuery, mix
-from router.routing.prefix_cache import some_bits
+from router.routing.policy import Candidate, E, RoutingQuery, mix
+from router.routing.prefix_cache import RegisteredCandidates, some_bits
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
 
 MAX_HOLDERS = 4
@@ -57,20 +57,12 @@ class NamedHolders(Struct, Generic[E], frozen=True):
         return self.holders[0].tokens - self.own_tokens
 
 
-class _Lenders(NamedTuple):
-    """Places of lenders in their sequence by their bits in the index, in an era of the index."""
-
-    indexes: Mapping[int, int]
-    all: int
-    era: int
-
-
 class HolderFinder:
     """Finds the holders of prompts. `index` is what the routing policies remember."""
 
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
-        self._lenders = CandidateCache(self._register)
+        self._lenders = RegisteredCandidates(index)
         self._free_at: dict[str, float] = {}
         """When the network interface of each engine has moved what was named so far."""
         self._paces: deque[float] = deque(maxlen=MAX_LOANS)
@@ -95,9 +87,6 @@ class HolderFinder:
         if (len(chunks) - query.marks) * TOKENS_PER_CHUNK < least:
             return None
         known = self._lenders.get(lenders)
-        if known.era != self._index.era:
-            self._lenders.clear()
-            known = self._lenders.get(lenders)
         among, depth = known.all & ~self._index.bit(reader.name), len(chunks) + 1
         found: list[tuple[float, LikelyHolder[E]]] = []
         while among and len(found) < MAX_HOLDERS:
@@ -171,10 +160,3 @@ class HolderFinder:
         if len(self._paces) < MIN_LOANS or now > self._sampled_at + STALE_S:
             return FASTEST_TRANSFER_S
         return max(FASTEST_TRANSFER_S, min(self._paces))
-
-    def _register(self, lenders: Sequence[Candidate]) -> _Lenders:
-        names = [place.name for place in lenders]
-        caches = [place.cache_tokens for place in lenders]
-        bits = self._index.register(names, caches, [place.preferred_role for place in lenders])
-        indexes = {bit: number for number, bit in enumerate(bits)}
-        return _Lenders(indexes, sum(bits), self._index.era)

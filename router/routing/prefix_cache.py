@@ -63,7 +63,7 @@ class _UnansweredPrompt(NamedTuple):
         return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
 
 
-class _CandidateBits(NamedTuple):
+class CandidateBits(NamedTuple):
     """The bits of some candidates with their indexes, and all bits together, in an era of the
     index. `unequal`: their caches differ in size."""
 
@@ -71,6 +71,28 @@ class _CandidateBits(NamedTuple):
     all: int
     era: int
     unequal: bool
+
+
+class RegisteredCandidates(CandidateCache[CandidateBits]):
+    """Registers candidates at an index when they are first used, and in each new era."""
+
+    def __init__(self, index: ChunkIndex) -> None:
+        super().__init__(self._register)
+        self._index = index
+
+    def get(self, candidates: Sequence[Candidate]) -> CandidateBits:
+        bits = super().get(candidates)
+        if bits.era != self._index.era:
+            self.clear()
+            bits = super().get(candidates)
+        return bits
+
+    def _register(self, candidates: Sequence[Candidate]) -> CandidateBits:
+        names = [engine.name for engine in candidates]
+        caches = [engine.cache_tokens for engine in candidates]
+        bits = self._index.register(names, caches, [engine.preferred_role for engine in candidates])
+        indexes = {bit: index for index, bit in enumerate(bits)}
+        return CandidateBits(indexes, sum(bits), self._index.era, len({*caches}) > 1)
 
 
 class PrefixAffinity(Policy):
@@ -83,7 +105,7 @@ class PrefixAffinity(Policy):
         self._by_load: Policy = PowerOfTwo()
         self._load_of: Callable[[Candidate], Any] = load
         self._index = index
-        self._candidate_bits = CandidateCache(self._register)
+        self._registered = RegisteredCandidates(index)
         self._unanswered: dict[str, dict[int, _UnansweredPrompt]] = {}
         """For each engine, by turn."""
         self._strikes: dict[str, int] = {}
@@ -97,7 +119,7 @@ class PrefixAffinity(Policy):
         chunks = query.chunks
         if not chunks:
             return self._by_load.order(candidates, query)
-        bits = self._bits_of(candidates)
+        bits = self._registered.get(candidates)
         depth, engines = self._find_match(chunks, bits)
         among = bits.all
         overloaded: list[E] = []
@@ -126,14 +148,14 @@ class PrefixAffinity(Policy):
             return False
         return crowding(engine, tokens) > self._bound.factor * crowding(other, tokens)
 
-    def _find_match(self, chunks: tuple[int, ...], bits: _CandidateBits) -> ChunkMatch:
+    def _find_match(self, chunks: tuple[int, ...], bits: CandidateBits) -> ChunkMatch:
         """Return the longest match of any candidate, and remember it for the feedback."""
         self._last_chunks = chunks
         self._last_match = self._index.longest(chunks, bits.all)
         return self._last_match
 
     def _least_loaded(
-        self, engines: int, candidates: Sequence[E], bits: _CandidateBits, query: RoutingQuery
+        self, engines: int, candidates: Sequence[E], bits: CandidateBits, query: RoutingQuery
     ) -> E:
         if engines in bits.indexes:
             return candidates[bits.indexes[engines]]
@@ -143,6 +165,9 @@ class PrefixAffinity(Policy):
     def note_sent(self, name: str, query: RoutingQuery) -> None:
         if not query.chunks or not self._index.bit(name):
             return
+        if name not in self._unanswered:
+            for gone in [one for one in self._unanswered if not self._index.bit(one)]:
+                del self._unanswered[gone]
         unanswered = self._unanswered.setdefault(name, {})
         depth, is_certain = self._depth(name, query), True
         if depth and unanswered:
@@ -170,7 +195,7 @@ class PrefixAffinity(Policy):
         self._strikes.pop(name, None)
         self._unanswered.pop(name, None)
         self._index.forget(name)
-        self._candidate_bits.clear()
+        self._registered.clear()
 
     def expected_tokens(self, name: str, query: RoutingQuery) -> int:
         """Return the tokens without those that only unanswered prompts will bring."""
@@ -186,22 +211,6 @@ class PrefixAffinity(Policy):
         if query.chunks is self._last_chunks and self._last_match.engines & bit:
             return self._last_match.depth
         return self._index.longest(query.chunks, bit).depth
-
-    def _bits_of(self, candidates: Sequence[Candidate]) -> _CandidateBits:
-        bits = self._candidate_bits.get(candidates)
-        if bits.era != self._index.era:
-            self._candidate_bits.clear()
-            bits = self._candidate_bits.get(candidates)
-        return bits
-
-    def _register(self, candidates: Sequence[Candidate]) -> _CandidateBits:
-        names = [engine.name for engine in candidates]
-        caches = [engine.cache_tokens for engine in candidates]
-        bits = self._index.register(names, caches, [engine.preferred_role for engine in candidates])
-        for name in [name for name in self._unanswered if not self._index.bit(name)]:
-            del self._unanswered[name]
-        indexes = {bit: index for index, bit in enumerate(bits)}
-        return _CandidateBits(indexes, sum(bits), self._index.era, len({*caches}) > 1)
 
 
 class PrefillCost(PrefixAffinity):
@@ -226,7 +235,7 @@ class PrefillCost(PrefixAffinity):
         chunks = query.chunks
         if not chunks:
             return self._soonest(candidates, query)
-        bits = self._bits_of(candidates)
+        bits = self._registered.get(candidates)
         depth, engines = self._find_match(chunks, bits)
         if not depth:
             return self._soonest(candidates, query)
