@@ -90,6 +90,13 @@ async def test_worker_that_died_is_forgotten_and_its_successor_found(tmp_path: P
         await eventually(lambda: len(one.peers) == len(other.peers) == 1)
 
 
+async def test_worker_that_cannot_bind_its_socket_reports_why(tmp_path: Path) -> None:
+    alone = Worker(tmp_path / "missing")
+    async with alone.running():
+        await eventually(lambda: alone.errors("failed") > 0)
+        assert "cannot exchange their load" in alone.exchange.transport.failure
+
+
 async def test_strange_datagrams_are_counted_and_change_nothing(tmp_path: Path) -> None:
     async with workers(tmp_path) as (one, other):
         target = str(tmp_path / f"{SOCKET_PREFIX}{one.peers.name}")
