@@ -182,9 +182,9 @@ async def test_unauthorized_requests_to_anthropics_api_get_anthropics_error_and_
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
     lines: list[str] = []
-    router.gateway.records._readers = [
+    router.gateway.records.add_reader(
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
-    ]
+    )
     sent = post(json.dumps(BODY).encode(), path, b"x-api-key: %b\r\n" % OTHER.encode())
     async with router.socket() as client:
         await client.send(sent[:-1] if is_slow else sent)  # the key is wrong whatever follows
@@ -329,9 +329,9 @@ async def test_the_access_line_says_whose_request_it_was(
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
     lines: list[str] = []
 
-    router.gateway.records._readers = [
+    router.gateway.records.add_reader(
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
-    ]
+    )
     await ask(router)
     router.gateway.records.flush()
     (line,) = lines

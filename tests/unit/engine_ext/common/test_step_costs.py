@@ -98,7 +98,7 @@ def test_an_hour_of_decoding_keeps_what_is_known_of_prompts() -> None:
     assert errors(fit, H200, rng)[380] < 0.05
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_costs_are_known_from_prompts_of_about_one_length_on_a_machine_that_stalls(
     seed: int,
 ) -> None:
@@ -179,13 +179,12 @@ def root_mean_square(
     return math.sqrt(sum((predict(work) / true - 1) ** 2 for work, true in steps) / len(steps))
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("overlap", "most_decoding"), [(False, 64), (True, 64), (True, 256)])
 @pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0])
 def test_mixing_penalty_is_found_and_no_kind_of_step_is_predicted_worse(
-    seed: int, overlap: bool, most_decoding: int, mixing: float
+    overlap: bool, most_decoding: int, mixing: float
 ) -> None:
-    traffic = Traffic(seed, overlap, mixing, most_decoding=most_decoding)
+    traffic = Traffic(0, overlap, mixing, most_decoding=most_decoding)
     fit = StepFit(BUDGET)
     seen, found = [], []
     for _ in range(4_000):
@@ -209,7 +208,7 @@ def test_mixing_penalty_is_found_and_no_kind_of_step_is_predicted_worse(
         assert error < root_mean_square(before, steps) + 0.01
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_mixing_penalty_of_noisy_steps_is_less_exact_and_known_later(seed: int) -> None:
     traffic, fit = Traffic(seed, True, 0.3, noise=0.4), StepFit(BUDGET)
     for _ in range(3_000):
@@ -246,9 +245,10 @@ def test_mixing_penalty_is_unknown_where_prompts_alone_have_other_sizes() -> Non
     assert root_mean_square(fit.costs.milliseconds, steps) < 0.15
 
 
-@pytest.mark.parametrize("target_ms", [50.0, 100.0])
-@pytest.mark.parametrize("overlap", [False, True], ids=["sum", "overlap"])
-@pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("target_ms", "overlap", "mixing"),
+    [(50.0, False, 0.0), (50.0, True, 0.3), (100.0, False, 0.3), (100.0, True, 1.0)],
+)
 def test_steps_with_a_budget_keep_the_target_and_use_it(
     target_ms: float, overlap: bool, mixing: float
 ) -> None:

@@ -1,6 +1,5 @@
 """Answers that begin in the middle, against those of one engine that was not disturbed."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,10 @@ from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from engine_ext.reference.answer import (
     GeneratedAnswer,
     ResumedAnswer,
-    ResumeError,
     StopRules,
     resume_answer,
 )
 from engine_ext.reference.engine import merge
-from engine_ext.reference.grammar import GrammarCompiler
 from engine_ext.reference.messages import RequestOutput, SamplingParams
 from engine_ext.reference.model import ForwardBatch
 from engine_ext.reference.tiny_model import ENDOFTEXT_ID, IM_END_ID, VOCAB_SIZE
@@ -37,12 +34,6 @@ from tests.unit.reference.core.harness import (
 )
 
 RULES = StopRules(frozenset({IM_END_ID, ENDOFTEXT_ID}), 512)
-SCHEMA = {
-    "type": "object",
-    "properties": {"mood": {"enum": ["calm", "wild"]}, "count": {"type": "integer", "maximum": 99}},
-    "required": ["mood", "count"],
-    "additionalProperties": False,
-}
 PROMPT = prompt(10)
 SECOND_BEST = ord("X")
 
@@ -248,44 +239,6 @@ def test_what_may_not_end_the_answer_yet_does_not(
     begun = resume_answer(ResumePayload(PROMPT, (66, early)), sampling, tokenizer, RULES)
     assert begun.finish is None
     assert len(merge(go_on(driver, alone, begun)).token_ids) >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_an_answers_form_is_kept_on(seed: int, driver: Driver, tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(
-        tokenizer.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids={IM_END_ID, ENDOFTEXT_ID}
-    )
-    grammar = compiler.compile(json.dumps(SCHEMA))
-    sampling = greedy(200, temperature=1.0, seed=seed, grammar=grammar)
-    alone = undisturbed(driver, prompt(12), sampling)
-    json.loads(alone.whole.text)
-    check_all(driver, alone, tokenizer)
-
-
-def test_tokens_that_break_the_form_are_named(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.to_str(), vocab_size=VOCAB_SIZE, eos_token_ids={IM_END_ID})
-    sampling = greedy(grammar=compiler.compile('{"type": "integer"}'))
-    with pytest.raises(ResumeError, match="token 2 of output_token_ids"):
-        resume_answer(ResumePayload((1,), tuple(b"12x")), sampling, tokenizer, RULES)
-
-
-def test_logprobs_that_are_asked_for_and_not_given_are_missed(tokenizer: Tokenizer) -> None:
-    sampling = greedy(logprobs=0)
-    with pytest.raises(ResumeError, match="logprobs"):
-        resume_answer(ResumePayload((1,), (65, 66), 1), sampling, tokenizer, RULES)
-    assert (
-        resume_answer(ResumePayload((1,), (65, 66), 2), sampling, tokenizer, RULES).logprobs == ()
-    )
-    assert resume_answer(ResumePayload((1,), (65,), 0), greedy(), tokenizer, RULES).logprobs == ()
-
-
-def test_a_tokens_own_logprob_need_not_be_named_twice(tokenizer: Tokenizer) -> None:
-    entries = (((65, -1.0), (66, -0.5), (67, -2.0)),)
-    begun = resume_answer(
-        ResumePayload((1,), (65,), 0, entries), greedy(logprobs=3), tokenizer, RULES
-    )
-    assert begun.logprobs[0].top == ((66, -0.5), (65, -1.0), (67, -2.0))
 
 
 def test_a_preempted_answer_that_began_elsewhere_is_the_same(

@@ -41,14 +41,6 @@ STREAMED: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-CLOSED = {"type": "object", "additionalProperties": False}
-TIME = {**CLOSED, "properties": {"zone": {"enum": ["ütc", 'a"}b']}}, "required": ["zone"]}
-LAKE = {**CLOSED, "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": schema}}
-    for name, schema in (("time", TIME), ("lake", LAKE))
-]
-NAMED = {"type": "function", "function": {"name": "time"}}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "logprobs": {"logprobs": 2},
@@ -63,10 +55,6 @@ FORMS: dict[str, dict[str, Any]] = {
         "seed": 1,
         "ignore_eos": False,
     },
-}
-CALLS: dict[str, dict[str, Any]] = {
-    "one tool": {"tool_choice": NAMED},
-    "the only tool": {"tool_choice": "required", "tools": TOOLS[1:]},
 }
 
 
@@ -234,32 +222,6 @@ async def test_an_answer_that_is_not_streamed_is_whole(
         assert rounded(answer | names) == rounded(alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", CALLS)
-async def test_calls_go_on_where_they_were(form: str, client: httpx.AsyncClient) -> None:
-    fields = {"tools": TOOLS, "temperature": 1.0, "seed": 5, "max_tokens": 120, "ignore_eos": False}
-    body = BODY | fields | CALLS[form]
-    chunks = await stream(client, CHAT, body)
-    alone = Told().hear(chunks)
-    assert alone.calls
-    prompt = prompt_in(chunks)
-    seams = sorted({end for end in alone.ends if 0 < end < len(alone.tokens)})
-    assert len(seams) > len(alone.tokens) / 2
-    whole = (await client.post(CHAT, json=body)).json()["choices"][0]
-    for seam in seams[:: 1 + len(seams) // 16]:
-        first = Told().hear(chunks[: alone.ends.index(seam) + 1])
-        params = begun_with(alone.tokens[:seam], prompt, seam)
-        told = first.hear(await stream(client, CHAT, body | params))
-        assert told.calls == alone.calls
-        assert (told.tokens, told.finishes) == (alone.tokens, alone.finishes)
-        for spoken in (0, seam):
-            params = begun_with(alone.tokens[:seam], prompt, spoken)
-            (choice,) = (await client.post(CHAT, json=body | params)).json()["choices"]
-            calls = [call["function"] for call in choice["message"]["tool_calls"]]
-            assert calls == [call["function"] for call in whole["message"]["tool_calls"]]
-            assert choice["finish_reason"] == whole["finish_reason"]
-
-
 async def test_one_wrong_token_is_seen(client: httpx.AsyncClient) -> None:
     chunks = await stream(client, CHAT, BODY)
     alone = Told().hear(chunks)
@@ -267,21 +229,6 @@ async def test_one_wrong_token_is_seen(client: httpx.AsyncClient) -> None:
     params = begun_with(wrong, prompt_in(chunks), 8)
     told = Told().hear(await stream(client, CHAT, BODY | params))
     assert told.tokens != alone.tokens[8:]
-
-
-@pytest.mark.parametrize("stream_it", [False, True])
-async def test_nothing_is_rendered_or_tokenized(
-    stream_it: bool, client: httpx.AsyncClient, roomy: ServedModel
-) -> None:
-    """Neither the messages nor the prompt of the body are looked at."""
-    prompt = roomy.tokenizer.encode("Once")
-    too_long = {"messages": [{"role": "user", "content": "x" * 3000}]}
-    for path, asked in ((CHAT, too_long), (COMPLETIONS, {"prompt": "x" * 3000})):
-        body = BODY | asked | begun_with([65], prompt, 0) | {"max_tokens": 3, "stream": stream_it}
-        response = await client.post(path, json=body)
-        assert response.status_code == 200, response.text
-        refused = await client.post(path, json=BODY | asked)
-        assert refused.status_code == 400
 
 
 async def test_a_prefill_samples_a_token_however_many_it_is_given(

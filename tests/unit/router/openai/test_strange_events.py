@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answering
+from tests.unit.router.engine_scripts import answering, streaming
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.openai.chats import events_of, says_hello
 
@@ -67,13 +67,6 @@ def text_in(events: list[dict[str, Any]]) -> str:
         delta if isinstance(delta, str) else delta.get("text", "")
         for delta in deltas
     )  # fmt: skip
-
-
-def streaming(*events: bytes) -> Script:
-    async def script(request: Received, peer: Peer) -> None:
-        await peer.stream(*events)
-
-    return script
 
 
 @PATHS
