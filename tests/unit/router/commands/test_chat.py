@@ -316,12 +316,13 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def ended(self, key: str = "") -> int:
-        """Return the exit code. `key` is pressed again every two seconds: readline may miss a
-        signal that comes just before it begins to wait."""
+        """Return the exit code. `key` is pressed again every ten seconds: readline may miss a
+        signal that comes just before it begins to wait. Not sooner: an interpreter that ends, which
+        takes seconds on a busy machine, is killed by it."""
         deadline = time.monotonic() + 30
         pressed = time.monotonic()
         while True:
-            if key and time.monotonic() - pressed > 2:
+            if key and time.monotonic() - pressed > 10:
                 self.write(key)
                 pressed = time.monotonic()
             self.text += self._read(0.05)
