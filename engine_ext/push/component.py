@@ -40,6 +40,7 @@ class Push:
             self._inquiries.step,
             self._count,
         )
+        self.expect = self._matcher.expect
         self.cancel = self._matcher.cancel
         self.forget = self._matcher.forget
         self.own_id = self._matcher.own_id
@@ -48,11 +49,6 @@ class Push:
         self.clock_reported = self._clocks.reported
         self.uses = self._writes.uses
         self.loads = self._registrations.loads
-
-    def expect(self, request_id: str, transfer_id: str | None) -> None:
-        self._matcher.expect(request_id)
-        if transfer_id is not None:
-            self._matcher.name(request_id, transfer_id)
 
     def carry_out(self, order: orders.PushOrder, now: float) -> None:
         match order:

@@ -129,12 +129,8 @@ class PushMatcher:
         num_prompts = len(self._offers) + len(self._partial_offers)
         return num_prompts + num_registrations + len(self._inquiries)
 
-    def expect(self, request_id: str) -> None:
-        self._prefilling.add(request_id, names_of(request_id, transfer_id=None))
-
-    def name(self, request_id: str, transfer_id: str) -> None:
-        if self._prefilling.has((whole_id(request_id),)):
-            self._prefilling.add(request_id, names_of(request_id, transfer_id))
+    def expect(self, request_id: str, transfer_id: str | None) -> None:
+        self._prefilling.add(request_id, names_of(request_id, transfer_id))
 
     def offer_partially(self, offer: PushOffer, now: float) -> None:
         """P has computed a part of a prompt: write it to a D that waits for the prompt."""
