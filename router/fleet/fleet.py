@@ -444,10 +444,11 @@ class Fleet:
         engine.breaker.trial = None
         self._refresh()
 
-    def note_recovered(self, engine: Engine) -> None:
-        """A success has closed the engine's circuit."""
-        logger.info("%s %s works again", engine.role.engine, engine.name)
-        self._refresh()
+    def note_leg_answered(self, engine: Engine) -> None:
+        """The engine has answered a leg. A justified 4xx is an answer, too."""
+        if engine.breaker.record_success():
+            logger.info("%s %s works again", engine.role.engine, engine.name)
+            self._refresh()
 
     def note_leg_failed(self, engine: Engine, reason: str) -> None:
         """A leg failed because of the engine."""

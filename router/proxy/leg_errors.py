@@ -1,4 +1,5 @@
-"""What an engine's answer with another status than 200 means, and what it shows of the engine."""
+"""Converts an engine's answer with another status than 200 to the error of its leg, and records
+what the answer shows about the engine."""
 
 from __future__ import annotations
 
@@ -37,12 +38,6 @@ NOT_LOADED = "the decode engine could not load the KV of this prompt"
 NOT_BORROWED = "the engine could not load the KV that it was to borrow"
 # What servers say of an unknown path, besides the path.
 NOT_FOUND = ("not found", "not found: post ", "post : not found")
-
-
-def note_success(run: Run, engine: Engine) -> None:
-    """Count an answer for the engine's circuit breaker. A justified 4xx is an answer, too."""
-    if engine.breaker.record_success():
-        run.gateway.fleet.note_recovered(engine)
 
 
 def note_load_failure(run: Run, decoder: Engine, failure: LoadFailure) -> None:
@@ -99,7 +94,7 @@ async def error_of_answer(
         if asked is not None and answer.status == 400:
             body = restate_prompt_limit(body, asked)
         if answer.status >= 400:
-            note_success(run, engine)
+            run.gateway.fleet.note_leg_answered(engine)
     status = answer.status
     if status < 400:
         return BrokenAnswerError(f"an answer with status {status}")

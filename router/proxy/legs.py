@@ -46,7 +46,6 @@ from router.proxy.leg_errors import (
     NOT_LOADED,
     error_of_answer,
     note_load_failure,
-    note_success,
 )
 from router.proxy.load_failure import (
     LoadFailure,
@@ -384,8 +383,7 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
                 capabilities.note_kv_params(params.content)
             if gateway.logs_moved_blocks and len(params.raw) <= UNCOUNTED_BYTES:
                 record.transfer_params = params.raw
-        if engine.breaker.record_success():
-            gateway.fleet.note_recovered(engine)
+        gateway.fleet.note_leg_answered(engine)
 
     def _hand_to_releaser(self, answer: EngineAnswer) -> None:
         self.run.gateway.releaser.release_late_prefill(self.run.request, answer)
@@ -455,8 +453,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         """The engine has begun to answer, so it has the prompt's KV."""
         if self._queued is not None:
             self._queued.end()
-        if self.engine.breaker.record_success():
-            self.run.gateway.fleet.note_recovered(self.engine)
+        self.run.gateway.fleet.note_leg_answered(self.engine)
 
     def accepted(self) -> None:
         """This engine answers the request."""
@@ -547,7 +544,7 @@ def _note_no_params(run: Run, engine: Engine, answer: PrefillAnswer, is_push: bo
     run.request.record.without_transfer = f"{engine.name} offered no KV"
     is_over = is_push or answer.finish_reason == "stop"
     if not is_over and run.resume.continued is None and not may_prefill_on_decoder(run):
-        note_success(run, engine)
+        run.gateway.fleet.note_leg_answered(engine)
         raise NoKvOfferedError("the prefill engine answered without kv_transfer_params")
     run.gateway.throttle.warn(
         "a prefill engine answered without kv_transfer_params, so the decode engine prefills again",
@@ -626,6 +623,6 @@ def _require_answer(run: Run, engine: Engine, content: Json) -> None:
     """Raise the failure that an answer with status 200 reports, if it reports one."""
     failure = failure_of(content, engine.role)
     if isinstance(failure, EngineRejectedError):
-        note_success(run, engine)
+        run.gateway.fleet.note_leg_answered(engine)
     if failure is not None:
         raise failure
