@@ -1,4 +1,4 @@
-"""What mock engines answer: scripts for all tests of the router."""
+"""Scripts of mock engines for the tests of the router."""
 
 import asyncio
 
@@ -79,10 +79,6 @@ def hanging(*, asked: asyncio.Event | None = None, left: asyncio.Event | None = 
     return script
 
 
-async def hang(request: Received, peer: Peer) -> None:
-    await peer.wait_left()
-
-
 async def reset(request: Received, peer: Peer) -> None:
     peer.reset()
 
@@ -97,9 +93,6 @@ def answer_late(seconds: float, script: Script) -> Script:
     return answer
 
 
-async def fails(request: Received, peer: Peer) -> None:
-    await peer.answer({"error": {"message": "no"}}, 500)
-
-
-async def refuses(request: Received, peer: Peer) -> None:
-    await peer.answer({"error": {"message": "no"}}, 400)
+hang = hanging()
+fails = answering(500, {"error": {"message": "no"}})
+refuses = answering(400, {"error": {"message": "no"}})
