@@ -1,6 +1,6 @@
-"""What our patches, our scheduler class and our HTTP pages call of `DisaggConnector`.
+"""The methods of `DisaggConnector` that our patches, scheduler class and HTTP pages call.
 
-vLLM itself calls none of this: its interface is connector.py. Patches find our connector by
+vLLM itself calls none of them: its interface is connector.py. Patches find our connector by
 `find_our_connector`. They import this file and never the connector, which installs some of them.
 """
 

@@ -1,4 +1,4 @@
-"""What vLLM's workers report to its scheduler beside the reports that vLLM knows.
+"""Reports from vLLM's workers to its scheduler for which vLLM has no field.
 
 The reasons of failed loads, and messages about loans, are metadata of a step's output. All other
 reports count when every rank has made them. vLLM counts names in `finished_sending` like this, so

@@ -4,9 +4,9 @@ Routers use the stream in Redis of redis_stream.py, and workers the sockets belo
 a datagram socket in the private folder of the workers, and sends its report to all sockets there.
 Only processes of the router's user can open the folder, so nothing is signed.
 
-Workers send without waiting. A worker that is frozen or behind fills its own queue and misses
-reports, which harms nobody: each worker has a socket for each other one, because unread datagrams
-count against their sender.
+Workers send without waiting. A frozen or slow worker fills its own queue and misses reports. It
+does not delay the others: each worker sends to each other worker from a separate socket, because
+the kernel counts unread datagrams against the socket that sent them.
 """
 
 from __future__ import annotations

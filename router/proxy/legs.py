@@ -184,10 +184,10 @@ async def decode_leg(
 
 
 class LegAccount(Generic[T]):
-    """What the router counts for one leg, from its begin to its end.
+    """Counts one leg for each feature that follows legs, from the start of the leg to its end.
 
-    Used as a context manager: `__init__` and `__enter__` are the begin, `__exit__` is the end, in
-    which an error of the engine becomes the outcome. The moments between are methods.
+    A leg uses it as a context manager: `__init__` and `__enter__` run at the start, and `__exit__`
+    at the end converts an error of the engine to the outcome. The moments between are methods.
 
     | feature        | begun | answered | accepted | failed | closed |
     |----------------|-------|----------|----------|--------|--------|

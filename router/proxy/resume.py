@@ -35,7 +35,7 @@ from router.proxy.retry import LegError
 
 
 class DecodeParams(NamedTuple):
-    """What one decode leg gets: its KV transfer params, the buffer that its stream fills, and
+    """The KV transfer params of one decode leg, the resume buffer that its stream fills, and
     whether its engine may return the answer instead of preempting it."""
 
     params: KvParams | None = None

@@ -130,7 +130,7 @@ CASES = [
 
 
 FEW = {"an error", "half", "half an event", "aborted", "rejected", "not streamed: html"}
-"""What the second path through the same code is tried with."""
+"""The bad answers that are tried on the second path, which shares its code with the first one."""
 
 
 @pytest.mark.parametrize(

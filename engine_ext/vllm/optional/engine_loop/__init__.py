@@ -1,4 +1,4 @@
-"""What vLLM's engine loop does while nothing can run, and when it leaves."""
+"""Features of vLLM's engine loop: it rests while no request can run, and it exits early."""
 
 from engine_ext.vllm.compat.probe import Feature, symbols
 from engine_ext.vllm.compat.vllm_symbols import CONFIG, ENGINE, SCHED, SCHEDULER_CLASS

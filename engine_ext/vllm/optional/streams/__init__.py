@@ -1,4 +1,4 @@
-"""What vLLM's streams leave out."""
+"""The feature that adds `kv_transfer_params` and token ids to vLLM's streams."""
 
 from engine_ext.vllm.compat.probe import ANY, Feature, symbols
 from engine_ext.vllm.compat.vllm_symbols import CHAT, CHAT_SERVING, COMPLETION, COMPLETION_SERVING

@@ -65,7 +65,7 @@ def test_where_the_first_ends_before_the_others_compute(loads: bool) -> None:
     decoder.request_finished(requests[0], BLOCKS, FinishStatus.ABORTED)
     assert asked(decoder, requests[1:]) == [NOTHING, NOTHING]
     assert len(ordered(decoder.build_connector_meta(), Decline)) == (not loads), (
-        "the holder is told once"
+        "the holder gets one message"
     )
 
 

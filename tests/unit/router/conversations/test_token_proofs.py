@@ -63,7 +63,8 @@ async def ask_twice(router: Router, first: dict[str, Any]) -> None:
 
 
 def last_leg(engine: MockEngine) -> Any:
-    """The release of KV that nobody reads may come before the decode leg, or after it."""
+    """Return the body of the last request leg. A release of unread KV may arrive before or after
+    the decode leg."""
     return next(one for one in reversed(engine.requests) if not is_release(one)).json
 
 
